@@ -180,7 +180,7 @@ def test_other_sources_give_one_answer(make, method, llama, tokens):
 LOGISTIC = lsim.LogisticProbe(labels=[0, 1] * ((ROWS + TEST) // 2))
 REFUSED = {
     "`test_labels`.*`test_data`": {"test_labels": [1]},
-    r"`labels`.*\(42,\).*`test_labels` None .*42 rows.* 1 ": {"test_data": [[3, 4]]},
+    r"`labels`.*\(42,\).*`test_labels`.*None.* 42 .* 1 ": {"test_data": [[3, 4]]},
     r"`test_labels`.*\(2,\).* 1 ": {"test_data": [[3, 4]], "test_labels": [0, 1]},
     "`test_labels`.*labels='data'": {
         "probe": lsim.LinearProbe(labels="data"),

@@ -88,7 +88,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_tensor_that_is_wrong_is_named(name, tmp_path):
     header, tensors = storage.read(FILES / "report.safetensors", ("report",))
-    path = storage.write(tmp_path / "x", "report", header | {"format": 2}, tensors | SHAPES[name](tensors))
+    path = storage.write(tmp_path / "x", "report", header | {"format": storage.FORMAT}, tensors | SHAPES[name](tensors))
     with pytest.raises(lsim.LayersimError) as caught:
         lsim.load(path)
     assert name in str(caught.value)
@@ -97,7 +97,7 @@ def test_the_tensor_that_is_wrong_is_named(name, tmp_path):
 def test_no_result_is_left_out(tmp_path):
     header, tensors = storage.read(FILES / "report.safetensors", ("report",))
     with pytest.raises(lsim.LayersimError, match=r"\bx\b"):
-        lsim.load(storage.write(tmp_path / "x", "report", header | {"format": 2, "results": {}}, tensors))
+        lsim.load(storage.write(tmp_path / "x", "report", header | {"format": storage.FORMAT, "results": {}}, tensors))
     empty = lsim.load(storage.write(tmp_path / "x", "report", {"results": {}}, {}))
     assert (type(empty), len(empty)) == (lsim.Report, 0)
 
@@ -123,7 +123,7 @@ def test_a_malformed_result_is_refused_or_works(name, tmp_path):
     header, tensors = storage.read(FILES / name, ("result", "report"))
     rng, refused, worked = random.Random(name), 0, 0
     for _ in range(6):
-        path = storage.write(tmp_path / "x", header["kind"], *mutated(header | {"format": 2}, tensors, rng))
+        path = storage.write(tmp_path / "x", header["kind"], *mutated(header | {"format": storage.FORMAT}, tensors, rng))
         try:
             found = lsim.load(path)
         except lsim.LayersimError as error:
@@ -142,7 +142,7 @@ def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
     rng, refused, worked = random.Random(name), 0, 0
     own = {key: value for key, value in header.items() if key not in ("identity", "version")}
     for _ in range(20):
-        changed, parts = mutated(own | {"format": 2}, tensors, rng)
+        changed, parts = mutated(own | {"format": storage.FORMAT}, tensors, rng)
         kept = {key: header[key] for key in ("identity", "version") if key in header}
         path = storage.write(tmp_path / "x", header["kind"], changed | kept, parts)
         try:

@@ -26,7 +26,7 @@ def test_files_hold_no_pickle(report, tmp_path):
     path = report.save(tmp_path / "report.safetensors")
     head = path.read_bytes()
     length = int.from_bytes(head[:8], "little")
-    assert json.loads(head[8 : 8 + length])["__metadata__"]["tl_layersim"].startswith('{"format": 2')
+    assert json.loads(head[8 : 8 + length])["__metadata__"]["tl_layersim"].startswith('{"format": 3')
 
 
 def test_an_interrupt_while_a_file_is_read_is_an_interrupt(tmp_path, monkeypatch):

@@ -105,7 +105,7 @@ def test_columns_of_labels_are_read_from_tables():
             lsim.analyze(model, odd, analyzer)
         # Nobody who does not ask for labels is bothered with them.
         assert lsim.analyze(model, odd, lsim.Cosine(center="none"))
-    with pytest.raises(lsim.LayersimError, match=r"`labels`.* 2 .* 3 "):
+    with pytest.raises(lsim.LayersimError, match=r"`labels`.* 2 .* 3\b"):
         lsim.analyze(model, {"text": texts[:3], "label": [0, 1]}, analyzer)
     with pytest.raises(lsim.LayersimError, match=r"`data` has no labels(.|\n)*pack=True"):
         lsim.analyze(model, lsim.Data(table, pack=True), analyzer)
@@ -186,7 +186,7 @@ def test_labels_options_and_classes_as_users_have_them():
 def test_a_class_of_a_row_is_no_token():
     model, tokens = tiny_llama(), random_tokens(4, 12)
     for analyzer in (lsim.LogitLens, lsim.ExitCurve):
-        with pytest.raises(lsim.LayersimError, match=r"one class for a whole row(.|\n)*AutoModelForSequenceClassification"):
+        with pytest.raises(lsim.LayersimError, match=r"`labels` .* 4 rows(.|\n)*AutoModelForSequenceClassification"):
             lsim.analyze(model, tokens, analyzer(labels=[0, 1, 0, 1]))
     assert lsim.analyze(model, tokens, lsim.NeuralCollapse(labels=[0, 1, 0, 1]))
 

@@ -229,7 +229,7 @@ def test_padding_without_a_mask_is_left_out_and_a_start_token_is_not():
         found = lsim.analyze(model, bare, COSINE)["cosine"]
     torch.testing.assert_close(found.values, plain.values, atol=1e-6, rtol=0)
     bare["decoder_input_ids"] = torch.tensor([[0, 0, 0, 5, 6]]).expand(5, -1)
-    with pytest.raises(lsim.LayersimError, match=r"decoder_attention_mask` is missing"):
+    with pytest.raises(lsim.LayersimError, match=r"`decoder_attention_mask`.* 5 of 5 rows"):
         lsim.analyze(model, bare, COSINE)
 
 

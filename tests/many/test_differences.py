@@ -315,7 +315,7 @@ def test_what_cannot_be_compared_is_refused():
         (one, Report({"a": one}), {}, "`first`.*`second`"),
         (Report({"a": one}), Report({"a": one}), {"what": Measured.distance}, "`what`"),
         (Report({"a": one}), Report({"a": matrix}), {}, "`first` and `second`.*'a'.*LayerMatrix"),
-        (Report({"a": one}), Report({"b": measured(2)}), {}, "`first` and `second`.*a; b"),
+        (Report({"a": one}), Report({"b": measured(2)}), {}, "`first` and `second`.*`first` has a,.*`second` has b"),
         (one, deep, {"what": lambda own: own.values, "relative_depth": True}, r"`what`.*\(4, 4\) and \(6, 6\)"),
         (one, one, {"level": 0.0}, "`level`"),
         (one, one, {"level": 1.0}, "`level`"),

@@ -85,7 +85,7 @@ class TestPrompt:
             "no effect on earlier": lambda: lsim.prompts.coupling_matrices(
                 model, tokens, along="fixed-input", token=3, positions=[1]
             ),
-            "Token 9": lambda: lsim.prompts.coupling_matrices(model, tokens, token=9),
+            "position is 9; .* 0 to 8": lambda: lsim.prompts.coupling_matrices(model, tokens, token=9),
             "`layers`.*3": lambda: lsim.prompts.block_jacobians(model, tokens, layers=[3]),
             r"`layers` is \[0, -3\]": lambda: lsim.prompts.block_jacobians(model, tokens, layers=[0, -3]),
             "`positions`.*'first'": lambda: lsim.prompts.block_jacobians(model, tokens, positions=["first"]),

@@ -10,6 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
 from tl_layersim.core.intervals import with_margin
+from tl_layersim.core.wording import number_text
 from tl_layersim.reporting.html import finding, side_by_side
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -28,12 +29,13 @@ def test_a_result_without_words_of_its_own_has_its_headline():
 
 @pytest.fixture(scope="module")
 def report():
-    chosen = [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve()]
+    chosen = [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve(), lsim.Trajectory(), lsim.SkipEffect(), lsim.EffectiveRank()]
     return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(20, 9), batch_size=1), chosen, intervals=True)
 
 
 def test_analyzers_have_words_of_their_own(report):
     texts = {name: finding(result) for name, result in report.items()}
+    assert texts["saturation"].startswith(with_margin(report["saturation"], lambda one: one.early_share, percent=True))
     lens = report["logit_lens"]
     first = next(block for block in range(3) if bool((lens.agreement[block:] >= 0.5).all()))
     assert first == 2
@@ -42,8 +44,12 @@ def test_analyzers_have_words_of_their_own(report):
     assert finding(early).startswith("From block 1 on, the prediction is mostly the last layer's")
     # Nothing to say where the first block has the last one's answers already.
     assert replace(lens, agreement=torch.tensor([0.75, 0.75, 1.0], dtype=torch.float64)).finding() == ""
-    early = with_margin(report["saturation"], lambda one: one.early_share)
-    assert texts["saturation"].startswith(f"Saturated before the last block (fraction): {early}; ")
+    assert " times that at the first" in texts["trajectory"]
+    mean = with_margin(report["skip_effect"], lambda one: one.values.nanmean())
+    assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {mean}")
+    rank = report["effective_rank"]
+    lowest = int(rank.values.argmin())
+    assert f"({number_text(float(rank.values[lowest]))} of " in texts["effective_rank"]
     threshold = report["exit_curve"].threshold_for(agreement=0.95)
     assert texts["exit_curve"].startswith(f"Early exit at a top probability of {threshold:g} agrees")
     plain = replace(report["saturation"], replicates=(), block_tokens=())

@@ -1,4 +1,4 @@
-"""Replay of a block call: with another residual, in float32, or for single tokens with fixed keys and values of all others.
+"""Replay of a block call: with another residual, in float32, or for single tokens (other tokens' keys and values are fixed).
 
 This file is shipped to NDIF servers by value, as source: it uses torch and the standard library alone, and decorators are lost.
 """
@@ -121,7 +121,7 @@ def with_leaf(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[A
 
 
 def gradients(on: bool) -> ExitStack:
-    """A context manager with or without autograd; with it, attention has second and batched derivatives."""
+    """A context manager that turns autograd on or off. If on, attention has second and batched derivatives."""
     stack = ExitStack()
     stack.enter_context(torch.set_grad_enabled(on))
     if on:
@@ -130,7 +130,7 @@ def gradients(on: bool) -> ExitStack:
 
 
 def plain_attention() -> Any:
-    """A context manager: attention is computed by matmuls and a softmax, which have second and batched derivatives."""
+    """A context manager in which attention is computed by matmuls and a softmax, for second and batched derivatives."""
     return attention.sdpa_kernel([attention.SDPBackend.MATH])
 
 
@@ -158,8 +158,8 @@ def record_call(
     after = first_tensor(output).detach()
     if places[key].dim() > 3:
         raise LayersimError(
-            f"Calls of {type(block).__name__} are not replayed: its input is a feature map, "
-            f"{' x '.join(map(str, places[key].shape))}, and not batch x pos x width."
+            f"Calls of {type(block).__name__} cannot be replayed: its input is a feature map of shape "
+            f"{' x '.join(map(str, places[key].shape))}, but must be batch x pos x width."
         )
     if places[key].dim() == 2:
         places[key], block = as_positions(places[key]), VectorBlock(block, key)
@@ -195,7 +195,7 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(value: Any, batch: int, times: int) -> Any:
-    """Repeat arguments with one row per batch row, so that they fit several copies of the batch."""
+    """Repeat the arguments that have one row per batch row, to fit several copies of the batch."""
     if isinstance(value, Tensor):
         many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
         return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
@@ -270,7 +270,7 @@ class RecordingCache:
 
 
 class FixedCache(RecordingCache):
-    """Stand-in for a key-value cache with the keys and values of all tokens; each call appends those of its own tokens.
+    """Stand-in for a key-value cache that holds the keys and values of all tokens; a block call adds its own.
 
     Args:
         key: `sample head pos d_head`.
@@ -285,7 +285,7 @@ class FixedCache(RecordingCache):
 
 
 def has_hooks(block: Any) -> bool:
-    """Whether the user has hooks in the block, which may not work on single tokens."""
+    """Whether the block has hooks of the user. Such hooks may not work on single tokens."""
     module = getattr(block, "_module", block)
     known = ("nnsight", "accelerate", "transformer_lens.model_bridge")
     return isinstance(module, torch.nn.Module) and any(
@@ -357,7 +357,7 @@ class FewTokens:
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """Select the samples' rows of an argument; an argument with a single shared row is expanded."""
+        """Select the row of an argument for each sample. An argument with a single row, shared by all samples, is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])

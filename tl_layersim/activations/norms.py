@@ -1,4 +1,4 @@
-"""Sizes of activations: overflow-safe norms, comparison with rounding error, and the share of large tokens or dimensions.
+"""Sizes of activations: overflow-safe norms, comparison with rounding error, and sums by position and dimension.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """
@@ -12,7 +12,7 @@ from .view import View
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide vectors by their largest absolute entry; return them and these entries, `... 1`. Zero vectors stay zero.
+    """Divide vectors by their largest absolute entry; return the results and these entries, `... 1`. Zero vectors stay zero.
 
     The entries are constants to autograd, which does not change the gradient of a cosine.
 
@@ -82,15 +82,16 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """Sums of squared norms by position, and the share of the largest dimension; keys begin with the model's index.
+    """For each model, sums of squared norms by position, and the share of the largest dimension in the squared norm.
 
     Args:
         *views: views of the same tokens, one for each model.
 
     Returns:
-        For each model "tokens", `place`; "norm^2" and "norm^4", `site place`, sums of |x|^2 and |x|^4; and `site`: "all power"
-        and "largest power", sums over rows of the mean of x^2 / |x|^2 over samples, of all dimensions and of the largest one;
-        "all variance" and "largest variance", the same of the variance over the samples of a row after position 3.
+        For each model, with its index before each key: "tokens", `place`; "norm^2" and "norm^4", `site place`, sums of |x|^2
+        and |x|^4; and `site`: "all power" and "largest power", sums over rows of the mean of x^2 / |x|^2 over samples, of all
+        dimensions and of the largest one; "all variance" and "largest variance", the same of the variance over the samples of a
+        row after position 3.
     """
     return {f"{number} {name}": value for number, view in enumerate(views) for name, value in _sizes(view).items()}
 

@@ -29,7 +29,7 @@ SAMPLES_OF_ROW = 64
 
 @dataclass(frozen=True)
 class Samples:
-    """Origin of samples: their rows, and their place in these rows.
+    """Origin of samples: the row of each sample, and its place in that row.
 
     Attributes:
         row: `sample`, index of its row in the batch or pool, ascending.
@@ -81,7 +81,7 @@ class PoolKernel:
         return pool_rows(self.size, 1 if self.whole_rows else density)
 
     def __call__(self, *views: View) -> dict[str, Tensor]:
-        """Compute the sums if the views form a single pool.
+        """Compute the sums. The views are taken as a single pool.
 
         Args:
             *views: views of the same tokens, one for each model.
@@ -92,7 +92,7 @@ class PoolKernel:
         return out[""]
 
     def samples_in(self, rows: int, density: float) -> int:
-        """Approximate number of samples that are drawn from some rows.
+        """Approximate number of samples that are drawn from a number of rows.
 
         Args:
             rows: number of rows.
@@ -122,7 +122,7 @@ def pool_rows(size: int, density: float) -> int:
 
 
 def samples_of(view: View, whole_rows: bool) -> Samples:
-    """The samples of a view.
+    """Origin of the samples of a view: their rows and places.
 
     Args:
         view: a view with `tokens`, `sequence` and `row`.
@@ -209,7 +209,7 @@ class BatchPlan:
         return out
 
     def finish(self, passes: Sequence[Reduced]) -> list[Reduced]:
-        """Combine the outputs of all forward passes to the sums of each leaf.
+        """Combine the outputs of all forward passes into the sums of each leaf (group of rows).
 
         Args:
             passes: output of `reduce` for each forward pass.
@@ -241,8 +241,8 @@ class BatchPlan:
             long = {output[f"samples {i}"].shape[-1] for output in outputs}
             if len(long) > 1:
                 raise LayersimError(
-                    f"Samples have from {min(long)} to {max(long)} dimensions; they must have equally many. With pool='flat' "
-                    "all rows need equally many tokens."
+                    f"`pool='flat'` needs equally many tokens in all rows, but samples have from {min(long)} to {max(long)} "
+                    "dimensions."
                 )
         sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]
         widths = [tuple(outputs[0][f"widths {i}"].tolist()) for i in range(models)]
@@ -321,7 +321,7 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
 
 
 def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> dict[str, Tensor]:
-    """Run a kernel on each leaf of a forward pass; the names of its outputs begin with the index of the leaf.
+    """Run a kernel on each leaf (group of rows) of a forward pass. Names of outputs begin with the index of the leaf.
 
     Views with block calls are not divided, because a call replays all rows of a forward pass.
 
@@ -345,7 +345,7 @@ def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> d
 
 
 def some_rows(view: View, start: int, stop: int) -> View:
-    """The part of a view in some rows; views of the same rows share a memo.
+    """The rows `start` to `stop - 1` of a view. Kernels that read the same rows share this view and its memo.
 
     Args:
         view: the view of one forward pass.
@@ -387,7 +387,7 @@ def drawn(
 def run_batch(
     run: Callable[[Batch, Mapping[str, Kernel]], Reduced], batch: Batch, kernels: Mapping[str, AnyKernel]
 ) -> list[Reduced]:
-    """Run all forward passes of a batch and return the sums of its leaves.
+    """Run all forward passes of a batch and return the sums of each leaf (group of rows).
 
     Args:
         run: function that runs one forward pass, and `reduce` on its views.

@@ -60,13 +60,13 @@ class View:
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def token_fields(self) -> dict[str, Tensor]:
-        """The fields with one value per token that the data alone determines, by name; fields that are None are left out."""
+        """The fields with one value per token that do not depend on the model, by name; fields that are None are left out."""
         names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Run kernels on views without autograd and autocast, with full float32 matmuls, and count non-finite values.
+    """Run kernels on views without autograd and autocast, with full-precision float32 matmuls; count non-finite values.
 
     Returns:
         For each view `layer`, the number of activations that are NaN or infinite; and the kernels' outputs by name, empty if
@@ -83,7 +83,7 @@ def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
 
 
 def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
-    """Call a function without autograd and autocast, with full float32 matmuls.
+    """Call a function without autograd and autocast, with full-precision float32 matmuls.
 
     Args:
         device: device of the tensors.
@@ -208,7 +208,10 @@ def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Tensor:
-    """The target at each token, or at those in `index`; NO_LABEL if there is none. Shipped with the kernels that call it."""
+    """The target of each token, or of the tokens in `index`; NO_LABEL if a token has no target.
+
+    This function is shipped with the kernels that call it.
+    """
     if index is not None:
         return targets(view, labels)[index]
     if isinstance(labels, Tensor):
@@ -330,7 +333,7 @@ class SiteBuffer:
 
 
 def last_of_rows(keep: Tensor, pos: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The last counted position of each row, the row of each counted position, and the number of them per row.
+    """The last counted position of each row, the row of each counted position, and the number of counted positions per row.
 
     Args:
         keep: indices of the counted positions in the flattened `batch pos`, ascending.

@@ -87,7 +87,7 @@ def _split_cross_products(
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None] | None) -> Draws:
-    """Draw the samples that the permutation null exchanges: rows, at positions that all of them have, or single samples.
+    """Draw the samples that the permutation null exchanges: single samples, or rows at positions that all of these rows have.
 
     Args:
         samples: the samples of a pool.
@@ -115,7 +115,7 @@ def exchanged_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Cross-products of a pool's samples, and again with the rows of the second site permuted.
+    """Cross-products between sites for a pool's samples: in true order, and with the rows of the second site permuted.
 
     Args:
         sides: samples of one model or of two, `site sample width`.
@@ -168,7 +168,7 @@ def cross_products(
 
 
 def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
-    """Products x'y of all pairs of sites, `pair width_x width_y`; `later` leaves out pairs with an earlier second site."""
+    """Products x'y of all pairs of sites, `pair width_x width_y`; with `later`, each unordered pair once."""
     width = y.shape[-1]
     flat = rearrange(y, "site sample d -> sample (site d)").contiguous()
     counts = [len(y) - site * later for site in range(len(x))]
@@ -181,7 +181,7 @@ def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
 
 
 def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> None:
-    """Warn of a fit to fewer samples than dimensions.
+    """Warn if a fit uses fewer samples than dimensions.
 
     Args:
         measure: name of the analyzer.
@@ -192,7 +192,7 @@ def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> No
     if samples < width:
         warn(
             f"{measure} is fitted on {samples:,} {unit} of {width:,} dimensions. With fewer samples than dimensions the result "
-            "depends on the number of samples: pass more data, or compare sites on equal numbers."
+            "depends on the number of samples: pass more data, or compare sites on equally many samples."
         )
 
 
@@ -277,7 +277,7 @@ def samples_differ(second: Tensor, mean: Tensor) -> bool:
 
 
 class Sites:
-    """Means and variances (with 1 / n) of the sites of one model.
+    """Means and variances (divided by n) of the sites of one model.
 
     Args:
         own: cross-products of each site with itself, `site width width`.
@@ -303,7 +303,7 @@ class Sites:
 
 
 class Covariances:
-    """Covariances (with 1 / n) within and between the sites of one model, or of two models.
+    """Covariances (divided by n) within and between the sites of one model, or of two models.
 
     Args:
         sums: sums that `cross_products` returned, added over all batches.
@@ -345,7 +345,7 @@ class Covariances:
         return other
 
     def pairs(self, *, itself: bool = False) -> list[tuple[int, list[int]]]:
-        """Each row site with its column sites; within one model, each pair of sites once.
+        """The pairs of sites to compare, grouped by the first site. Within one model, each pair occurs once.
 
         Args:
             itself: within one model, whether to include the pair of each site with itself.
@@ -355,7 +355,7 @@ class Covariances:
         return [(row, list(range(first, columns))) for row, first in enumerate(start) if first < columns]
 
     def between(self, row: int, columns: list[int]) -> Tensor:
-        """Covariances of a row site with column sites, `column row_width column_width`."""
+        """Covariances of the site `row` with the sites `columns`, `column row_width column_width`."""
         products = torch.stack([self._product(row, column) for column in columns])
         return products / self.samples - self.rows.mean[row][:, None] * self.columns.mean[columns][:, None]
 
@@ -363,7 +363,7 @@ class Covariances:
         return cross.view(*self._sizes, *cross.shape[1:]) if self.two_models else cross
 
     def _product(self, row: int, column: int) -> Tensor:
-        """Products of two sites, `row_width column_width`. Those of one model are held once for each pair of sites."""
+        """Cross-products of two sites, `row_width column_width`. Within one model, each pair of sites is stored once."""
         if self.two_models:
             return self._cross[row, column]
         if row > column:
@@ -398,7 +398,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
 
     @property
     def split(self) -> tuple[float, int, int | None] | None:
-        """The arguments of `held_out`, which select the held-out rows; None if no rows are held out."""
+        """The arguments of `held_out` that select the held-out rows; None if no rows are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:

@@ -1,4 +1,4 @@
-"""What `CKA`, `RSA` and `MutualKNN` share: similarities of layers from matrices over pairs of samples.
+"""Similarities of layers from matrices over pairs of samples: the common code of `CKA`, `RSA` and `MutualKNN`.
 
 Each layer of a minibatch of n samples becomes an n x n matrix of relations between samples: a centred Gram matrix, ranked
 dissimilarities, or the graph of nearest neighbours. The sums are products of these matrices, of all pairs of layers; and for a
@@ -186,7 +186,7 @@ def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
 
 
 def rows_in(samples: Samples, chosen: Tensor, by_row: bool) -> int:
-    """Number of different data rows among a minibatch's samples; the number of samples if they are independent."""
+    """Number of different data rows among a minibatch's samples; the number of samples if samples are independent."""
     return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
 
 
@@ -306,7 +306,7 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
 
 
 def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
-    """Sums of a pool's null: the products for the rows as they are, and for permuted rows. Each name begins with "null".
+    """Sums for a pool's permutation null: products for rows in true order, and for permuted rows; names begin with "null".
 
     Args:
         x: relation of the first model, with terms by row.
@@ -413,7 +413,9 @@ def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Ten
 
 
 def arccos_distance(result: LayerMatrix) -> float:
-    """Root of the sum over equal layers of arccos(similarity)^2; layers are outputs of blocks, or other sites.
+    """Distance between two models: root of the sum of arccos(similarity)^2 over the pairs of layers at the same depth.
+
+    Layers are outputs of blocks, or other sites.
 
     Args:
         result: a result of two models whose values are similarities; values outside [-1, 1] are clipped.
@@ -427,7 +429,7 @@ def arccos_distance(result: LayerMatrix) -> float:
     )
     if rows != columns or result.values.shape[0] != result.values.shape[1]:
         raise LayersimError(
-            f"The arccos distance is defined for models of equal depth; these have {rows} and {columns} blocks, or other sites."
+            f"The arccos distance is defined for models of equal depth; these have {rows} and {columns} layers."
         )
     equal: Tensor = result.values.diagonal()[-rows:]
     return float(equal.clamp(-1, 1).arccos().square().sum().sqrt())
@@ -449,7 +451,7 @@ class MinibatchMatrix(CalibratedMatrix):
 
 
 def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Partial correlations: similarities after the similarity with the inputs is regressed out of both sides.
+    """Partial correlations: similarities of layers after the similarity with the inputs is regressed out of both layers.
 
     Args:
         values: similarities, `... row column`; the first row and the first column are the embeddings.
@@ -471,7 +473,7 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
 @typed
 @dataclass(frozen=True, eq=False)
 class MinibatchAnalyzer(SampleAnalyzer):
-    """Base class of analyzers that relate the samples of a minibatch at each layer and compare these relations.
+    """Base class of analyzers that relate a minibatch's samples to each other, and compare the relations between layers.
 
     Args:
         minibatch: see `CKA`, as for all options.
@@ -509,7 +511,8 @@ class MinibatchAnalyzer(SampleAnalyzer):
         for model in models:
             if getattr(self, "deconfound", None) and not model.layers[0].endswith(EMBEDDING):
                 raise LayersimError(
-                    f"`deconfound` needs the embedding as the first site, {EMBEDDING}; the first is {model.layers[0]}."
+                    f"`deconfound` needs the embedding, {EMBEDDING}, as the first site; the first site of {model.name} is "
+                    f"{model.layers[0]}."
                 )
 
     def sum_numbers(self, *models: Model) -> float:
@@ -588,7 +591,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
                 observed, permuted = without_inputs(observed, *inputs), without_inputs(permuted, *inputs)
             null = null_fields(observed.where(~values.isnan(), math.nan), permuted, one_model=is_one_model(run.models))
         elif self.permutations:
-            warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens to exchange.")
+            warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens to exchange. Pass more rows.")
         return {
             "values": values,
             "samples": int(sums["samples"]),

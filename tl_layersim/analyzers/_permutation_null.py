@@ -174,7 +174,7 @@ class CalibratedMatrix(LayerMatrix):
         return replace(self, **swapped, **own)
 
     def to_last_headline(self, measure: str) -> dict[str, float]:
-        """Headline numbers for a summary table: the similarities of some layers with the last one.
+        """Headline numbers for a summary table: the similarities of some layers with the last layer.
 
         Args:
             measure: name of the measure.

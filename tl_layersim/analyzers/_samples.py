@@ -55,7 +55,7 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
 
 
 def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> Tensor:
-    """Whether each sample belongs to a held-out row. The index of its row alone decides.
+    """Whether each sample belongs to a held-out row. It depends on the index of the row only.
 
     Args:
         row: `sample`, index of the row in the data.
@@ -188,7 +188,7 @@ def pool_key(samples: Samples, seed: int) -> int:
 
 
 def row_counts_kernel(view: View) -> dict[str, Tensor]:
-    """Number of counted positions in each row of the data, as far as they are known without the model."""
+    """Number of counted positions in each row of the data, as far as they are known without running the model."""
     assert view.row is not None
     if len(view.row) and int(view.row.max()) >= COUNTED_ROWS:
         raise LayersimError(
@@ -238,7 +238,7 @@ def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
-    """The defined values by row of the data; the keys are names such as "row 3".
+    """The values that are not NaN, by row of the data; the keys are names such as "row 3".
 
     Args:
         values: `row`, the values.

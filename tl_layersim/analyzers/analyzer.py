@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Compares two models by small statistics of each, instead of their activations.
+    """Compares two models by small statistics of each model, instead of their activations.
 
     Models on different machines are compared in this way, and many models of which each runs once a batch.
 
@@ -140,7 +140,7 @@ class Analyzer(ABC):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether samples are whole rows, so that single steps of cached generation raise an error."""
+        """Whether samples are whole rows. If so, single steps of cached generation raise an error."""
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
@@ -159,7 +159,7 @@ class Analyzer(ABC):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether samples must be single positions, because the mean of a row has no lens, next token or block call."""
+        """Whether samples must be single positions. The mean of a row has no logit lens, next token or block call."""
         return self.needs_unembed or self.needs_calls
 
     @property
@@ -256,7 +256,9 @@ class Analyzer(ABC):
         """
 
     def compute_seconds(self, model: Model) -> float:
-        """Seconds on one core that a call of `compute` takes; 0 if few. With intervals, `compute` is called for each block.
+        """Seconds on one core that a call of `compute` takes; 0 if few.
+
+        With intervals, `compute` is called for each block of rows.
 
         Args:
             model: the model to be analyzed.
@@ -382,7 +384,7 @@ def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
 
 
 def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
-    """Warn of sites at which a measure is not defined; raise an error if it is defined at no site of a side.
+    """Warn of sites at which a measure is not defined; raise an error if it is defined at none of the rows or columns.
 
     Args:
         measure: name of the measure.
@@ -401,7 +403,7 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
 
 
 def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (divided by N) of a quantity over samples; NaN if no sample has it.
+    """Mean and standard deviation (divided by N) of a quantity over the samples that have it; NaN if no sample has it.
 
     Args:
         sums: sums of the quantity, of its square ("^2") and of the samples that have it (" known").

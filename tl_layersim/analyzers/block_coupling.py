@@ -251,7 +251,7 @@ class BlockCouplingResult(Result):
             by_k = field in ("coupling", "values", "null", "null_coupling")
             if k not in self.ks or not by_k:
                 raise LayersimError(
-                    f"`k` is {k}; {field!r} of this result has {', '.join(map(str, self.ks)) if by_k else 'no other k'}."
+                    f"`k` is {k}; {field!r} of this result takes {' or '.join(map(str, self.ks)) if by_k else 'no `k`'}."
                 )
             matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
             matrix = float(self.normalize) - matrix if "coupling" in field else matrix
@@ -259,7 +259,7 @@ class BlockCouplingResult(Result):
         return float(matrix[chosen].nanmean())
 
     def by_prompt(self) -> dict[str, float]:
-        """Mean coupling of each data row by name, such as "row 3", as `relate` takes it; rows with NaN are left out.
+        """Mean coupling of each data row, with keys such as "row 3"; rows with NaN are left out. `relate` takes this mapping.
 
         Raises:
             LayersimError: the run had `per_prompt=False`.

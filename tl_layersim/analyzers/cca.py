@@ -113,7 +113,7 @@ class CCAResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "CCA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, summed over pairs of equal layers (outputs of blocks, or other sites).
+        r"""Distance between two models of equal depth, summed over layers of the same depth (outputs of blocks or other sites).
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\bar\rho(H_l, H'_l))^2}$$
 
@@ -258,7 +258,7 @@ def _whitened_covariances(
 
 
 def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> dict[str, Tensor]:
-    """Every summary of all pairs, `row column`; 1 for a site of one model with itself."""
+    """Every summary of the canonical correlations of all pairs, `row column`; within one model, 1 for a site with itself."""
     out = {
         name: torch.eye(len(rows), len(columns), dtype=torch.float64)
         for name in ("values", "squared", "svcca", "pwcca", "column_pwcca")

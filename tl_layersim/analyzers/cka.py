@@ -88,7 +88,7 @@ class CKAResult(MinibatchMatrix):
     distance_name: ClassVar[str] = "CKA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, summed over pairs of equal layers (outputs of blocks, or other sites).
+        r"""Distance between two models of equal depth, summed over layers of the same depth (outputs of blocks or other sites).
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
@@ -252,7 +252,7 @@ def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
 
 
 def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
-    """Centre Gram matrices for HSIC, and sum over samples r and r^2, with r a sample's squared distance from the mean.
+    """Centre Gram matrices for HSIC; also sum r and r^2 over samples, with r a sample's squared distance from the mean.
 
     The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
     minibatch by its pairs, and cancels among minibatches of one size.
@@ -522,7 +522,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC over all samples without pairs that share a row, from the summed output of `exact_kernel`.
+    """HSIC over all pairs of samples from different rows, from the summed output of `exact_kernel`.
 
     The samples sum to 0, so the terms of `without_rows` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.

@@ -197,8 +197,8 @@ class CosineResult(LayerMatrix):
         blocks = len(self.layers) - 1
         if bool(self.block_influence.isnan().any()):
             raise LayersimError(
-                "Angular distances by gap need the residual stream after every block, without a token of zero norm; this "
-                f"result has {listed(self.layers)}."
+                "Angular distances by gap need the residual stream after every block and no token of zero norm; the sites "
+                f"of this result are {listed(self.layers)}."
             )
         if not 1 <= n <= blocks:
             raise LayersimError(f"`n` is {n}; it must be from 1 to {blocks}, the blocks of the model.")
@@ -273,7 +273,8 @@ class Cosine(Analyzer):
     def __post_init__(self) -> None:
         if isinstance(self.center, Tensor) and not bool(self.center.isfinite().all()):
             raise LayersimError(
-                f"`center` is {brief(self.center)}, with {int((~self.center.isfinite()).sum())} numbers that are not finite."
+                f"`center` is {brief(self.center)}, with {int((~self.center.isfinite()).sum())} numbers that are not finite; "
+                "all must be finite."
             )
         raw = isinstance(self.center, str) and self.center == "none"
         object.__setattr__(self, "weighs", ("power" if raw else "variance",))
@@ -349,7 +350,7 @@ class Cosine(Analyzer):
 
 
 def _minimum_and_outliers(histogram: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest value and fraction of box-plot outliers of histograms `series bin` over [-1, 1], both `series`; NaN if empty."""
+    """Smallest value and fraction of box-plot outliers, `series`, of histograms over [-1, 1], `series bin`; NaN if empty."""
     bins, total = histogram.shape[-1], histogram.sum(-1)
     edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)
     low, high = quantiles_from_histogram(histogram, -1.0, 1.0, (0.25, 0.75))
@@ -377,7 +378,10 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
 
 
 def refuse_unequal_widths(view: View) -> None:
-    """Raise an error if sites differ in width, which may be known only now. A view pads narrower sites with zeros."""
+    """Raise an error if the sites of a view differ in width.
+
+    The widths may be known only now, and a view pads narrower sites with zeros.
+    """
     odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
     if odd:
         raise LayersimError(
@@ -397,7 +401,7 @@ def mean_kernel(view: View) -> dict[str, Tensor]:
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
-    """Sums over tokens of the cosine, its square and its sign, with histograms, for all pairs of layers; and counts of triples.
+    """Sums over tokens of the cosine, its square and its sign, and histograms, for pairs of layers; counts of ordered triples.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -501,7 +505,7 @@ def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
-    """Histogram of the known values in each column of `values` over [-1, 1]: `token series` to `series bin`."""
+    """Histogram over [-1, 1] of each column of `values`, where `known` is True: `token series` to `series bin`."""
     index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
     series = values.shape[1]
     index = index + bins * torch.arange(series, device=values.device)

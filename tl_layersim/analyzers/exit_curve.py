@@ -192,14 +192,14 @@ class ExitCurveResult(Result):
             given = " and ".join(f"{name} {least:g}" for name, least in wanted.items() if least is not None)
             last = [float(values[-1]) for values in self._choice()]
             raise LayersimError(
-                f"No measured threshold reaches {given}; the highest, {self.thresholds[-1]:g}, has agreement {last[0]:.4g} and "
-                f"accuracy {last[1]:.4g}."
+                f"No measured threshold reaches {given}; the highest threshold, {self.thresholds[-1]:g}, has agreement "
+                f"{last[0]:.4g} and accuracy {last[1]:.4g}."
             )
         return found
 
     @typed
     def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
-        """`threshold_for` for arguments that are known to be valid; None if no measured threshold reaches the values.
+        """The threshold that `threshold_for` returns, but None if no measured threshold reaches the values.
 
         Args:
             agreement: smallest agreement; None not to require any.
@@ -214,7 +214,7 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy, each `threshold`, on the rows that choose the threshold; on all rows if a half is empty."""
+        """Agreement and accuracy, each `threshold`, on the half of the rows for choosing it; on all rows if a half is empty."""
         if bool(self.part_agreement.isnan().any()):
             return self.agreement, self.accuracy
         return self.part_agreement[0], self.part_accuracy[0]

@@ -144,13 +144,13 @@ class ProbeAnalyzer(LabelledAnalyzer):
             _check_classes(labels, None)
             if len(set(labels[labels != NO_LABEL].tolist())) < 2:
                 raise LayersimError(
-                    f"`labels` of a linear probe are {brief(sorted(set(labels.flatten().tolist())))}; they must hold two "
-                    f"classes beside {NO_LABEL}."
+                    f"`labels` of a linear probe are {brief(sorted(set(labels.flatten().tolist())))}; they must hold at "
+                    f"least two classes besides {NO_LABEL}."
                 )
 
     @property
     def split(self) -> tuple[float, int, int | None]:
-        """The arguments of `held_out`, which select the held-out rows."""
+        """The arguments of `held_out` that select the held-out rows."""
         return (float(self.test_fraction), self.seed, self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -378,7 +378,7 @@ def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | No
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
-    """The part of the control labels that each sample belongs to, from a hash of its token type or its row.
+    """Index of each sample's control group (samples with one control label), hashed from its token type or its row.
 
     Args:
         view: activations of one batch.
@@ -391,7 +391,7 @@ def control_part(view: View, control: str, seed: int) -> Tensor:
 
 
 def control_classes(counts: Tensor) -> Tensor:
-    """Assign a class to each part of the control labels, as frequently as the class occurs in the training samples.
+    """The control label of each control group. A class is as frequent as among the training samples.
 
     Args:
         counts: `class`, number of training samples in each class.

@@ -35,7 +35,7 @@ SETTLED = 0.5
 @typed
 @dataclass(frozen=True, eq=False)
 class LensAnalyzer(LabelledAnalyzer):
-    """Base class of analyzers that read the predictions of each layer, by the model's head or by heads of the layers.
+    """Base class of analyzers that read the predictions of each layer, by the model's output head or a head for each layer.
 
     Args:
         norm: see `LogitLens`, as for all options.
@@ -73,7 +73,7 @@ class LensAnalyzer(LabelledAnalyzer):
         }
 
     def check_sums(self, sums: Sums, run: Run, count: int | Tensor, targets: int | Tensor = 1) -> None:
-        """Raise an error for too few positions or targets and for logits that are not finite; warn of rows without a label.
+        """Raise an error if positions or targets are too few or logits are not finite; warn of labels without a row of data.
 
         Args:
             sums: sums over all batches.
@@ -367,7 +367,7 @@ class LogitLens(LensAnalyzer):
 
 
 def _after_first(shares: Tensor) -> Tensor:
-    """Shares of steps between layers, `layer` from the second on, with NaN for the first."""
+    """Put NaN for the first layer before values of the steps between layers, which begin at the second layer."""
     return torch.cat([torch.full((1,), math.nan, dtype=torch.float64), shares])
 
 

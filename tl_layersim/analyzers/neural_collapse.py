@@ -254,8 +254,8 @@ class NeuralCollapse(LabelledAnalyzer):
             )
         if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
             raise LayersimError(
-                f"`classifier` has {len(self.classifier)} rows; the data has classes from {int(classes.min())} to "
-                f"{int(classes.max())}."
+                f"`classifier` has {len(self.classifier)} rows, one for each class; the data has classes from "
+                f"{int(classes.min())} to {int(classes.max())}."
             )
         nc1, within, between = zip(
             *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True

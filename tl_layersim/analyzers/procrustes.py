@@ -57,7 +57,7 @@ class ProcrustesResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "Procrustes distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, summed over pairs of equal layers (outputs of blocks, or other sites).
+        r"""Distance between two models of equal depth, summed over layers of the same depth (outputs of blocks or other sites).
 
         $$\sqrt{\sum_{l=1}^{L} \theta(H_l, H'_l)^2}$$
 

@@ -195,8 +195,8 @@ class SkipEffect(Analyzer):
         # Without the last column, the output, unless a single block affects nothing else.
         if not bool((sums["count"][:, :-1] if blocks > 1 else sums["count"]).any()):
             raise LayersimError(
-                f"`keep_first` is {self.keep_first}, so no block is skipped at the first {self.keep_first} counted tokens of a "
-                f"row; no row has more ({run.provenance.tokens} tokens in all)."
+                f"`keep_first` is {self.keep_first}, but no row has more than {self.keep_first} counted tokens "
+                f"({run.provenance.tokens} in all), so no block is skipped."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
         bad = [name for name, is_finite in zip(run.layers[1:], finite, strict=True) if not is_finite]
@@ -259,7 +259,7 @@ def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: f
 
 
 def _everywhere(view: View, keep_first: int) -> Skip:
-    """Skip blocks at all positions but the first few, and measure effects at the counted tokens among them.
+    """Skip blocks at all positions but the first few, and measure effects at the counted tokens of these positions.
 
     A classifier's output is read at one position of a row, which may be one of the first few.
     """
@@ -289,7 +289,7 @@ def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
 
 
 def _read(view: View, tokens: Tensor) -> Tensor:
-    """Indices of the tokens in the mask `tokens` at which the head reads."""
+    """Indices of the tokens in the mask `tokens` that the model's head reads."""
     index = read_positions(view)
     if index is not None:
         tokens = tokens & torch.zeros_like(tokens).index_fill(0, index.to(tokens.device), True)
@@ -297,7 +297,7 @@ def _read(view: View, tokens: Tensor) -> Tensor:
 
 
 def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tensor]:
-    """Sums over tokens and rows of the effects on each later block, and in the last column on the output."""
+    """Sums of effects over tokens and over rows, `skipped affected`; the last column holds the effects on the output."""
     blocks, rows, device = len(view.calls), view.calls[0].hidden.shape[0], view.activations.device
     total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
     count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)

@@ -226,7 +226,7 @@ class TrajectoryResult(Result):
 
     @typed
     def by_prompt(self, field: Literal["lss", "expodistance", "equidistance"] = "lss") -> dict[str, float]:
-        """Mean of a quantity over the tokens of each data row, as `relate` takes it.
+        """Mean of a quantity over the tokens of each data row, as a mapping that `relate` takes.
 
         Args:
             field: name of the quantity.
@@ -344,7 +344,7 @@ class Trajectory(Analyzer):
                 )
         blocks = len(models[0].layers) - 1
         if self.window is not None and self.window > blocks:
-            raise LayersimError(f"`window` is {self.window}; {models[0].name} has {blocks} blocks.")
+            raise LayersimError(f"`window` is {self.window}; it must be at most {blocks}, the blocks of {models[0].name}.")
 
     def first_kernel(self) -> Kernel | None:
         return row_counts_kernel if self.per_prompt else None
@@ -526,7 +526,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Histograms of the known values, `... token` to `... bin`, in bins of a hundredth of a decade."""
+    """Histograms of `values` where `known` is True, `... token` to `... bin`, in bins of a hundredth of a decade."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.flatten(0, -2) if values.dim() > 1 else values[None]

@@ -35,7 +35,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     if layers is None:
         blocks = [] if has_both_towers(module) else _blocks_of(module)
         if not blocks:
-            raise unsupported_blocks(module, f"modules {[name for name, _ in module.named_children()][:6]}")
+            raise unsupported_blocks(module, f"its modules are {[name for name, _ in module.named_children()][:6]}")
         return blocks
     paths = existing_paths(module, layers, "layers")
     numbers = _numbers(module, paths)
@@ -310,7 +310,7 @@ def nearest_config(module: torch.nn.Module, path: str) -> Any:
 
 
 def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
-    """The layout of a block; None if the table has none.
+    """The layout of a block in the table `LAYOUTS`; None if the table lacks it.
 
     Args:
         block: a block of transformers, or of a class derived from one.
@@ -365,7 +365,7 @@ def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str 
 
 
 def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[int, int]:
-    """Number of heads and of key-value heads in a configuration; zero if it has none.
+    """Numbers of attention heads and of key-value heads in a configuration; zero if it gives none.
 
     Args:
         config: configuration of a Hugging Face model.
@@ -402,7 +402,7 @@ def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def entering(name: str) -> str:
-    """Name of the input site that belongs to an output site.
+    """Name of the site at a module's input, from the name of the site at its output.
 
     Examples:
         >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")

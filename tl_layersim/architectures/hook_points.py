@@ -59,7 +59,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the last axis of a tensor, such as the queries in the output of a fused projection, or one head.
+    """Part of the last axis of a tensor, such as the queries in the output of a fused projection, or one attention head.
 
     Attributes:
         shape: shape of the split last axis, such as `(3, heads, d_head)`.
@@ -176,11 +176,11 @@ class Site:
 
     @property
     def stack(self) -> str:
-        """Prefix of its stack, such as `encoder.`; "" in a model with one stack."""
+        """Prefix of the site's stack, such as `encoder.`; "" in a model with one stack."""
         return self.point.name.removesuffix(site_name(self.family, self.block or 0))
 
     def head(self, number: int) -> HookPoint:
-        """The hook point of one head."""
+        """The hook point of one attention head."""
         return HookPoint(f"{self.point.name}[{number}]", self.point.module, self.point.incoming, self.heads[number])
 
 
@@ -346,7 +346,7 @@ def _keeps(module: torch.nn.Module) -> bool:
 
 
 def _may_move(module: torch.nn.Module) -> bool:
-    """Whether a leaf module of a module may move the channel axis."""
+    """Whether a module contains a leaf module that may move the channel axis."""
     return any(_axis_of(sub) is None and not _keeps(sub) for sub in module.modules() if not sub._modules)
 
 

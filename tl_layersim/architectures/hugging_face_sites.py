@@ -74,14 +74,14 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
 
 
 def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
-    """The common layout of the blocks of a list; None if the table has none, the layouts differ, or they have no numbers."""
+    """The layout that some blocks share; None if it is not in the table, the layouts differ, or a path ends in no number."""
     found = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
     numbered = all(path.rpartition(".")[2].isdecimal() for path in blocks)
     return found[0] if numbered and all(layout is found[0] for layout in found) else None
 
 
 def _point(name: str, path: str, tensor: ModuleTensor, part: Part | None = None) -> HookPoint:
-    """The hook point of a tensor of a block; one without a name is called by its module."""
+    """The hook point of a block's tensor. Without a name, it is named after its module."""
     module = f"{path}.{tensor.path}".rstrip(".")
     return HookPoint(name or module + ".input" * tensor.incoming, module, tensor.incoming, part)
 
@@ -89,7 +89,7 @@ def _point(name: str, path: str, tensor: ModuleTensor, part: Part | None = None)
 def stack_sites(
     prefix: str, blocks: Sequence[str], layout: BlockLayout, heads: tuple[int, int], fused: str
 ) -> tuple[list[Site], list[StreamSum]]:
-    """The sites of the blocks of one stack, without the final norm, and the sums on its residual stream.
+    """The sites in one stack's blocks, without the final norm, and the sums on the stack's residual stream.
 
     Args:
         prefix: prefix of the site names; "" in a model with one stack.

@@ -1,4 +1,4 @@
-"""Heads of models, found by the tables of architectures: the final norm and the modules from there to the logits."""
+"""Output heads of models, found by the tables of architectures: the final norm and the modules from there to the logits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
 
 
 def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
-    """The model's head by the table of heads; None if the table lacks it."""
+    """The model's output head in the table of heads; None if the table lacks it."""
     classes, config = {cls.__name__ for cls in type(module).__mro__}, getattr(module, "config", None)
     layout = next((row for row in HEADS_BY_CLASS if classes.intersection(row.classes) and row.when(config)), None)
     if layout is None:
@@ -95,7 +95,7 @@ def is_detr(config: Any) -> bool:
 
 
 def _scaled(head: Head, module: torch.nn.Module) -> Head:
-    """Add the model's logit scale and soft-cap to a head of tokens; a head of classes is unchanged."""
+    """Add the model's logit scale and soft-cap to a head that predicts tokens; a head that predicts classes is unchanged."""
     if head.classifies:
         return head
     config = getattr(module, "config", None)
@@ -156,7 +156,7 @@ def _dtype_of(module: torch.nn.Module, paths: Sequence[str]) -> torch.dtype | No
 
 
 def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str], HeadModule] | None = None) -> Unembed | None:
-    """The logit lens of a model; None without a head.
+    """The logit lens of a model; None if the model has no output head.
 
     Args:
         module: the model.

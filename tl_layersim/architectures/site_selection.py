@@ -106,7 +106,7 @@ def as_int(item: Any) -> Any:
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
-    """The identities of the residual stream, such as resid_pre + attn_out = resid_mid, that contain a site of some families.
+    """The equations of the residual stream, such as resid_pre + attn_out = resid_mid, that contain a site of some families.
 
     They follow from the architecture. If activations do not satisfy a sum, a site reads another tensor than its name says.
 
@@ -122,7 +122,7 @@ def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterab
 
 
 def _by_head(site: Site) -> list[HookPoint]:
-    """One hook point for each head of a site.
+    """One hook point for each attention head of a site.
 
     Raises:
         LayersimError: the hook point has no heads.
@@ -171,14 +171,14 @@ def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | No
         raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {has}.")
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
-            f"`at` is {name!r}, but the hook point of this name in the {known.model} is not the tensor of the family "
-            f"{site.family!r}, which is read at {site.point.module}."
+            f"`at` is {name!r}, but this hook point of the {known.model} is not the tensor of the family {site.family!r}. "
+            f"The family is read at {site.point.module}."
         )
     return site
 
 
 def _tensor_of(point: HookPoint) -> tuple[object, ...]:
-    """Key of the tensor that a hook point reads, to find two names for one tensor."""
+    """Key of the tensor that a hook point reads; hook points of one tensor have equal keys."""
     part = point.part
     return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
 
@@ -267,7 +267,7 @@ def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argumen
 
 
 def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -> list[str] | None:
-    """Module paths of the blocks to read if `at` chooses them; else `layers`.
+    """Module paths of the blocks to read, if `at` chooses a stack, a stage or modules; otherwise `layers`.
 
     A name with a stack or a stage chooses this stack of an encoder-decoder or of a model of stages. Families without one belong
     to the blocks that are read by default. Several stages can be read in one call, with names of their stages. In a model with
@@ -311,7 +311,7 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
 
 
 def _modules_named(module: torch.nn.Module, items: list[At]) -> list[str] | None:
-    """Paths of the modules that names and patterns select; None if an item selects none, or is no name."""
+    """Paths of the modules that names and patterns select; None if an item selects no module, or is not a name."""
     own = [
         name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
     ]

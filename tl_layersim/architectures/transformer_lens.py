@@ -56,7 +56,7 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
         """The TransformerLens hook point `name`, or the output of the module at this path; None if there is none."""
         if name in hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
             raise LayersimError(
-                f"`at` is {name!r}, which has one number for each pair of positions; model.run_with_cache gives such patterns."
+                f"`at` is {name!r}, which has one number for each pair of positions. Use model.run_with_cache to read it."
             )
         if plain and name in hooks and name.endswith(SITE_NAMES["ln1"]):
             return next((site.point for site in sites if site.point.name == name), None)
@@ -95,7 +95,7 @@ def _hooked_transformer_layout(cfg: Any, hooks: Mapping[str, torch.nn.Module]) -
 
 
 def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapping[int, str]) -> BlockLayout:
-    """The layout of the blocks of a bridge, by that of the Hugging Face blocks; `final` is the path of the final norm.
+    """The layout of a bridge's blocks, from that of the Hugging Face blocks inside it; `final` is the path of the final norm.
 
     A bridge computes attention itself and calls only those attention modules that it names.
 
@@ -111,7 +111,7 @@ def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapp
         return None if found is None else output_of(paths[id(found)].removeprefix("blocks.0."))
 
     def held(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
-        """The tensor of the bridge that is a tensor of the Hugging Face block."""
+        """The tensor of the bridge that equals a given tensor of the Hugging Face block."""
         if family in ("q", "k", "v"):
             return hook(f"attn.{family}.hook_out")
         side = "hook_in" if term.incoming else "hook_out"
@@ -162,7 +162,7 @@ def is_transformer_lens(model: Any) -> bool:
 
 
 def right_padding(model: Any) -> int | None:
-    """The padding id of a causal TransformerLens model that pads on the right, which needs no mask.
+    """The padding id of a causal TransformerLens model that pads on the right; such padding needs no mask.
 
     TransformerLens builds no mask for such padding. None for all other models: those that pad on the left build a mask, and
     bidirectional models attend to later tokens.

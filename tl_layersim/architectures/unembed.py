@@ -286,7 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Norm of the difference between the last layer's lens logits and the model's logits, at a row's end; and the logits' norm.
+    """Norm of (last layer's lens logits - model's logits) at the end of a row, and the norm of the model's logits there.
 
     Args:
         unembed: the lens.
@@ -363,7 +363,7 @@ class LayerHeads:
         return self.on(x.device)
 
     def on(self, device: torch.device) -> LayerHeads:
-        """The heads on a device."""
+        """The same heads on a device."""
         if self.weight.device == device:
             return self
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))

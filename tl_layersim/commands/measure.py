@@ -172,7 +172,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
 
 
 def _row(curve: Any, threshold: float, note: str) -> list[str]:
-    """The numbers at one threshold, with half the width of their intervals if the run has intervals."""
+    """Table row of the numbers at one threshold, each with ± half its interval if the run has intervals."""
     from ..core.intervals import margin_text
 
     place = curve.thresholds.index(threshold)

@@ -50,7 +50,9 @@ def named_model(
     if remote or server:
         if device or (dtype and server != "local"):
             name = "device" if device else "dtype"
-            raise LayersimError(f"`{name}` is {device or dtype}, but has no effect on a server, which loaded the model before.")
+            raise LayersimError(
+                f"`{name}` is {device or dtype}, but has no effect on a server, which has loaded the model already."
+            )
         if is_demo(model):
             raise LayersimError(f"`model` is {model}, a demo model; a server needs the hub name of a model that it runs.")
         return load_for_server(model, (dtype or "float32") if server == "local" else None, trust_remote_code, "model")
@@ -73,7 +75,7 @@ def is_demo(name: str) -> bool:
 
 
 def opened(call: CommandCall, option: str = "model") -> OpenedModel:
-    """Open the model of an option, in this process or on a server.
+    """Open the model that a command-line option names, in this process or on a server.
 
     Args:
         call: the call of the command.
@@ -133,8 +135,8 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
     # Whatever a library raises while it reads data is about these data.
     except Exception as error:
         raise LayersimError(
-            f"`{option}` is {name}, which cannot be read as a text in UTF-8, a table, the folder of a saved data set or a data "
-            f"set of the hub, with a split {split}: {first_line(error)}."
+            f"`{option}` is {name}, which cannot be read: {first_line(error)}. It must be a text file in UTF-8, a table, the "
+            f"folder of a saved data set, or a data set of the hub with a split {split}."
         ) from error
 
 
@@ -157,7 +159,7 @@ def _read_file(path: Path) -> Any:
 
 
 def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
-    """Read the data of a call.
+    """Read the data that the options of a call name.
 
     Args:
         call: the call of the command.
@@ -183,7 +185,7 @@ def evaluation_data(*, eval_data: str | None = None) -> None:
 
 
 def read_held_out(call: CommandCall) -> Any:
-    """Read the held-out data of a call; None to hold out a part of its data."""
+    """Read the held-out data of a call; None if a part of the training data is held out instead."""
     if call.options["eval_data"] is None:
         return None
     return load_data(call.options["eval_data"], call.options["split"], "--eval-data")

@@ -1,4 +1,4 @@
-"""`Command`: a command whose options are generated from the functions and classes that it calls; parsers of their values."""
+"""`Command`: a command whose options are generated from the functions and classes that it calls. Parses their values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CommandCall:
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """The given options of a function or class, as Python values.
+        """The options that the call gives for a function or class, as Python values.
 
         Args:
             source: the function or class.
@@ -86,7 +86,7 @@ class Command:
 
     @cached_property
     def __signature__(self) -> inspect.Signature:
-        """The options as parameters; the first one if two have the same name."""
+        """The options as parameters of a Python function. Of two with the same name, the first is used."""
         found: dict[str, tuple[inspect.Parameter, str]] = {}
         for panel, sources in self.sources.items():
             for source in sources:
@@ -148,7 +148,7 @@ def in_options(text: str, names: Any) -> str:
 
 
 def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) -> inspect.Parameter:
-    """A parameter as cyclopts reads it, with its help and its panel."""
+    """A parameter with the annotation that cyclopts reads: its type, its help and its panel."""
     default, (kind, text) = parameter.default, get_args(parameter.annotation)
     if kind == list[str] and default not in (None, parameter.empty):
         default = [default] if isinstance(default, str) else [str(one) for one in default]
@@ -267,7 +267,9 @@ def shard_files(texts: Sequence[str], argument: str = "first") -> list[Path]:
 
 def _shard(text: str) -> tuple[int, int]:
     if not re.fullmatch(r"\d+/\d+", text):
-        raise LayersimError(f"`shard` is {text!r}; it must be a number from 0, a slash and the number of shards, such as 3/64.")
+        raise LayersimError(
+            f"`shard` is {text!r}; it must be the index of a shard, a slash and the number of shards, such as 3/64."
+        )
     number, of = text.split("/")
     return int(number), int(of)
 

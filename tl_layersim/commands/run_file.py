@@ -94,7 +94,7 @@ def options_of(call: CommandCall) -> dict[str, Any]:
 
 
 def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[str, Any], report: Any = None) -> Path:
-    """Write the options of a run to a file with which `--config` repeats it.
+    """Write the options of a run to a file. `--config` reads it to repeat the run.
 
     Args:
         folder: folder of the file.
@@ -137,7 +137,7 @@ def _written_value(name: str, value: Any) -> Any:
 
 
 def _used_options(report: Any) -> dict[str, Any]:
-    """The options that a run recorded, among them those whose default depends on model, data or other options."""
+    """The options that a run used, including defaults that depend on the model, the data or other options."""
     options = next(iter(report.values())).provenance.options
     known = {**options, **options.get("training", {})}
     # Sites, which `--at` of a stitch names in another form.

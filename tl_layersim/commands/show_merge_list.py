@@ -78,7 +78,7 @@ def _fields(result: Any) -> dict[str, str]:
 
 
 def _provenance_rows(report: Any) -> list[tuple[str, str]]:
-    """Rows of the common provenance, and of each result's options and warnings."""
+    """Table rows of the common provenance, and of each result's options and warnings."""
     first = next(iter(report.values())).provenance
     apart = ("options", "warnings", "versions")
     rows = [(one.name, str(getattr(first, one.name))) for one in fields(first) if one.name not in apart]

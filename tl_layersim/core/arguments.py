@@ -31,7 +31,7 @@ _MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected ty
 
 @contextmanager
 def without_mounted_save() -> Iterator[None]:
-    """Remove nnsight's `.save` from `object` while the block runs.
+    """Context manager that removes nnsight's `.save` from the class `object`.
 
     nnsight mounts `.save` on every Python object. beartype, while it is imported, hashes all attributes of `object`, and
     `.save` has no hash: the first `import beartype` after `import nnsight` would fail.

@@ -1,4 +1,4 @@
-"""Digests of the code and the values of functions, by which two runs are compared."""
+"""Digests of the code and the values of functions, which show whether two runs used the same functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """Some functions and all functions of the same module that they call, directly or indirectly."""
+    """The given functions and all functions of the same module that they call, directly or indirectly."""
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:
@@ -45,7 +45,7 @@ def plain_constants(code: CodeType) -> list[str]:
 
 
 def digest_of_code(starts: Iterable[FunctionType]) -> str:
-    """A digest (12 hex digits) of the bytecode of some functions and of the functions that they call, see `called_by`."""
+    """A digest (12 hex digits) of the bytecode of the given functions and of those that they call, see `called_by`."""
     seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
     digest = hashlib.sha256()
     for name, code in sorted(seen.items()):
@@ -67,7 +67,7 @@ def describe_function(function: Callable[..., Any]) -> str:
 
 
 def defined_in(function: Any) -> str:
-    """Name of the module that defines a function, or the class of another object.
+    """Name of the module that defines a function; for another object, of the module that defines its class.
 
     Args:
         function: any object; for a `functools.partial`, the function inside counts.
@@ -78,7 +78,7 @@ def defined_in(function: Any) -> str:
 
 
 class ValueNames:
-    """Names functions and values so that equal code and equal contents have equal names in every process.
+    """Assigns names to functions and values. Equal code or contents have equal names in every process.
 
     A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
     is named by its dtype, shape and bytes, a module by its class and its weights.

@@ -29,7 +29,9 @@ def block_size(z: Tensor) -> int:
 
 
 def need_classes(outputs: int) -> None:
-    """Raise an error for a single output, whose softmax is always 1, so that every layer would agree with the last.
+    """Raise an error if a head has a single output, because its softmax is always 1.
+
+    Every layer would agree with the last one.
 
     Args:
         outputs: number of logits per position.
@@ -66,7 +68,7 @@ def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy`, and the gradient with respect to z of its weighted sum over rows; both without an autograd graph.
+    """Cross-entropy of each row, and the gradient of its weighted sum with respect to the logits, without autograd.
 
     Exponentials are computed in the dtype of z, which is much faster on a GPU, and summed in float64. The result differs from a
     float64 computation by about 1e-7.

@@ -68,7 +68,7 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
 
 def refuse_parts(module: torch.nn.Module) -> None:
-    """Raise an error if the weights of a model are sharded over processes, each of which would train on different rows.
+    """Raise an error if the weights of a model are sharded over processes, because each would train on other rows.
 
     Raises:
         LayersimError: the weights are sharded.
@@ -140,7 +140,7 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """Add the n-th data blocks of all ranks into one block, for each n, because ranks take batches in turn.
+    """For each n, add the n-th blocks of rows of all ranks. Ranks take batches in turn.
 
     Args:
         tree: sums of this rank.

@@ -147,7 +147,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Split the tensors of a file, with keys "part/name", by part.
+    """Group the tensors of a file, which have keys "part/name", by part.
 
     Args:
         names: names of the parts.
@@ -165,7 +165,7 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A context manager: an empty file that replaces `path` atomically if the block ends without an error.
+    """A context manager that opens a new file, and replaces `path` by it atomically if no error occurs.
 
     A killed process leaves a hidden file beside `path`, which a later write removes. A link at `path` is replaced; its target
     is not written to.
@@ -195,7 +195,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context manager: a temporary folder for the files of a model, which are moved to `folder` when the block ends.
+    """A context manager that makes a temporary folder for a model's files, and moves them to `folder` at its end.
 
     Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
     `folder` is unchanged.
@@ -327,7 +327,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """A context manager at whose end Ctrl-C takes effect; torch would turn it into the ValueError of a damaged file."""
+    """A context manager that delays Ctrl-C to its end. torch would turn it into the ValueError of a damaged file."""
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield

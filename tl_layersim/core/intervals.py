@@ -244,7 +244,7 @@ def t_interval(
 
 
 def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
-    """Move x by a step on the scale of `t_interval`."""
+    """Move x by a step on the transformed scale of `t_interval`."""
     if math.isinf(high):
         return low + (x - low) * step.exp()
     if math.isinf(low):
@@ -319,8 +319,8 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
         field, own = field_named(result, what), result.declared(what)
         if own.within is None:
             raise LayersimError(
-                f"{type(result).__name__}.{what} has no interval: it is a p-value, a draw of a null, a maximum, a number of "
-                "layers or of directions, a value of one prompt, or determined by the first pass over the data."
+                f"{type(result).__name__}.{what} has no interval. p-values, draws of a null, maxima, numbers of layers or of "
+                "directions, values of one prompt and values of the first pass over the data have none."
             )
         parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), own.out_of)
         low, high = (result.provenance.sequences if bound in own.by_chance else math.inf for bound in own.within)
@@ -328,9 +328,9 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            f"The function passed to `interval` returns {number_text(float(what(result)))}, which is a maximum, minimum, index "
-            "or count. Such a number has no interval, because it jumps when a part of the data is left out. Return an entry at "
-            "a fixed index, a mean or a difference."
+            f"The function passed to `interval` returns {number_text(float(what(result)))}, a maximum, minimum, index or "
+            "count, which has no interval because it jumps if a part of the data is left out. Return an entry at a fixed "
+            "index, a mean or a difference."
         )
     return found
 
@@ -387,7 +387,7 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
 
 
 def field_named(result: Any, name: str) -> str:
-    """The attribute that holds a tensor field.
+    """Name of the attribute that holds a tensor field.
 
     Args:
         result: the result, or its class.
@@ -432,13 +432,13 @@ def _interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """See `t_interval`."""
+    """Confidence interval of a statistic from its replicates, see `t_interval`."""
     error = standard_error(value, replicates)
     return t_interval(value, error, degrees_of_freedom(value, replicates), level, within, rows)
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
-    """A function's value on the result, and on each replicate as `block ...`, in float64.
+    """Values of a function on the result and on its replicates (`block ...`), in float64.
 
     Args:
         result: the result with its replicates.
@@ -484,7 +484,7 @@ def headline_texts(result: Any) -> dict[str, str]:
 
 
 def margin_text(value: float, margin: float, percent: bool = False) -> str:
-    """A number as text, rounded to the precision of its margin if the margin is known and exceeds rounding error.
+    """A number as text, rounded to the precision of its margin if it has a margin larger than rounding error.
 
     Args:
         value: the number.

@@ -1,4 +1,4 @@
-"""Tables of results and reports: tidy, labelled (xarray) and stacked over runs, p-values corrected together, and texts."""
+"""Tables of results and reports: tidy, labelled (xarray), stacked over runs, of corrected p-values, LaTeX and Markdown."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ Correction: TypeAlias = Literal["holm", "fdr_bh"]
 
 
 def distinct_tests(result: Any, field: str) -> Tensor:
-    """Mask of the entries of a p-value field that are separate tests; none are if the run had no permutations.
+    """Mask of the entries of a p-value field that count as separate tests. Without permutations, none do.
 
     For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.
 
@@ -321,7 +321,7 @@ def stack(runs: Mapping[Any, Any], dim: str = "run") -> Any:
 
 
 def _table_of(run: Any) -> Any:
-    """The table of a report or result. A table stays as it is, but a tree of one node becomes a dataset."""
+    """Convert a report or result to a table. A table stays as it is, but a tree of one node becomes a dataset."""
     import xarray
 
     table = run.to_xarray() if hasattr(run, "to_xarray") else run

@@ -143,7 +143,7 @@ class ValuesAlias:
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a headline as floats, without those that are NaN."""
+    """Headline numbers as floats, without NaN."""
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
@@ -153,8 +153,9 @@ DEFINE_RESULTS = ("many", "prompts", "vision", "stitching", "training")
 
 
 def kind_of(cls: type[Any]) -> str:
-    """The name of a result class in files: its `file_kind`; without one "exit_curve" for `ExitCurveResult` of this package, and
-    module and name for a class of another package.
+    """The name of a result class in files, such as "exit_curve" for `ExitCurveResult`.
+
+    It is `file_kind` if the class sets it. A class of another package has its module and name.
     """
     if kind := vars(cls).get("file_kind"):
         return str(kind)

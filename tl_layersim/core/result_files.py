@@ -128,7 +128,7 @@ def _unpack(
     report: type[Any],
     like: Any = None,
 ) -> Any:
-    """The result that `pack` made a header and tensors of."""
+    """Restore a result from the header and tensors of `pack`."""
     kind = str(header["class"])
     cls = class_of(kind, base)
     if cls is None:
@@ -173,7 +173,7 @@ def _unpack_each(
 
 
 def _refuse_other_shapes(cls: type[Any], values: Mapping[str, Any]) -> None:
-    """Raise an error that names the tensors whose shape does not fit their axes; type checks would name another field."""
+    """Raise an error if the shape of a tensor does not fit its axes. Type checks would name another field."""
     bare = object.__new__(cls)
     vars(bare).update(values)
     bare.refuse_other_shapes()

@@ -275,7 +275,7 @@ class Result(ABC):
         return self
 
     def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
-        """The result with the results without each block of the data, for its intervals.
+        """The result with its jackknife replicates, each without one block of rows, for intervals.
 
         Args:
             replicates: the result without each block; none if there is only one block.
@@ -292,7 +292,7 @@ class Result(ABC):
         return replace(self, untrained=tuple(twins))
 
     def of_untrained(self, field: str) -> Tensor | None:
-        """A field on the untrained models, `seed ...`; None without such models, or if its shape depends on the model.
+        """Values of a field on the untrained models, `seed ...`; None without such models, or if shapes differ between models.
 
         Args:
             field: name of the attribute.
@@ -368,7 +368,7 @@ class Result(ABC):
         return {}
 
     def measured_on(self, field: str) -> str:
-        """A field's samples for its figure, such as "40 queries"; empty if they are the run's tokens or rows."""
+        """Number and kind of a field's samples, such as "40 queries", for its figure; empty for the run's tokens or rows."""
         return ""
 
     def first_layer(self) -> str:
@@ -438,7 +438,7 @@ class LayerCurve(Result):
 
 
 def card(report: Any, repo: str, revision: str | None = None) -> str:
-    """The repository's card: the models, the data, the headline numbers, and the call that reads the file.
+    """The card of a Hugging Face repository: the models, the data, the headline numbers, and the call that reads the file.
 
     Args:
         report: the report to upload.
@@ -626,7 +626,7 @@ class Report(Mapping[str, Any]):
 
         shown = [result.plot(width=width) for result in self.values() if result.pictures]
         if not shown:
-            raise LayersimError(f"No result of the report has a picture; it has {', '.join(self) or 'no results'}.")
+            raise LayersimError(f"No result of the report has a figure; it holds {', '.join(self) or 'no results'}.")
         return panels(shown, width, title or "")
 
     @typed

@@ -141,7 +141,7 @@ class ResumableFile:
 
     @contextmanager
     def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
-        """A context manager that saves the state if its block raises an exception, Ctrl-C included.
+        """A context manager that saves the state if an exception is raised inside it, Ctrl-C included.
 
         The exception gets a note of where the run can be resumed, or of why it cannot.
 

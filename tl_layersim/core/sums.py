@@ -1,4 +1,4 @@
-"""Sums over batches, the only state of a run: their reproducible addition, blocks for intervals, and the progress of a pass.
+"""Sums over batches, the only state of a run: reproducible addition, blocks of rows for intervals, progress of a pass.
 
 A request to a server may sum 1 or 64 batches, an interrupted run continues in the middle, and a shard may begin at any batch.
 Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as
@@ -117,7 +117,7 @@ MOST_BLOCKS = 32
 
 @dataclass(frozen=True)
 class DataBlock:
-    """Sums of consecutive rows.
+    """Sums over a block of consecutive rows of the data.
 
     Attributes:
         rows: number of rows; the last block of the data may count rows that do not exist.
@@ -245,7 +245,7 @@ def next_size(index: int, most: int) -> int:
 
 
 def most_nodes(leaves: int, intervals: bool) -> int:
-    """The largest number of nodes that a run holds, including the leaf that is added next.
+    """The largest number of `SumTree` nodes that a run holds, including the leaf that is added next.
 
     Args:
         leaves: number of leaves, the groups of rows whose sums are added.
@@ -310,7 +310,7 @@ class SumTree:
         return self.start + self.rows
 
     def add(self, more: DataBlock) -> SumTree:
-        """The tree with the sums of the next rows.
+        """This tree with the sums of the next rows added.
 
         Args:
             more: sums of 2^k rows that were added in pairs; the index of the first row is a multiple of 2^k, and all rows lie
@@ -338,7 +338,7 @@ class SumTree:
         return tree
 
     def coarser(self, size: int) -> SumTree:
-        """The tree with larger blocks; the same tree if its blocks are large enough."""
+        """This tree with blocks of `size` rows; unchanged if its blocks are at least as large."""
         if self.size is None or self.size >= size:
             return self
         tree = SumTree(size, self.start)
@@ -347,7 +347,7 @@ class SumTree:
         return tree
 
     def _pushed(self, more: DataBlock) -> SumTree:
-        """The tree with one more node, and blocks of the same size."""
+        """This tree with one more node, and blocks of the same size."""
         stack = [(node.rows, node) for node in self.nodes]
         push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
         return replace(self, nodes=tuple(node for _, node in stack))
@@ -359,7 +359,7 @@ class SumTree:
         return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
 
     def total(self) -> DataBlock:
-        """The sums of all rows; a block without sums if there are none."""
+        """The sums of all rows; a block without sums if the tree is empty."""
         stack: list[tuple[int, DataBlock]] = []
         for node in self.nodes:
             push(stack, node.rows, node, DataBlock.__add__, self.start)

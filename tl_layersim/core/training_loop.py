@@ -40,7 +40,7 @@ class Shuffle:
         self._epoch, self._order = -1, list[int]()
 
     def row(self, place: int) -> int:
-        """Index of the row at a place in the sequence of all epochs; both are counted from 0."""
+        """Index of the row at a place in the shuffled sequence of all epochs. Both are counted from 0."""
         epoch = place // self.count
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -49,7 +49,7 @@ class Shuffle:
 
 
 class TrainingSteps(ABC):
-    """The steps of a training and its state, as the training loop drives them.
+    """Base class of trainings that the training loop runs: their steps and their state.
 
     Attributes:
         title: title of the progress bar.
@@ -161,7 +161,7 @@ class Descent(TrainingSteps):
         self.consistent = True
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters, `weight/name`, and the optimiser's state of each, such as `exp_avg/name`."""
+        """The parameters with keys "weight/name", and the optimiser's state with keys such as "exp_avg/name"."""
         found = {f"weight/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             found |= {f"{key}/{name}": value for key, value in self.optimiser.state.get(parameter, {}).items()}

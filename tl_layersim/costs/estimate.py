@@ -246,7 +246,7 @@ def estimate(
 
 
 def _bytes_of_sums(run: MeteredBatch, rows: int, intervals: bool) -> dict[str, int]:
-    """Largest number of bytes of sums that a run holds at once, by analyzer."""
+    """Peak memory of a run's sums in bytes, by analyzer."""
     leaf, held = min(ROWS, run.capacity), Counter[str]()
     for name, size in run.sums.items():
         # With intervals the first leaves are single rows.
@@ -303,7 +303,7 @@ def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: in
     elif described.vocabulary is None:
         raise LayersimError(f"`model_or_config` is {described.name}, which reads neither tokens nor images.")
     elif described.context is not None and length > described.context:
-        raise LayersimError(f"`seq_len` is {length}; the context of {described.name} has {described.context} tokens.")
+        raise LayersimError(f"`seq_len` is {length}; it must be at most {described.context}, the context of {described.name}.")
     else:
         data["input_ids"] = torch.randint(described.vocabulary, (rows, length), generator=random)
         data["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
@@ -379,7 +379,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of attention, in which grouped queries share keys and values."""
+    """FLOPs of attention on a CPU. Grouped queries share keys and values."""
     count: Any = sdpa_flop_count
     return int(count(query.shape, (*query.shape[:2], *key.shape[2:]), (*query.shape[:2], *value.shape[2:])))
 
@@ -445,7 +445,7 @@ class MeteredBatch:
 
     @property
     def capacity(self) -> int:
-        """Rows of a batch, a power of two: whole pools that run in one or several forward passes."""
+        """Number of rows in the batch, rounded down to a power of two; or in the largest pool of rows, if it has more."""
         return max([1 << (len(self.batch.tokens).bit_length() - 1), *(pool.rows for pool in self.pools.values())])
 
     def all_passes(self) -> None:
@@ -489,7 +489,7 @@ class MeteredBatch:
         return sums
 
     def _widened(self, out: Mapping[str, Tensor]) -> Sums:
-        """Sums of a kernel's output, in float64 or int64; sums without values stay on the meta device."""
+        """Convert a kernel's output to float64 or int64 sums. Tensors without values stay on the meta device."""
         kinds = {name: torch.float64 if value.dtype.is_floating_point else torch.int64 for name, value in out.items()}
         known = Sums.of({name: value for name, value in out.items() if not value.is_meta}).fields
         shapes = {
@@ -522,7 +522,7 @@ class MeteredBatch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """A pool of rows of which one batch is available; its samples stand in for all others.
+    """Stand-in for a pool of rows, in which the samples of one batch take the place of all samples.
 
     Attributes:
         kernel: kernel of the pool.

@@ -1,4 +1,4 @@
-"""Reading of data of any accepted kind into rows of tokens, batches and labels."""
+"""Reads data of any accepted kind as rows of tokens, batches and labels."""
 
 import lazy_loader
 

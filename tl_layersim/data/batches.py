@@ -36,7 +36,7 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:
-    """A row of a batch as bytes, with all its inputs, and without padding unless it is counted."""
+    """A row of a batch as bytes, with all its inputs. Padding is left out unless it is counted."""
     attention = batch.attention[number]
     length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
@@ -117,11 +117,11 @@ class Batch:
 
     @property
     def leaf_rows(self) -> int:
-        """Number of rows in all leaves, if the last leaf is counted as full."""
+        """Number of rows, rounded up to full leaves (groups of rows that are summed together)."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
     def leaf_tokens(self) -> tuple[int, ...]:
-        """Number of counted positions of each leaf."""
+        """Number of counted positions of each leaf (group of rows)."""
         return tuple(int(part.sum()) for part in torch.split(self.counted, self.leaf))
 
     @property
@@ -136,7 +136,7 @@ class Batch:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Row and position of each token in the data, each `batch pos`; the row is -1 if a batch row joins several."""
+        """Row and position of each token in the data, `batch pos`; the row is -1 if a batch row joins several data rows."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -160,7 +160,7 @@ class Batch:
 
     @property
     def short_row(self) -> Batch:
-        """The first row with every attended position counted; a row of tokens is cut to its first positions."""
+        """The first row as a batch, with every attended position counted. A row of tokens is cut to its first positions."""
         row = self.first_row._cut(0, 1, SHORT) if self.has_tokens else self.first_row
         return replace(row, counted=row.attention, pooled=False)
 
@@ -231,11 +231,12 @@ class Batches:
             refuse_path(self.data.source)
         if self.data.seq_len and self.model.context and self.data.seq_len > self.model.context:
             raise LayersimError(
-                f"`seq_len` is {self.data.seq_len}; the context of {self.model.name} has {self.model.context} tokens."
+                f"`seq_len` is {self.data.seq_len}; it must be at most {self.model.context}, the context of {self.model.name}."
             )
         if self.data.pack and self.model.reads_rows:
             raise LayersimError(
-                f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row."
+                f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row. Use "
+                "pack=False."
             )
 
     @property
@@ -262,12 +263,12 @@ class Batches:
 
     @property
     def _kept(self) -> KeptRows | None:
-        """The rows that the last pass kept for this model; None if there are none."""
+        """The rows that the last pass over the data kept for this model; None if it kept none."""
         return self.data.kept(self._read_by)
 
     @property
     def _read_by(self) -> Hashable:
-        """Key of the kept rows: the properties of the model that they depend on."""
+        """Key of the kept rows: the properties of the model that the rows depend on."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
@@ -475,7 +476,7 @@ def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data")
         LayersimError: there are no tokens, or an id is below 0, or not below the size of the vocabulary.
     """
     if not tokens.numel():
-        raise LayersimError(f"`{argument}` has shape {tuple(tokens.shape)}, without a token.")
+        raise LayersimError(f"`{argument}` has shape {tuple(tokens.shape)}; it must hold at least one token.")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (model.vocabulary and high >= model.vocabulary):
         raise LayersimError(

@@ -65,7 +65,7 @@ ROW_BYTES = 1000
 
 @dataclass
 class KeptRows:
-    """Tokenised rows of one pass, kept for later passes up to `MOST_KEPT` bytes.
+    """Tokenised rows of one pass over the data, kept for later passes if they take at most `MOST_KEPT` bytes.
 
     Attributes:
         tokenizer: the tokenizer that made the tokens; None for rows of ids.
@@ -83,7 +83,7 @@ class KeptRows:
     notes: Notes | None = None
 
     def add(self, row: Row) -> None:
-        """Keep one more row; drop all rows above `MOST_KEPT` bytes."""
+        """Keep one more row; drop all rows if they take more than `MOST_KEPT` bytes."""
         self.size += ROW_BYTES + row.nbytes
         if self.fits:
             self.rows.append(row)
@@ -181,7 +181,7 @@ class Data:
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:
-        """The argument `data` of a call as a `Data`; raw data gets the default options.
+        """Convert the argument `data` of a call to a `Data`; raw data gets the default options.
 
         Args:
             given: a `Data`, or raw data.
@@ -190,7 +190,7 @@ class Data:
         return given if isinstance(given, Data) else cls(given, **defaults)
 
     def like(self, given: Any) -> Data:
-        """Other data of the same call, such as `eval_data`; raw data gets the same options as this data.
+        """Other data of the same call, such as `eval_data`, as a `Data`; raw data gets the same options as this data.
 
         Args:
             given: a `Data`, or raw data.
@@ -208,7 +208,7 @@ class Data:
         return settled
 
     def kept(self, key: Hashable) -> KeptRows | None:
-        """The rows that the last pass with this key has read; None before the first pass.
+        """The rows that the last pass over the data with this key has read; None before the first pass.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -243,7 +243,7 @@ class Data:
 
     @property
     def selection(self) -> Positions:
-        """The rule of the counted positions of a row."""
+        """The rule that selects the counted positions of a row."""
         return Positions("all" if self.positions is None else self.positions, self.skip_first)
 
     def record(self) -> dict[str, Any]:

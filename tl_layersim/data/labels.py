@@ -115,7 +115,7 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
 
 
 def labels_in(data: Mapping[str, Any]) -> Any:
-    """The column of labels; None if there is none. A label that is None in an example is a missing label."""
+    """The column of labels; None if the data has none. A label of None in an example becomes `NO_LABEL`."""
     return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
 
 

@@ -1,4 +1,4 @@
-"""Inputs besides token ids: images, features and embeddings as rows, and the inputs of an encoder-decoder's other stack.
+"""Inputs other than token ids: images, features, embeddings, and inputs of the stack of an encoder-decoder that is not read.
 
 An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
 
@@ -54,7 +54,7 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
 
 
 def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
-    """The columns that are further inputs of the model, without `skipped` and without columns that are None."""
+    """The columns that are further inputs of the model, except columns in `skipped` and columns that are None."""
     names = [name for name in model.inputs if name not in skipped]
     return {name: data[name] for name in names if data.get(name) is not None}
 
@@ -74,7 +74,7 @@ def as_values(name: str, values: Any) -> Tensor:
 
 
 def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]:
-    """Whether the values of the main input are those of a single row without an axis of rows, and the rows.
+    """Split the main input into rows; returns whether it was a single row without an axis of rows, and the rows.
 
     Args:
         name: name of the input.
@@ -101,7 +101,9 @@ def by_row(name: str, values: Any, count: int) -> list[Tensor]:
     if name in SHARED and table.dim() and len(table) == 1:
         table = table.expand(count, *table.shape[1:])
     if table.dim() == 0 or len(table) != count:
-        raise LayersimError(f"`{name}` in the data does not fit the rows: its shape is {tuple(table.shape)} for {count} rows.")
+        raise LayersimError(
+            f"`{name}` in the data has shape {tuple(table.shape)}; it must have an entry for each of the {count} rows."
+        )
     return list(table)
 
 
@@ -117,7 +119,7 @@ def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tens
 
 
 def _alone(name: str, values: Any) -> Tensor:
-    """The values of an input of a single row. Position ids and the like may have an axis of rows, `1 pos`."""
+    """One input of a single row, as a tensor. Position ids and the like may come with an axis of rows, `1 pos`."""
     table = as_values(name, values)
     return table[0] if name in SHARED and table.dim() == 2 and len(table) == 1 else table
 
@@ -146,7 +148,7 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
 
 def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Collate the inputs of a batch, `row ...`. Positional inputs are zero-padded to `width`; their names are returned too.
+    """Collate the inputs of a batch, `row ...`. Inputs by position are zero-padded to `width`; their names are returned too.
 
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
@@ -173,7 +175,7 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
 
 
 def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
-    """An input of a row; if the row lacks it, the value that is equivalent to leaving it out."""
+    """One input of a row. If the row lacks it, the value that the model assumes for a missing input."""
     if name in row.inputs and along == (name in row.positional):
         return row.inputs[name]
     default = model.inputs.get(name)
@@ -279,7 +281,7 @@ def other_stack(model: ModelInputs) -> tuple[str, ...]:
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
-    """The inputs of a row; inputs of the other stack are cut to their attended positions and get a mask.
+    """The inputs of a row; those of the stack that is not read are cut to their attended positions and get a mask.
 
     Without a mask, the encoder's padding ids are dropped. All positions of a decoder are kept.
 
@@ -303,7 +305,7 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
     if attended.shape != (length,) or not bool(attended.any()):
         raise LayersimError(
             f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones for `{own[0]}` of {length} "
-            "positions; it must have a value for each position, and ones for tokens."
+            "positions; it must have one value for each position: 1 for tokens, 0 for padding."
         )
     places = attended.nonzero()[:, 0]
     span = slice(int(places[0]), int(places[-1]) + 1)
@@ -311,7 +313,7 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
 
 
 def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """`mask_of` for decoder tokens, whose first token starts the row and often equals the padding id.
+    """Attention mask of decoder tokens, as `mask_of`. The first token starts a row and often equals the padding id.
 
     Raises:
         LayersimError: padding precedes other tokens.
@@ -321,14 +323,14 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
         return None
     if bool((~after[:, 0] & after.any(1)).any()):
         raise LayersimError(
-            f"`{model.mask_input}` is missing, but {int((~after[:, 0] & after.any(1)).sum())} of {len(rows)} rows of "
+            f"`{model.mask_input}` must be passed, because {int((~after[:, 0] & after.any(1)).sum())} of {len(rows)} rows of "
             f"`{model.token_input}` start with padding."
         )
     return torch.cat([torch.ones_like(after[:, :1]), after], 1)
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of some rows of a batch; inputs of the other stack are cut to the longest of these rows.
+    """The inputs of some rows of a batch; those of the stack that is not read are cut to the longest of these rows.
 
     Args:
         inputs: `row ...`; masks among them belong to the other stack.

@@ -114,7 +114,7 @@ class RunsAtEnds:
                 raise _missing(given, f"tokens != {pad}", model)
 
     def warning(self, model: ModelInputs) -> str:
-        """The warning about rows with such a run; "" if there are too few.
+        """The warning about rows that look padded; "" if there are too few.
 
         Raises:
             LayersimError: most rows have such a run.
@@ -137,7 +137,7 @@ def _starts(model: ModelInputs) -> set[Any]:
 
 
 def _with_mask(mask: str, model: ModelInputs) -> str:
-    """The code that passes a mask, for messages."""
+    """Python code that passes an attention mask, as text for messages."""
     return f"{{'{model.token_input}': tokens, '{model.mask_input}': {mask}}}, or probe.mask = {mask} in attach"
 
 

@@ -135,7 +135,7 @@ class Positions:
             LayersimError: the rule is a function.
         """
         if callable(self.rule):
-            raise LayersimError("`positions` is a function of token ids, but the rows have none.")
+            raise LayersimError("`positions` is a function of token ids, but the rows have none. Use a slice.")
 
     def _indices(self, tokens: Tensor) -> Tensor:
         """The indices that the function selects among the attended tokens of a row."""

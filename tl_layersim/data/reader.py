@@ -68,7 +68,7 @@ class Reader(TextRows):
 
     @property
     def marks(self) -> str | None:
-        """The mask column of the counted positions; None if there is none."""
+        """The mask column that selects the counted positions; None if no column does."""
         return self.data.selection.column
 
     def all_items(self) -> Iterator[Text | Row]:
@@ -234,7 +234,7 @@ class Reader(TextRows):
             return [None] * count
         classes = whole_numbers(labels).reshape(-1).tolist()
         if len(classes) != count:
-            raise LayersimError(f"`labels` has {len(classes)} entries for {count} texts.")
+            raise LayersimError(f"`labels` has {len(classes)} entries; it must have {count}, one for each text.")
         return classes
 
     def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level) -> Iterator[Row]:
@@ -285,17 +285,17 @@ class Reader(TextRows):
             yield whole[int(kept[0]) : int(kept[-1]) + 1]
 
     def _by_row(self, name: str | None, column: Any, rows: list[Tensor], alone: bool) -> list[Any]:
-        """A column of masks, labels or marks as one value for each row, all None without the column."""
+        """Split a column of masks, labels or marks by row. If the data lacks the column, the value of each row is None."""
         if column is None:
             return [None] * len(rows)
         is_number = not isinstance(column, list | tuple) and not getattr(column, "ndim", 0)
         each = [column] if alone or is_number else list(column)
         if len(each) != len(rows):
-            raise LayersimError(f"`{name}` has {len(each)} rows, and the data has {len(rows)}.")
+            raise LayersimError(f"`{name}` has {len(each)} rows; it must have {len(rows)}, one for each row of the data.")
         return each
 
     def _derived_masks(self, rows: list[Tensor]) -> list[Tensor]:
-        """The attention masks of tokens without one, from the padding ids; rows of equal length are looked at together."""
+        """Attention masks from padding ids, for rows of tokens without a mask. Rows of equal length are processed together."""
         tables = [torch.stack(rows)] if len({len(row) for row in rows}) == 1 else [row[None] for row in rows]
         return [mask for table in tables for mask in (self._derived_mask(table) if table.numel() else table.bool())]
 
@@ -310,7 +310,7 @@ class Reader(TextRows):
 
 
 def _token_rows(values: Any, model: ModelInputs) -> tuple[bool, list[Tensor]]:
-    """Whether values are a single row of token ids, and the rows, int64. Rows may have different lengths."""
+    """Convert values to rows of token ids, int64, of any lengths; returns whether they are a single row, and the rows."""
     table = _tensor(values)
     tables = [_tensor(row) for row in values] if table is None else [table]
     rows: list[Tensor] = []
@@ -324,7 +324,7 @@ def _token_rows(values: Any, model: ModelInputs) -> tuple[bool, list[Tensor]]:
 
 
 def _row_labels(label: Any, length: int) -> Tensor:
-    """The labels of a row: its own at each position, or its class at every position."""
+    """The labels of a row, one for each position. A single class is repeated at every position."""
     labels = whole_numbers(label)
     if labels.numel() != 1 and labels.shape != (length,):
         raise LayersimError(
@@ -335,7 +335,7 @@ def _row_labels(label: Any, length: int) -> Tensor:
 
 
 def _row_mask(mask: Any, length: int, name: str, model: ModelInputs) -> Tensor:
-    """The attention mask of one row. It must be all ones unless positions are known before a forward pass.
+    """The attention mask of one row. It must be all ones unless the number of positions is known before a forward pass.
 
     Raises:
         LayersimError: the mask hides parts of an image or of features, or has the wrong shape.
@@ -344,11 +344,13 @@ def _row_mask(mask: Any, length: int, name: str, model: ModelInputs) -> Tensor:
     if found.shape == (length,):
         return found
     if name in (EMBEDDINGS, model.token_input):
-        raise LayersimError(f"`attention_mask` has shape {tuple(found.shape)} for a row of {length} positions.")
+        raise LayersimError(
+            f"`attention_mask` has shape {tuple(found.shape)} for a row of {length} positions; it must have one value for each."
+        )
     if not bool(found.all()):
         raise LayersimError(
-            f"`attention_mask` has zeros in a row, of shape {tuple(found.shape)}, and the positions of rows without token ids "
-            "are not known. Pass rows of one length each, with `batch_size=1`, or `inputs_embeds`."
+            f"`attention_mask` of shape {tuple(found.shape)} has zeros, but a row without token ids must have no padding. Pass "
+            "each row at its own length with `batch_size=1`, or pass `inputs_embeds`."
         )
     return torch.ones(length, dtype=torch.bool)
 

@@ -78,7 +78,7 @@ def _as_messages(value: Any) -> Any:
 
 
 def adds_specials(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself adds special tokens: with [CLS], without a BOS, or with BOS and EOS like CLIP."""
+    """Whether the tokenizer itself adds special tokens: it has [CLS], has no BOS, or adds BOS and EOS as CLIP does."""
     if tokenizer.bos_token_id is None or tokenizer.cls_token_id is not None:
         return True
     count = getattr(tokenizer, "num_special_tokens_to_add", None)
@@ -99,7 +99,7 @@ def tokenizer_of(model: ModelInputs) -> Any:
 
 
 def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None) -> list[Text]:
-    """Texts, or pairs of texts, with their token ids.
+    """Tokenise texts, or pairs of texts; returns them with their token ids.
 
     Args:
         texts: at least one.

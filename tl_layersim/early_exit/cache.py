@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Columns:
-    """The part of a `row column ...` table that one forward pass uses: some of its rows, and columns `start` to `end`.
+    """The part of a cached table `row column ...` that one forward pass uses: some of its rows, and columns `start` to `end`.
 
     Rows are padded on the left, so the newest token of every row is in the same column.
 
@@ -35,7 +35,7 @@ class Columns:
             self.places = list(torch.tensor(pairs, device=device).unbind(1))
 
     def put(self, table: Tensor, part: Tensor, axis: int = 1) -> None:
-        """Write the entries of this pass into the table of all rows; `axis` is the axis of columns in both."""
+        """Write the values `part` of this pass into the table of all rows. `axis` is the axis of columns in both."""
         if self.places:
             own, row, column = self.places
             table.transpose(1, axis)[row, column] = part.transpose(1, axis)[own, column - self.start]
@@ -47,13 +47,13 @@ class Columns:
             own_columns.index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
-        """Entries of this pass's rows, from column `start` to the end of the pass; `axis` is the axis of columns."""
+        """The table's values in the rows of this pass, from column `start` to `end`. `axis` is the axis of columns."""
         table = table.narrow(axis, start, self.end - start)
         return table if self.index is None else table.index_select(0, self.index)
 
 
 class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of one block, `row head column d_head`: each head's columns are contiguous, as attention reads them."""
+    """Cached keys and values of one block, `row head column d_head`. The columns of an attention head are contiguous."""
 
     is_sliding = False
 
@@ -64,13 +64,13 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         self.values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate tables for all rows."""
+        """Allocate the tables of keys and values for all rows."""
         rows, room = self.cache.rows, self.cache.room
         self.keys, self.values = (x.new_zeros(rows, x.shape[1], room, x.shape[3]) for x in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of this pass; return those of all columns up to its end."""
+        """Store the keys and values of this pass. Returns all cached keys and values of its rows, up to its last column."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         columns = self.cache.columns
@@ -79,20 +79,20 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return columns.take(self.keys, axis=2), columns.take(self.values, axis=2)
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these rows and drop all others."""
+        """Drop all rows of the cache except `rows`."""
         if self.is_initialized:
             self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of columns that the pass attends to, and the first of them."""
+        """Number of columns that the pass attends to, and the index of the first one."""
         return self.cache.columns.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Index of the first column of the pass, which is the number of columns before it."""
+        """Number of columns before those of the pass."""
         return self.cache.columns.start
 
     def get_max_length(self) -> int:
-        """-1, transformers' value for no maximum."""
+        """Largest number of columns: -1, which means no maximum in transformers."""
         return -1
 
     # Its name in older versions of transformers, 5.9 among them.
@@ -116,7 +116,7 @@ class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
         super().__init__(layers=[ColumnLayer(self) for _ in range(blocks)])
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these rows and drop all others."""
+        """Drop all rows of the cache except `rows`."""
         self.rows = len(rows)
         for layer in self.layers:
             layer.keep(rows)

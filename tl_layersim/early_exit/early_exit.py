@@ -47,7 +47,7 @@ KEYS_AND_VALUES_BYTES = 2**28
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExitLogits:
-    """The logits that `EarlyExit.logits` computed, the exit of each position, and the work that was done.
+    """Output of `EarlyExit.logits`: logits, the exit of each position, and counts of the computation.
 
     Attributes:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier; each of the layer at which it exited. 0 at padding.
@@ -67,7 +67,7 @@ class ExitLogits:
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Positions run through blocks as a fraction of those of the full model."""
+        """Positions that ran through blocks, summed over blocks, as a fraction of those in the full model."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class EarlyExit:
         self._verify(ends)
 
     def _given_blocks(self, at: Layer | Sequence[Layer] | None) -> tuple[int, ...] | None:
-        """The numbers of the blocks after which `at` asks for a check, ascending; None if `at` is None.
+        """The numbers of the blocks after which `at` places exit checks, ascending; None if `at` is None.
 
         Raises:
             LayersimError: `at` names the last block, no block, or one twice.
@@ -181,11 +181,11 @@ class EarlyExit:
         layers = items_of(at)
         blocks = tuple(sorted(block_numbers(layers, names, "at"))) if layers else ()
         if last in blocks:
-            raise LayersimError(f"`at` is {brief(at)}; a check can be made after blocks 0 to {last - 1}.")
+            raise LayersimError(f"`at` is {brief(at)}; it must name blocks 0 to {last - 1}: no check follows the last block.")
         return blocks
 
     def _share_of_check(self, costs: ExitCosts | None) -> float:
-        """The cost of a check as a fraction of that of the blocks and the head. Without costs, weights that are read count."""
+        """Cost of an exit check as a fraction of that of blocks and head. Without `costs`, numbers of weights are compared."""
         if costs is not None:
             full = costs.blocks * costs.block + costs.head
             return costs.check / max(full, costs.check) if costs.check else 0.0
@@ -197,13 +197,13 @@ class EarlyExit:
         return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
 
     def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, given: tuple[int, ...] | None) -> ExitPlan:
-        """The plan by an exit curve, with warnings if its weights are others or its checks do not pay.
+        """The plan from an exit curve. Warns if the curve was measured on other weights, or if exit checks do not pay.
 
         Raises:
             LayersimError: there are no costs, or the curve was measured with other rules, thresholds or heads.
         """
         if costs is None:
-            raise LayersimError("`costs` is None; `curve` needs the costs of checks, ExitCosts.measure(model).")
+            raise LayersimError("`costs` is None; with `curve`, it must be ExitCosts.measure(model).")
         if not isinstance(self.rule, MaxProbRule):
             raise LayersimError(
                 f"`curve` cannot be used with rule={self.rule.name!r}: an exit curve measures exits of {MaxProbRule.name!r}."
@@ -226,7 +226,7 @@ class EarlyExit:
         return plan
 
     def _verify(self, ends: tuple[int, ...]) -> None:
-        """Determine what the model supports, and check that early exit reproduces its logits.
+        """Determine what the model supports. Raises an error if early exit does not reproduce its logits.
 
         Raises:
             LayersimError: the logits differ, or the rule reads probabilities of a head with one output.
@@ -307,7 +307,7 @@ class EarlyExit:
     def _prompts(
         self, prompt: Any, attention_mask: Tensor | None, tokenizer: Any, max_new_tokens: int
     ) -> tuple[Any, tuple[Tensor, Tensor | None]]:
-        """The tokenizer, and the prompts as in `prompt_rows`.
+        """The tokenizer, and the prompts as token ids and mask, see `prompt_rows`.
 
         Raises:
             LayersimError: the model cannot generate, or the rows would exceed its context.
@@ -334,10 +334,10 @@ class EarlyExit:
         tokenizer: Any = None,
         on_tokens: Callable[[int], object] = lambda _count: None,
     ) -> list[list[tuple[Tensor, str]]]:
-        """Sampled continuations of prompts from every layer, in as few decoding steps as the cache's memory allows.
+        """Sample continuations of prompts from the predictions of every layer.
 
         Each continuation is read at one layer, and no block above it runs. Every layer draws the same random numbers, as if it
-        ran alone.
+        ran alone. There are as few decoding steps as the cache's memory allows.
 
         Args:
             prompts: the texts.
@@ -375,7 +375,7 @@ class EarlyExit:
         tokens: Integer[Tensor, "batch pos"] | Float[Tensor, "batch channel height width"],
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     ) -> ExitLogits:
-        """Logits at each position of given rows, read at the first layer that meets the exit rule.
+        """Logits at each position of the inputs, from the first layer at which this position meets the exit rule.
 
         A layer runs up to the last position of a row that still needs it. A row of a classifier exits as a whole.
 
@@ -418,7 +418,7 @@ class EarlyExit:
 
 
 def layer_groups(blocks: int, cache_bytes: int) -> list[range]:
-    """Split the layers, counted from 1, into groups; each group generates in one batch.
+    """Split the layers, counted from 1, into groups. The layers of a group generate text in one batch.
 
     Args:
         blocks: number of blocks.
@@ -434,7 +434,7 @@ def layer_groups(blocks: int, cache_bytes: int) -> list[range]:
 
 @typed
 def frequent_tokens(model: Any, data: Any, size: PositiveInt) -> Any:
-    """The most frequent token ids of a data set, as a shortlist for the checks of `EarlyExit`.
+    """The most frequent token ids of a data set, for the argument `shortlist` of `EarlyExit`.
 
     Args:
         model: as in `EarlyExit`; its vocabulary applies, and its tokenizer unless `data` has one.

@@ -1,4 +1,4 @@
-"""Measured costs of decoding steps with early exit, and the choice of the blocks after which checks pay."""
+"""Measured costs of decoding steps with early exit, and the choice of the blocks after which exit checks save time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEWEST_REPEATS = 3
 @typed
 @dataclass(frozen=True, kw_only=True)
 class ExitCosts:
-    """The costs of a block, of a check and of the head in a decoding step, in any unit of time.
+    """The costs of a block, an exit check and the output head in a decoding step, in any unit of time.
 
     A step gives each row of a batch one token. All costs are those of the whole batch.
 
@@ -68,7 +68,7 @@ class ExitCosts:
         context: int = 64,
         repeats: int = 15,
     ) -> ExitCosts:
-        """Costs in seconds on this machine, measured through the code that generates.
+        """Measure the costs in seconds on this machine, by timing decoding steps.
 
         Args:
             model: a Hugging Face language model, or what `open_model` returns.
@@ -96,11 +96,11 @@ class ExitCosts:
         return ExitCosts(**times, blocks=blocks, batch=batch, full_check=never.gives_logits)
 
     def full(self) -> float:
-        """The cost of a step of the full model."""
+        """The cost of a decoding step of the full model."""
         return self.start + self.blocks * self.block + self.head
 
     def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:
-        """The expected cost of the blocks between two checks, and of the check or the head after them.
+        """The expected cost of the blocks between two exit checks and of the second check, or of the head after the last block.
 
         A part is run if any row needs it. Rows exit independently.
 
@@ -118,7 +118,7 @@ class ExitCosts:
 
 
 class TimedCheck(ExitCheck):
-    """A check that notes how long it takes, and how long the head takes at the end of a step.
+    """An exit check that measures its own time, and the time of the output head at the end of a decoding step.
 
     Args:
         lens: as in `ExitCheck`.
@@ -151,7 +151,7 @@ class TimedCheck(ExitCheck):
 
 
 def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repeats: int) -> dict[str, float]:
-    """The costs of a block, a check, the head and the rest of a decoding step, in seconds.
+    """The costs of a block, an exit check, the output head and the rest of a decoding step, in seconds.
 
     Args:
         split_model: the model.
@@ -181,7 +181,7 @@ def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repe
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """The blocks after which checks are made, and the speed-up that is expected of them.
+    """The blocks after which exit checks are made, and the expected speed-up.
 
     Attributes:
         at: the numbers of these blocks.
@@ -199,7 +199,7 @@ class ExitPlan:
 
 
 def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None = None) -> ExitPlan:
-    """Choose the blocks after which exit checks cost least, or plan for the blocks `at`.
+    """Plan exit checks: after the blocks `at`, or after those with which a decoding step is expected to cost least.
 
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 
@@ -226,7 +226,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
-    """For each block, the fraction of positions that an `ExitCurve` measured to exit after it or below.
+    """For each block, the fraction of positions that exit after it or after an earlier one, as an `ExitCurve` measured.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.
@@ -239,7 +239,7 @@ def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> l
 
 
 def evenly_spread(blocks: int, check: float) -> tuple[int, ...]:
-    """Evenly spread blocks for checks: at most four, whose checks cost at most a sixth of the model, and at least one.
+    """One to four evenly spread blocks for exit checks. If there are several, their checks cost at most a sixth of the model.
 
     Args:
         blocks: number of blocks of the model.

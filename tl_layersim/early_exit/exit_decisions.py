@@ -1,4 +1,4 @@
-"""Checks: which tokens exit at a layer, by an exit rule or at given layers, and their logits."""
+"""Exit checks: which tokens exit at a layer, by an exit rule or at given layers; and the logits of these tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .rules import CheckedTokens, ExitRule
 
 @dataclass(frozen=True, eq=False)
 class ExitLens:
-    """The predictions of each layer of a model, from its residual.
+    """The logits of each layer of a model, computed from its residual stream.
 
     Attributes:
         unembed: the model's own final norm and head.
@@ -54,7 +54,7 @@ class ExitLens:
         return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
 
     def rows(self, layer: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of a layer's head, weight `candidate d_model` and bias `candidate`, that belong to some token ids."""
+        """The part of a layer's output head for some token ids: weight `candidate d_model` and bias `candidate`."""
         if self.heads is not None:
             return self.heads.rows(layer - 1, ids)
         linear = self.unembed.linear
@@ -79,7 +79,7 @@ class ExitCheck:
         self._shortlist_rows = functools.cache(lens.rows)
 
     def restart(self, rows: list[int]) -> None:
-        """Reset the state for new tokens, one for each of `rows`."""
+        """Reset the exit rule's state for new tokens, one for each of `rows`."""
         self._state = {"exit": self.rule[rows]} if isinstance(self.rule, Tensor) else self.rule.new_state(len(rows))
 
     def __call__(

@@ -21,7 +21,7 @@ from .segments import Decoding
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Generated:
-    """The text that `EarlyExit.generate` wrote, the exit of each token, and the work that was done.
+    """Output of `EarlyExit.generate`: texts, the exit of each token, and counts of the computation.
 
     Attributes:
         tokens: for each row, its new token ids, `token`.
@@ -52,12 +52,12 @@ class Generated:
 
     @property
     def share_of_blocks(self) -> float:
-        """Block calls relative to the full model's; also the relative time if reading weights is the bottleneck."""
+        """Block calls relative to the full model. Also the relative time if reading weights is the bottleneck."""
         return self.block_calls / max(1, self.layers * self.steps)
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Tokens run through blocks relative to the full model's; also the relative time if arithmetic is the bottleneck."""
+        """Tokens run through blocks relative to the full model. Also the relative time if arithmetic is the bottleneck."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
@@ -193,7 +193,7 @@ def generate_rows(
 def prompt_rows(
     prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, max_new_tokens: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Token ids `row column` padded on the left, and their mask, False at padding; the mask is None if no row is padded.
+    """Prompts as token ids `row column`, padded on the left; and their mask, False at padding, or None if no row is padded.
 
     Raises:
         LayersimError: `prompt` is neither text nor token ids, or leaves no room for `max_new_tokens`.
@@ -222,7 +222,7 @@ def prompt_rows(
 
 
 def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
-    """Token ids and mask of a tensor prompt; without a given mask, padding ids at the ends of rows are padding."""
+    """Token ids and mask of a prompt that is a tensor. Without a given mask, padding ids at the ends of rows are padding."""
     tokens = tokens[None] if tokens.dim() == 1 else tokens
     if mask is None:
         runs = RunsAtEnds()
@@ -235,10 +235,10 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
 
 
 def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and attention of texts, tokenised as in `analyze`."""
+    """Token ids and attention mask of prompts that are texts, tokenised as in `analyze`."""
     texts = [prompt] if isinstance(prompt, str) else prompt
     if mask is not None:
-        raise LayersimError("`attention_mask` cannot be given for texts.")
+        raise LayersimError("`attention_mask` is given, but `prompt` is text. Leave it out, or pass token ids.")
     # Without its head the texts are not cut: one that exceeds the context is refused below.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
     length = model.context or 1 << 20

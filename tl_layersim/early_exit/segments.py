@@ -32,7 +32,7 @@ from .exit_decisions import ExitCheck
 
 @contextmanager
 def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[None]:
-    """Enter the model at a layer with residuals `x`, without the forward hooks of the block below, which already ran on `x`."""
+    """A context in which the model starts at a layer with residuals `x`. Hooks of the block below are off: they have run."""
     below = vars(split_model.blocks[layer - 1])
     hooks = below["_forward_hooks"]
     below["_forward_hooks"] = OrderedDict()
@@ -44,7 +44,7 @@ def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[Non
 
 
 class Segments(ABC):
-    """Forward passes of a batch in segments of blocks; some rows or positions stop after each segment.
+    """Base class of forward passes in segments of blocks: some rows or positions stop after each segment.
 
     Args:
         split_model: the model.
@@ -64,11 +64,11 @@ class Segments(ABC):
 
     @abstractmethod
     def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
-        """The arguments of the model's forward and the residuals that enter the current segment; None if nothing is left."""
+        """Arguments of the model's forward and residuals that enter the current segment; None if no row is left to run."""
 
     @abstractmethod
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
-        """Decide which rows or positions stop after a segment; return whether the same forward pass can go on.
+        """Decide which rows or positions stop after a segment. Returns whether the same forward pass can go on.
 
         Args:
             number: index of the segment.
@@ -78,7 +78,7 @@ class Segments(ABC):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """A context with hooks on the last block of each segment, in which `run` can be called."""
+        """A context in which `run` can be called: it holds hooks on the last block of each segment."""
         with temporary_hooks() as handles:
             for number, end in enumerate(self.ends):
                 block = self.split_model.blocks[end - 1]
@@ -86,7 +86,7 @@ class Segments(ABC):
             yield
 
     def run(self) -> None:
-        """Run all that enters block 0, until nothing is left."""
+        """Run the segments from block 0 on, until no row is left to run."""
         self.segment = 0
         while (entry := self.enter()) is not None:
             options, x = entry
@@ -119,7 +119,7 @@ class Segments(ABC):
 
 
 class Decoding(Segments):
-    """Decoding steps of a batch: `run` runs the newest token of each row, and earlier tokens in blocks above their exits.
+    """Decoding steps of a batch. A step runs the newest token of each row, and earlier tokens in blocks above their exits.
 
     Args:
         split_model: the model.
@@ -172,7 +172,7 @@ class Decoding(Segments):
             self.attended = torch.cat([self.attended, torch.ones_like(new[:, None], dtype=torch.bool)], 1)
 
     def keep(self, rows: list[int]) -> None:
-        """Keep these rows and drop all others."""
+        """Drop all rows of the batch except `rows`."""
         index = torch.tensor(rows, device=self.tokens.device)
         self.tokens, self.numbers = self.tokens[index], [self.numbers[row] for row in rows]
         if self.attended is not None and self.pads is not None:
@@ -232,7 +232,7 @@ class Decoding(Segments):
 
 
 class FullSequence(Segments):
-    """A forward pass in which positions exit at checks, and rows are dropped or shortened when their positions have exited.
+    """A forward pass in which positions exit at exit checks. Rows are dropped or shortened when their positions have exited.
 
     Args:
         split_model: the model.
@@ -315,7 +315,7 @@ class FullSequence(Segments):
         """Drop rows in which every position has exited and, in a causal model, the positions after the last running one.
 
         Returns:
-            Whether there are none of these.
+            Whether no row and no position is dropped.
         """
         running = self.running[self.rows, : self.length]
         continuing = running.any(1)

@@ -67,7 +67,7 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
 
 
 def not_hugging_face(model: Any) -> LayersimError:
-    """The error for a model of another library, or one without a configuration."""
+    """The error for a model that is not a Hugging Face model, or that has no configuration."""
     return LayersimError(
         f"`model` is of type {type(model).__name__}; it must be a Hugging Face model in this process, such as that of "
         "AutoModelForCausalLM.from_pretrained(name). ExitCurve measures exits of any model."
@@ -141,7 +141,9 @@ def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
 
 
 def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...]) -> None:
-    """Compare cached decoding of two padded rows, with exits at all depths and pending tokens, to the model's own forward pass.
+    """Raise an error if decoding with early exit gives other logits than the model's own forward pass.
+
+    Two rows are decoded, one of them padded, with exits at all depths.
 
     Raises:
         LayersimError: the logits differ by more than rounding.
@@ -166,7 +168,9 @@ def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int
 
 
 def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> int:
-    """Compare a full-sequence pass, in which one row and most positions exit early, to the model's own forward pass.
+    """Raise an error if a forward pass with early exit gives other logits than the model's own forward pass.
+
+    One row and most positions exit early.
 
     Returns:
         The number of outputs of the head.
@@ -225,6 +229,6 @@ def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, w
     gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
     if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
         raise LayersimError(
-            f"{split_model.model.name} gives different logits {when} from those of its own forward pass, by {gap:.3g} of their "
-            "norm. Its blocks must run one after the other; open_model(model, layers=[...], unembed=[...]) names them."
+            f"{split_model.model.name} gives different logits {when} than in its own forward pass, by {gap:.3g} of their norm. "
+            "Its blocks must run one after the other; open_model(model, layers=[...], unembed=[...]) names them."
         )

@@ -124,7 +124,7 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
 
 
 def _copy_weights(model: Any, short: Any) -> None:
-    """Copy every parameter and buffer of the short model from the model."""
+    """Copy every parameter and buffer of the truncated model from the full model."""
     parts = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     # A TransformerBridge that was made of the model wraps its modules in place.
     original = {name.replace("._original_component", ""): x for name, x in parts.items()}
@@ -141,7 +141,7 @@ def _copy_weights(model: Any, short: Any) -> None:
 
 
 def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -> None:
-    """Check that the logits of the copy are those of the logit lens after that block of the model."""
+    """Raise an error if the copy's logits are not those of the logit lens after the same block of the full model."""
     inputs = synthetic_inputs(split_model, 2, 6)
     positions = positions_read(split_model, unembed.reads, inputs)
     short_split, _ = open_for_early_exit(short, either_stack=True)
@@ -155,5 +155,5 @@ def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -
     if not gap <= rounding(lens.dtype):
         raise LayersimError(
             f"The logits of the truncated model differ by {gap:.3g} of their norm from those of the logit lens at layer "
-            f"{n_layers}: some block depends on its number."
+            f"{n_layers}: some block computes with its own index."
         )

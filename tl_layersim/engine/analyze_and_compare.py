@@ -88,7 +88,7 @@ def run_with_baseline(
     baseline: BaselineArgument,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
-    """Run an analysis, and measure untrained twins of its models too; figures and tables show them beside the results.
+    """Run an analysis on trained models and on untrained copies of them, which figures and tables show for comparison.
 
     Args:
         opened: the trained models.

@@ -44,7 +44,7 @@ from .site_plan import DEFAULT, AtArgument
 
 @dataclass
 class KeptSamples:
-    """Activations of the training samples, batch by batch, and the sites at which fits failed.
+    """Training samples that `LogisticProbe` keeps for its fits, batch by batch.
 
     Attributes:
         activations: for each batch, the activations of its training samples, `site sample width`.
@@ -156,7 +156,7 @@ class LogisticProbe(ProbeAnalyzer):
 
 
 def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
-    """Keep the activations of the training samples of a batch; for models in this process only.
+    """Kernel that keeps the activations of a batch's training samples. It works only for models in this process.
 
     Args:
         view: activations of one batch.
@@ -246,7 +246,7 @@ def linear_probe(
                 )
     if test_data is None:
         if test_labels is not None:
-            raise LayersimError("`test_labels` is given without `test_data`, whose labels it holds.")
+            raise LayersimError("`test_labels` holds the labels of `test_data`, which is not given. Pass `test_data` too.")
     else:
         parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
@@ -260,7 +260,7 @@ def linear_probe(
 
 
 def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
-    """Number of rows of each data set."""
+    """Number of rows in the training data and in the held-out data."""
     # `analyze` verifies the model.
     source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
     described = with_tokenizer(source.model, parts[0].tokenizer)
@@ -268,11 +268,12 @@ def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
 
 
 def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
-    """Labels of both data sets, with the held-out rows last."""
+    """Join the labels of `data` with the labels of `test_data`, which come last."""
     if isinstance(labels, str):
         if test_labels is not None:
             raise LayersimError(
-                f"`test_labels` cannot be combined with labels={labels!r}, which is also the source of the test labels."
+                f"`test_labels` cannot be combined with labels={labels!r}, which also sets the labels of `test_data`. Leave "
+                "`test_labels` out."
             )
         return labels
     held_out = as_labels(test_labels) if test_labels is not None else None
@@ -283,8 +284,8 @@ def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_cou
     ):
         given = f"of shape {tuple(held_out.shape)}" if isinstance(held_out, Tensor) else brief(held_out)
         raise LayersimError(
-            f"`labels` of shape {tuple(labels.shape)} and `test_labels` {given} must have one entry for each of {count} rows "
-            f"of `data` and {test_count} of `test_data`."
+            f"`labels` is of shape {tuple(labels.shape)} and `test_labels` is {given}; they must have {count} and {test_count} "
+            "entries, one for each row of `data` and of `test_data`."
         )
     if labels.dim() == 1:
         return torch.cat([labels.long(), held_out.long()])

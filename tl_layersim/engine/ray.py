@@ -89,7 +89,7 @@ class ModelCopy:
 
 
 class Workers:
-    """The workers of a run: free workers, and the calls that are running.
+    """Ray workers of a run, and the calls that run on them.
 
     Args:
         ray: the package ray.
@@ -118,7 +118,7 @@ class Workers:
         files, given = dict[int, Path](), Counter[int]()
         with tqdm(desc=TITLES[stage], unit="token", unit_scale=True, total=self.counts.tokens, disable=None) as bar:
             for path in self._folder.glob(f"{stage}-*.safetensors"):
-                of = self._add(path, files, bar, f"`checkpoint` is {self._folder}, where {path.name} has")
+                of = self._add(path, files, bar, f"`checkpoint` is {self._folder}, whose file {path.name} has")
             while len(files) < of:
                 # Shards in work are given a second time, because a machine may be lost.
                 for number in sorted(set(range(of)) - files.keys(), key=given.__getitem__):
@@ -135,18 +135,18 @@ class Workers:
         return list(files.values())
 
     def _add(self, path: Path, files: dict[int, Path], bar: Any, given: str) -> int:
-        """Add the file of a shard of this run, and return the number of shards of the run."""
+        """Add a shard's file to `files`, and return the number of shards of the run."""
         part = read_part(path)
         if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
-            raise LayersimError(f"{given} a different run from the other parts: {words}.")
+            raise LayersimError(f"{given} other models, analyzers or options than this run: {words}.")
         if part.counts != self.counts:
-            raise LayersimError(f"{given} different rows from the other parts, which have {self.counts.tokens} tokens.")
+            raise LayersimError(f"{given} other rows than this run, which has {self.counts.tokens} tokens.")
         files[part.number] = path
         bar.update(sum(node.tokens for node in part.tally.tree.nodes))
         return part.of
 
     def _wait(self) -> tuple[str, int, Any]:
-        """Wait for the next call to end, and return the stage and the index of its shard, and its result."""
+        """Wait until a call ends, and return the stage of the run, the index of the shard and the result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
         actor, stage, number = self._running.pop(reference)
         self._free.append(actor)
@@ -211,13 +211,13 @@ def analyze_on_ray(
     chosen, data = choose_analyzers(analyzers), Data.of(data)
     if (processes := rank_and_size()[1]) > 1:
         raise LayersimError(
-            "`analyze_on_ray` cannot be called in a torch.distributed group, in which every process would start workers: "
-            f"this one has {processes} processes."
+            f"`analyze_on_ray` cannot be called in a torch.distributed group (this one has {processes} processes), because "
+            "every process would start workers."
         )
     if hasattr(load_model, "parameters") or hasattr(load_model, "trace"):
         raise LayersimError(
-            f"`load_model` is {with_article(type(load_model).__name__)}; it must be a function that loads the model, which "
-            "each worker loads itself."
+            f"`load_model` is {with_article(type(load_model).__name__)}; it must be a function that returns the model, because "
+            "each worker loads its own copy."
         )
     ray = _ray()
     with TemporaryDirectory() as temporary:
@@ -240,7 +240,7 @@ def analyze_on_ray(
 
 
 def _rows(data: Data) -> Any:
-    """The data in a form that can be sent to workers: iterators and Ray data sets are read in order."""
+    """Data that can be sent to workers: iterators and Ray data sets are read into a list, in order."""
     source = data.source
     if not any(cls.__module__.startswith("ray.data") for cls in type(source).__mro__):
         return list(source) if data.read_once else source
@@ -257,8 +257,8 @@ def _loaded(load_model: Callable[[], Any]) -> OpenedModel:
     for name in ("remote", "verify"):
         if value := getattr(opened, name):
             raise LayersimError(
-                f"`load_model` returns a model opened with `{name}` set to {brief(value)}; workers take `layers` and `unembed` "
-                "alone."
+                f"`load_model` returns a model opened with `{name}` set to {brief(value)}; for Ray workers, `open_model` takes "
+                "only `layers` and `unembed`."
             )
     return opened
 

@@ -1,4 +1,4 @@
-"""Reports from sums: each analyzer's result, its replicates without each block, its provenance and its warnings."""
+"""Makes the report of a run from its sums: results, jackknife replicates, provenance and warnings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def notes_on_sizes(
     sums: Mapping[str, Sums],
     options: Mapping[str, Any],
 ) -> list[Note]:
-    """The warnings on tokens and dimensions that are much larger than all others.
+    """Warnings that a few tokens, or a single dimension, decide an analyzer's numbers.
 
     Args:
         analyzers: the analyzers, by name.
@@ -62,7 +62,7 @@ def notes_on_sizes(
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
-    """Effective fraction of samples from a position on, `site`; NaN without samples.
+    """Effective fraction of the samples at each `site`, counted from position `start` on; NaN without samples.
 
     It is the number of samples of equal size that would carry as much, as a fraction of all: (sum |x|^2)^2 / (n sum |x|^4).
 
@@ -76,7 +76,7 @@ def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
 
 
 def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
-    """The warning on large samples; "" for none."""
+    """Text of the warning that few samples decide the numbers; "" if no warning is needed."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
     # By number of first positions that are left out, the sites at which few samples weigh most.
@@ -109,7 +109,7 @@ def _sites(named: Mapping[str, float]) -> str:
 
 
 def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
-    """The warning on a large dimension; "" for none."""
+    """Text of the warning that one dimension decides the numbers; "" if no warning is needed."""
     large = {
         layer: float(share)
         for number, model in enumerate(models)
@@ -134,7 +134,7 @@ MOST_CORRELATION = 0.4
 
 
 class SumsOfBlock(NamedTuple):
-    """The sums of one analyzer over a block of the data.
+    """The sums of one analyzer over a block of rows.
 
     Attributes:
         tokens: number of counted positions in the block.
@@ -162,7 +162,7 @@ def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[SumsOfBlock]:
 
 
 def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[SumsOfBlock]) -> Result:
-    """A result together with its replicates, each computed without one block.
+    """The result with its jackknife replicates, each computed without one block of rows.
 
     The sums of a first pass are held fixed: the kernel of the main pass was made of them.
 
@@ -189,15 +189,13 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
                 result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
-        warn(
-            f"{name!r} has no intervals: it is not defined if one of the {len(blocks)} blocks of the data is left out: {error}"
-        )
+        warn(f"{name!r} has no intervals, because it is undefined without one of the {len(blocks)} blocks of rows: {error}")
         return result
     return result.with_replicates(tuple(replicates), tokens)
 
 
 def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
-    """The warning if neighbouring blocks of the data are alike.
+    """Warning that neighbouring blocks of rows are alike, so that intervals are too narrow.
 
     Args:
         results: results with their replicates, by name of the analyzer.
@@ -214,7 +212,7 @@ def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
 
 
 def drift_of(result: Result) -> float:
-    """Mean of `neighbour_correlation` over all numbers of a result that have an interval; NaN without blocks.
+    """Mean of `neighbour_correlation` over all numbers of a result that have an interval; NaN if there are few blocks.
 
     Args:
         result: any result.
@@ -228,7 +226,7 @@ def drift_of(result: Result) -> float:
 
 
 def notes_on_blocks(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> list[Note]:
-    """The warning on analyzers whose intervals rest on few blocks.
+    """Warning about analyzers whose intervals rest on few blocks of rows.
 
     Args:
         blocks: the blocks of the main pass, by analyzer.
@@ -240,8 +238,8 @@ def notes_on_blocks(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> list[Note]:
     words = f"{fewest} block{'s' * (fewest > 1)} of rows"
     text = (
         f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
-        f"{FEW_BLOCKS} or more are good: pass more rows, for packed text a smaller seq_len, or in attach fewer rows in a "
-        "forward pass. For CKA and other measures over pairs of samples, a block has at least 16 rows and minibatch= samples."
+        f"{FEW_BLOCKS} or more are good. Pass more rows, a smaller seq_len for packed text, or fewer rows in each forward pass "
+        "in attach. For CKA and other measures over pairs of samples, a block has at least 16 rows and minibatch= samples."
     )
     return [(text, list(few))]
 
@@ -321,7 +319,7 @@ def make_report(
 
 
 def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
-    """The fields of a provenance that describe models, joined for several models."""
+    """The provenance fields that describe the models. Values of several models are joined."""
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
     values = {field: [getattr(model, name) for model in models] for field, name in attributes.items()}
     # Of models without changes, or without known attention heads, nothing is said.

@@ -42,7 +42,7 @@ TITLES = {FIRST: "first pass", MAIN: "layers"}
 
 
 class Step(NamedTuple):
-    """A batch that was read, with its counts; its sums are not computed yet.
+    """Counts of a batch that was read and whose sums are not computed yet.
 
     Attributes:
         measured: whether this process runs the model on the batch.
@@ -102,7 +102,7 @@ class PassState:
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove and return the first waiting batches that together hold `rows` rows on which a model runs."""
+        """Remove and return waiting batches, from the first on, until they hold `rows` rows on which a model runs."""
         taken: list[Step] = []
         while rows > 0 and self.waiting:
             step = self.waiting.popleft()
@@ -113,7 +113,7 @@ class PassState:
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """The tally with the counts of more batches added, and its time replaced; its sums are unchanged."""
+    """Add the counts of more batches to a tally, and set its time. Its sums are unchanged."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
@@ -235,10 +235,10 @@ class DataPass:
             if measured:
                 yield batch
         if number < held.batches:
-            raise _other_data(f"{number} batches, where {held.batches} had been read")
+            raise _other_data(f"only {number} batches, and the checkpoint has {held.batches}")
 
     def _settle(self, batch: Batch) -> None:
-        """Run the first batch with a counted position, if some facts on the sites are known only after a forward pass."""
+        """Run a batch on models whose sites are fully known only after a forward pass."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)
@@ -247,7 +247,7 @@ class DataPass:
             self.analysis.plan.check_sites(self.analysis.analyzers)
 
     def _check_lens(self, batch: Batch) -> None:
-        """Raise an error if the lens of a model differs from its logits. A model without a head can be measured too."""
+        """Raise an error if a model's logit lens does not reproduce its logits. Models without a head are not checked."""
         for source in self.sources:
             if source.model.head is not None:
                 check_lens(source, batch)
@@ -305,7 +305,7 @@ class DataPass:
 
 
 def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[str, Tally], blocking: bool = True) -> DataPass:
-    """Run the passes over one part of the data, after the batches that its file holds already.
+    """Run the passes over one part of the data, starting after the batches whose sums the file holds.
 
     Args:
         analysis: models, data and analyzers.
@@ -375,7 +375,7 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-    """The kernels that read only tokens and labels."""
+    """Run kernels that read only tokens and labels, without a model."""
     return [], reduce(kernels, tokens_alone(batch))[1]
 
 
@@ -384,7 +384,7 @@ def _other_data(given: str) -> LayersimError:
 
 
 def rows_in_data(data: Data) -> int | None:
-    """Number of rows in data that has a length; None for other data, or if rows are joined.
+    """Number of rows in the data; None if the data has no length or if rows are packed.
 
     Args:
         data: the data of the run.
@@ -406,9 +406,9 @@ def rows_in_data(data: Data) -> int | None:
 def check_memory(
     sums: Mapping[str, Sums], leaves: int, intervals: bool, analyzers: Mapping[str, Analyzer] = MappingProxyType({})
 ) -> None:
-    """Check the memory for the sums of a run. Sums are added in pairs, so several copies are held at once.
+    """Raise an error if an analyzer's sums exceed its `max_memory_gb`, and warn if all sums exceed the free memory.
 
-    Warns if they may not fit into the free memory.
+    Sums are added in pairs, so several copies are held at once.
 
     Args:
         sums: sums of one batch, by kernel.
@@ -439,12 +439,12 @@ def check_memory(
 
 
 def sums_so_far(tree: SumTree) -> dict[str, Sums]:
-    """Sums of the analyzers that have any, to which further sums are added."""
+    """Sums of one node for each kernel that has any. Sums of further rows must have the same shapes."""
     return {name: sums for node in tree.nodes for name, sums in node.sums.items() if sums}
 
 
 def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, Sums]) -> dict[str, Sums]:
-    """Kernel outputs for the next batches, converted to sums by analyzer.
+    """Convert the outputs of kernels for the next batches to `Sums`, by analyzer.
 
     Args:
         names: names of the analyzers.
@@ -467,7 +467,7 @@ def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, S
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
-    """The cross-model statistics of each analyzer, which compare two models on different machines.
+    """The `Exchange` of each analyzer, which compares two models on different machines.
 
     Raises:
         LayersimError: an analyzer needs the activations of both models in one place.
@@ -477,8 +477,8 @@ def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
         statistics = analyzer.exchange()
         if statistics is None:
             raise LayersimError(
-                f"{analyzer!r} needs the activations of both models in one place, but one of the models is on a server, and "
-                'they are not edits of one model there. Load both here, or use CKA(estimator="minibatch").'
+                f"{analyzer!r} needs the activations of both models on one machine, but a model is on a server. Load both "
+                'models here, pass two edits of one model on the server, or use CKA(estimator="minibatch").'
             )
         by_name[name] = statistics
     return by_name
@@ -519,7 +519,7 @@ def exchange(
 
 
 def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
-    """The sums of one leaf, joined from the statistics of all models; none for an analyzer without a pool that ends there."""
+    """Sums of one leaf, joined from the statistics of all models. An analyzer whose pools end elsewhere has none."""
     not_finite = [count for counts, _ in leaves for count in counts]
     if any(bool(count.any()) for count in not_finite):
         return not_finite, {}

@@ -34,7 +34,9 @@ else:
 
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
-    """Analyzers by name: the keys of a mapping, or their own names. A string stands for an analyzer with default options.
+    """The analyzers of a run by name: the keys of a mapping, or the analyzers' own names.
+
+    A string stands for an analyzer with default options.
 
     Raises:
         LayersimError: a name is not known or not allowed, no analyzer is given, or a list has two analyzers of one name.
@@ -49,7 +51,7 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         for item in map(_analyzer_of, items):
             if item.name in chosen:
                 raise LayersimError(
-                    f"`analyzers` holds {item.name!r} twice. A mapping from names to analyzers gives each a name of its own."
+                    f"`analyzers` holds {item.name!r} twice. Pass a mapping from different names to the analyzers."
                 )
             chosen[item.name] = item
     if not chosen:
@@ -74,23 +76,28 @@ def _analyzer_of(item: Any) -> Analyzer:
 
 
 def _check_name(name: Any, analyzer: Analyzer) -> None:
-    """Raise an error for a name that misleads, or that files, tables or the command line cannot hold."""
+    """Raise an error if a name belongs to another analyzer, or if files, tables or the command line cannot hold it."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
         raise LayersimError(
-            f"`analyzers` has the name {brief(name)}; a name must be letters, digits and _, with a letter first."
+            f"`analyzers` has the name {brief(name)}; a name must start with a letter, followed by letters, digits or _."
         )
     if name in COSTS:
-        raise LayersimError(f"`analyzers` names an analyzer {name!r}; `estimate` uses this name for a part of the model.")
+        raise LayersimError(
+            f"`analyzers` names an analyzer {name!r}, which `estimate` uses for a part of the model. Choose another name."
+        )
     other = find_analyzers().get(name)
     if other is not None and not isinstance(analyzer, other):
-        raise LayersimError(f"`analyzers` names {type(analyzer).__name__} {name!r}, which is the name of {other.__name__}.")
+        raise LayersimError(
+            f"`analyzers` names {type(analyzer).__name__} {name!r}, which is the name of the analyzer {other.__name__}. Choose "
+            "another name."
+        )
 
 
 def _check_analyzer(analyzer: Any) -> None:
-    """Raise an error before the model runs if an analyzer's result could not be recorded."""
+    """Raise an error if an entry of `analyzers` is no analyzer, or has a name or option that cannot be recorded."""
     if isinstance(analyzer, type) or not isinstance(analyzer, Analyzer):
         raise LayersimError(
-            f"`analyzers` contains {brief(analyzer)}; it must contain objects such as lsim.Cosine(), or their names."
+            f"`analyzers` contains {brief(analyzer)}; it must contain analyzers such as lsim.Cosine(), or their names."
         )
     name = getattr(analyzer, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -100,13 +107,13 @@ def _check_analyzer(analyzer: Any) -> None:
     clash = analyzer.options().keys() & set(DATA_OPTIONS)
     if clash:
         raise LayersimError(
-            f"{type(analyzer).__name__} has the option {', '.join(sorted(clash))}, whose name is reserved for an option "
-            "of the data."
+            f"{type(analyzer).__name__} has the option {', '.join(sorted(clash))}, a name that is reserved for an option of "
+            "`Data`. Rename the option."
         )
 
 
 def refuse_large_heads(analyzer: Analyzer) -> None:
-    """Raise an error if heads of layers are too large to be sent to a server with every request.
+    """Raise an error if exit heads are too large to be sent to a server with every request.
 
     Raises:
         LayersimError: they take more than `LARGEST_HEADS` bytes.
@@ -154,14 +161,14 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
             )
     if a.token_input != b.token_input:
         raise LayersimError(
-            f"The models read different inputs of the data, so their samples do not match: `{a.token_input}` of {a.name} and "
-            f"`{b.token_input}` of {b.name}."
+            f"The models read different inputs of the data, so their samples do not match: {a.name} reads "
+            f"`{a.token_input}`, and {b.name} reads `{b.token_input}`."
         )
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
     if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
         warn(
             f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, so the same id may be another token in the "
-            "second model. Set model.tokenizer on each model, and the vocabularies are compared."
+            "second model. Set model.tokenizer on both models to have the vocabularies compared."
         )
 
     def smaller(x: int | None, y: int | None) -> int | None:
@@ -207,7 +214,7 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, remote: bool
         raise LayersimError("`blocking=False` cannot be combined with `shard`.")
     if not blocking and remote in (False, "local"):
         raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(remote)}.")
-    kind, why = ("`shard`", "its file, `save_to`, is its checkpoint") if shard else ("`blocking=False`", "use run.save(path)")
+    kind, why = ("`shard`", "the file `save_to` is the checkpoint") if shard else ("`blocking=False`", "use run.save(path)")
     for name in ("checkpoint", "baseline"):
         if given[name] is not None and (shard is not None or not blocking):
             raise LayersimError(f"`{name}` cannot be combined with {kind}" + (f": {why}." if name == "checkpoint" else "."))
@@ -218,7 +225,7 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, remote: bool
         return
     if not 0 <= shard[0] < shard[1]:
         raise LayersimError(
-            f"`shard` is {shard}; it must be the index of a shard, from 0, and the number of shards, which is larger."
+            f"`shard` is {shard}; it must be (i, n), where n is the number of shards and i, from 0 to n - 1, the index of one."
         )
     if given["save_to"] is None:
         raise LayersimError(f"`shard` is {shard}; it needs `save_to`, the path of a file for the sums of this shard.")

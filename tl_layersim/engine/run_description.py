@@ -31,7 +31,7 @@ FIRST, MAIN = "first", "main"
 
 @dataclass(frozen=True)
 class DataCounts:
-    """Counts of all data, the same in all shards of a run.
+    """Numbers of batches, rows and tokens of all data, the same in all shards of a run.
 
     Attributes:
         batches: number of batches.
@@ -52,7 +52,7 @@ class DataCounts:
     capacity: int
 
     def within(self, number: int, of: int) -> range:
-        """Range of a shard among the batches with a counted position.
+        """Indices of a shard's batches among the batches that have a counted position.
 
         Args:
             number: index of the shard.
@@ -135,7 +135,7 @@ class Analysis:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The options, counts of specially treated rows and facts about servers, for the provenance of results."""
+        """Options, `Batches.row_counts` and facts about servers, for the provenance of results."""
         places = [source.record() for source in self.sources if isinstance(source, OnServer)]
         return self.settings | self.batches.row_counts() | ({"remote": places} if places else {})
 
@@ -154,7 +154,7 @@ class Analysis:
         return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
 
     def identity(self, argument: str | None) -> dict[str, Any]:
-        """Models, analyzers, data options and version: a call continues this run only if they are equal.
+        """Models, analyzers, data options and version: a call continues a saved run only if all of them are equal.
 
         Args:
             argument: see `Model.identity`.
@@ -169,11 +169,11 @@ class Analysis:
 
     @cached_property
     def counts(self) -> DataCounts:
-        """Counts of all data, which is read and tokenised once for them."""
+        """Counts of all data. The first access reads and tokenises all data."""
         return count_data(self.batches)
 
     def snapshot(self, part: DataPart, tallies: Mapping[str, Tally]) -> Snapshot:
-        """Progress and sums of a part of the data, as a file stores them; for a shard, with the description that `merge` needs.
+        """Progress and sums of a part of the data, as a file stores them. A shard's file also has what `merge` needs.
 
         Args:
             part: the part of the data.
@@ -202,7 +202,7 @@ class Analysis:
             self.batches.read_ahead("a comparison with a model on a server", "list(data)")
 
     def check(self) -> None:
-        """Raise an error if an analyzer cannot use a model or the options, and print how long a result takes after the pass."""
+        """Raise an error if an analyzer cannot use a model or the options. Prints how long a result takes after the pass."""
         models = self.plan.models()
         for name, analyzer in self.analyzers.items():
             analyzer.check_sites(*models[name])

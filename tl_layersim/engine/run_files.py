@@ -1,4 +1,4 @@
-"""Files of runs: progress, sums, models and analyzers as JSON notes and tensors, and back."""
+"""Conversion of a run's progress, sums, models and analyzers to the JSON notes and tensors of a file, and back."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PLAIN = ("batches", "sequences", "tokens", "digest", "seconds", "done")
 
 
 def sums_snapshot(prefix: str, sums: Mapping[str, Sums]) -> dict[str, Tensor]:
-    """Tensors of sums by name, with keys that begin with `prefix`; see `sums_below`."""
+    """Tensors of named sums, with keys "prefix/name/field"; `sums_below` restores the sums."""
     return {f"{prefix}/{name}/{key}": tensor for name, own in sums.items() for key, tensor in own.fields.items()}
 
 
 def sums_below(prefix: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
-    """The sums by name, from the tensors of `sums_snapshot`."""
+    """Restore the named sums from the tensors of `sums_snapshot`."""
     found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, tensor in tensors_below(f"{prefix}/", tensors).items():
         name, _, field = key.partition("/")
@@ -38,7 +38,7 @@ def sums_below(prefix: str, names: list[str], tensors: Mapping[str, Tensor]) -> 
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose keys begin with `prefix`, without it."""
+    """The tensors whose keys begin with `prefix`; the prefix is removed from the keys."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
@@ -87,7 +87,7 @@ def model_notes(model: Model) -> dict[str, Any]:
 
 
 def model_of(notes: Mapping[str, Any]) -> Model:
-    """The description of a model, from the plain data of `model_notes`."""
+    """Restore the description of a model from the plain data of `model_notes`."""
     plain = dict(notes)
     head = plain.pop("head")
     if head is not None:
@@ -133,7 +133,7 @@ def restored_analyzers(
 
 
 def _restored(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
-    """An analyzer from the options in a file. Only installed analyzers are restored; a file cannot import a class."""
+    """Restore an analyzer from its options in a file. Only installed analyzers are restored; a file cannot import a class."""
     installed = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in find_analyzers().values()}
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
     restored = None

@@ -58,7 +58,7 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Contents of a shard's file; also the joined first stage of all shards.
+    """Contents of a shard's file, or the added first-stage sums of all shards.
 
     Attributes:
         path: path of the file.
@@ -143,7 +143,7 @@ def run_shard(
     kept = file.resume(partial(_part_of, str(path)))
     counts = analysis.counts if kept is None or kept.is_done else kept.counts
     if kept is not None and kept.is_done:
-        kept.refuse_other_counts(f"`save_to` is {path}, the shard of other data", counts)
+        kept.refuse_other_counts(f"`save_to` is {path}, which holds a shard of other data", counts)
         tqdm.write(f"{path} holds this shard already, and is complete.", file=sys.stderr)
         return path
     if first is not None:
@@ -171,7 +171,7 @@ def read_part(path: str | os.PathLike[str]) -> ShardPart:
 
 
 def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ShardPart:
-    """The part in a file, from its notes and tensors; malformed ones may raise any exception."""
+    """Parse a shard's file from its notes and tensors. Malformed notes or tensors may raise any exception."""
     identity = dict(notes["identity"])
     number, of = identity.pop("shard")
     held = {"number": number, "of": of, "stage": identity.pop("stage")}
@@ -263,7 +263,7 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
 
 
 def _header_of(path: Path) -> ShardPart:
-    """The part in a file, without the tensors of its sums: one part at a time is held beside the total."""
+    """Read a shard's file and drop its sums, so that memory holds the sums of one shard at a time."""
     part = read_part(path)
     tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
     return replace(part, tallies=tallies)
@@ -289,13 +289,13 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
             "first=[these files], and merge the files that these calls write."
         )
     if others:
-        raise LayersimError(f"`first` names files of the main pass: {_shard_names(others)}.")
+        raise LayersimError(f"`first` holds files of the main pass: {_shard_names(others)}. Pass files of the first stage.")
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:
         then = others[0].identity.get("version")
         raise LayersimError(
             f"Shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
-            "another meaning; install that version."
+            f"another meaning; install version {then}."
         )
     if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
         words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
@@ -322,7 +322,7 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
 
 
 def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """The entries in which the identities of two runs differ, in words; "" if there are none.
+    """The entries in which the identities of two runs differ, in words; "" if the identities are equal.
 
     Args:
         now: identity of this run.
@@ -332,6 +332,6 @@ def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
 
 
 def _shard_names(parts: Sequence[ShardPart]) -> str:
-    """Paths and indices of parts, cut after the first few."""
+    """Paths and indices of shards as text, cut after the first ten."""
     words = [f"{part.path} (shard {part.number})" for part in parts[:10]]
     return ", ".join(words) + (f" and {len(parts) - 10} more" if len(parts) > 10 else "")

@@ -46,7 +46,7 @@ class SiteChoice:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """The sites that each analyzer reads.
+    """The sites that each analyzer reads on each model.
 
     Attributes:
         sources: the models: one, or several to compare.
@@ -61,7 +61,7 @@ class SitePlan:
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
-        """Wrap an analyzer's kernel: it takes views of all sites of a run, and reads those of the analyzer.
+        """Wrap an analyzer's kernel: it takes views of all sites of a run, and reads only the analyzer's sites.
 
         Args:
             name: name of the analyzer.
@@ -97,7 +97,7 @@ class SitePlan:
         return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
 
     def models(self, *models: Model) -> dict[str, list[Model]]:
-        """By analyzer, the descriptions of the models, in which `layers` names the sites that the analyzer reads.
+        """Descriptions of the models, by analyzer; their `layers` are the sites that the analyzer reads.
 
         Args:
             *models: a description of each model; by default that of its source, which a forward pass may complete.
@@ -177,14 +177,14 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
         if analyzer.reads_mid and set(families) <= {DEFAULT, MID}:
             return _with_ends(source, source.hook_points(families, per_head))
         raise LayersimError(
-            f"`at` is {brief(at)}; {type(analyzer).__name__} reads the residual stream, so it must be {DEFAULT!r}"
-            + (f", {MID!r} or both." if analyzer.reads_mid else ".")
+            f"`at` is {brief(at)}; it must be {DEFAULT!r}{f', {MID!r} or both' if analyzer.reads_mid else ''} for "
+            f"{type(analyzer).__name__}, which reads the residual stream."
         )
     return source.hook_points(at, per_head)
 
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
-    """The optional families of an analyzer that the model has."""
+    """The analyzer's optional families of sites that the model has."""
     has = []
     for family in analyzer.optional_families:
         with suppress(LayersimError):
@@ -194,14 +194,14 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
 
 
 def _with_ends(source: CanReadSites, points: Points) -> Points:
-    """The points with the first and the last residual layer added, which a lens starts from and compares with."""
+    """Add the first and the last residual layer to hook points. A lens starts from the first and compares with the last."""
     first, last = source.residual.points[0], source.residual.points[-1]
     inner = [point for point in points if point.name not in (first.name, last.name)]
     return (first, *inner, last)
 
 
 def _stream(points: Points) -> str:
-    """`Model.stream` for sites other than the residual layers."""
+    """The value of `Model.stream` for sites other than the residual layers."""
     return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
 
 
@@ -256,7 +256,7 @@ def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[s
 
 
 def refuse_selection(data: Data, reads: str, *names: str) -> None:
-    """Raise an error for options of `Data` that select positions, in a function whose positions are fixed.
+    """Raise an error if an option of `Data` selects positions, but the called function has fixed positions.
 
     Args:
         data: the data of the call.
@@ -272,7 +272,7 @@ def refuse_selection(data: Data, reads: str, *names: str) -> None:
 
 
 def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
-    """The rule if `positions=` is not given: the position that the head reads, unless all analyzers read whole rows."""
+    """The default of `positions`: the position that the output head reads, or "all" if all analyzers read whole rows."""
     rules = [_rule_of(model) for model in models]
     if set(rules) == {"all"}:
         return "all"
@@ -300,14 +300,14 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
 
 
 def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyzer, model: Model) -> None:
-    """Raise an error for the lens of a row classifier at a position that its head does not read, or at a part of a row."""
+    """Raise an error if an analyzer applies the output head at other positions than the head reads."""
     if model.head is None or model.head.reads == "every":
         return
     own, name = _rule_of(model), type(analyzer).__name__
     if rule not in ("all", own):
         allowed = "'all'" if own == "all" else f"{own!r} or 'all'"
         raise LayersimError(
-            f"`positions` is {Positions(rule).record()}; {name} needs {allowed}, as the head of {model.name} reads "
+            f"`positions` is {Positions(rule).record()}; it must be {allowed} for {name}, as the head of {model.name} reads "
             f"{_head_reads(model.head.reads)} of a row."
         )
     if skip_first and model.head.reads == "rows":
@@ -317,10 +317,10 @@ def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyz
 
 
 def _rule_of(model: Model) -> str:
-    """The rule for the positions that a model's head reads; "all" if it reads several."""
+    """The rule for the positions that a model's output head reads; "all" if it reads several."""
     return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
 
 
 def _head_reads(rule: str) -> str:
-    """The positions that a head reads, in words."""
+    """The positions that an output head reads, in words."""
     return {"all": "every position", "rows": "all positions"}.get(rule, f"the {rule} position")

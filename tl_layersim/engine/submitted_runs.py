@@ -42,7 +42,7 @@ from .site_plan import SiteChoice, SitePlan
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Description of a non-blocking run as plain data, which its file holds.
+    """Description of a non-blocking run as plain data, as its file stores it.
 
     Attributes:
         server: address of the server, without a login.
@@ -106,7 +106,7 @@ KeptRun = tuple[RunHeader, dict[str, Model], dict[str, Sums], list[Job]]
 
 
 def parsed(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
-    """Restore a saved run from the notes and tensors of its file; malformed ones may raise any exception."""
+    """Restore a saved run from its file. Malformed notes or tensors may raise any exception."""
     plain = {name: notes[name] for name in RunHeader.__annotations__}
     refuse_other_types(RunHeader, plain)
     header = RunHeader(**plain)
@@ -131,7 +131,7 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
-    """The facts on a batch as plain data, and its tensors; those of further inputs have keys that begin with "input/"."""
+    """The fields of a batch as plain data and tensors, for a file. Keys of further model inputs begin with "input/"."""
     held = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name != "inputs"}
     tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
     facts = {name: value for name, value in held.items() if name not in tensors} | {"positional": sorted(batch.positional)}
@@ -139,7 +139,7 @@ def _batch_snapshot(batch: Batch) -> Snapshot:
 
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """A batch, from its facts and tensors."""
+    """Restore a batch from the plain data and tensors of `_batch_snapshot`."""
     more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
     held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
     return Batch(**{**facts, **more}, **held, inputs=tensors_below("input/", tensors))
@@ -287,7 +287,7 @@ class RemoteRun:
             job.parts, job.batches = parts, []
 
     def _measure_again(self, job: Job) -> None:
-        """Measure the batches of a failed job again, as a run that waits does.
+        """Measure the batches of a failed job again, as a blocking run does.
 
         Raises:
             LayersimError: another attempt would fail with the same error, or the model is not open here.
@@ -329,7 +329,7 @@ class RemoteRun:
         )
 
     def _place(self) -> dict[str, Any]:
-        """Facts about the server, with the number of requests and bytes of this process and earlier ones."""
+        """Facts about the server, and the total requests and bytes of this and earlier processes."""
         before = self._header.place
         return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 
@@ -394,8 +394,8 @@ def load_run(
     def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[KeptRun, dict[str, Analyzer]]:
         if notes.get("version") != version("tl_layersim"):
             raise LayersimError(
-                f"{path} was sent by tl_layersim {notes.get('version')}, and this is {version('tl_layersim')}: sums of "
-                "another version may have another meaning."
+                f"The run in {path} was sent by tl_layersim {notes.get('version')}, and this is {version('tl_layersim')}. Its "
+                f"sums may have another meaning; install version {notes.get('version')}."
             )
         run = parsed(notes, tensors)
         return run, restored_analyzers(run[0].analyzers, analyzers)

@@ -1,4 +1,4 @@
-"""Singular vectors of Jacobians, and their coupling: each Jacobian in the singular bases of the others, and a null.
+"""Singular vectors of Jacobians, and coupling of Jacobians: each one in the singular bases of the others.
 
 This module is serialised by value and runs on NDIF servers too.
 """
@@ -51,7 +51,7 @@ def top_of(dense: Tensor, k: int) -> Top:
 
 
 def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
-    """Top singular triplets by block Golub-Kahan-Lanczos with full reorthogonalisation, from a random block.
+    """Top singular triplets by block Golub-Kahan-Lanczos with full reorthogonalisation, from random start vectors.
 
     Iterates until the residual is at most `TOLERANCE`. Source: Golub, Luk and Overton 1981; randomised block Krylov in Musco
     and Musco 2015 (arXiv 1504.05477).
@@ -59,7 +59,7 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
     Args:
         jacobian: products with J and J'.
         k: number of triplets.
-        seed: seed of the random block.
+        seed: seed of the start vectors.
     """
     samples, d = len(jacobian.row), jacobian.d_model
     width = min(k + OVERSAMPLING, d)
@@ -86,7 +86,7 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
 
 
 def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
-    """Orthonormalise `block` against `basis`; random directions replace linearly dependent columns.
+    """Orthonormalise the columns of `block` against `basis`; random directions replace linearly dependent columns.
 
     Args:
         block: `sample d_model n`.
@@ -117,7 +117,7 @@ def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator
 
 @dataclass(frozen=True)
 class Connections:
-    """The Jacobians to couple: every sample has the same number of them, in the same blocks.
+    """The Jacobians to couple. Every sample has the same number of Jacobians, of the same transformer blocks.
 
     Attributes:
         row: `sample`, the row of the batch that holds each sample.
@@ -226,7 +226,7 @@ class LinearPath:
         return torch.stack([self.y[sample], x], -1)
 
     def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
-        """Add a block: the products of its Jacobian with `directions`, `sample d_model 2`."""
+        """Add a block to the path, given the products of its Jacobian with `directions`, `sample d_model 2`."""
         self.y[sample] += products[..., 0]
         before, after = (self._residual(row, sample, connection, of).double() for of in ("hidden", "output"))
         update, at = after - before, (sample, connection)
@@ -378,7 +378,7 @@ def _decompose(
 def jacobian_of(
     calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, row: Tensor, sample: Tensor, connection: Tensor
 ) -> Jacobian:
-    """The Jacobians of connections of one block, on the device of its input.
+    """The Jacobians of some connections of one block, on the device of the block's input.
 
     Args:
         calls: the calls of all blocks.
@@ -395,7 +395,7 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
-    """Split the Jacobians of each block into chunks: indices of rows, samples and connections.
+    """Split the Jacobians of each block into chunks; a chunk holds indices of rows, samples and connections.
 
     Args:
         which: samples and connections.

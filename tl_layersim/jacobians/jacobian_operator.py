@@ -34,10 +34,10 @@ def computing_dtype(call: BlockCall) -> torch.dtype:
 
 
 class Jacobian:
-    """A context manager: for each sample, the Jacobian of one block without its skip connection, as a linear map.
+    """The Jacobian of one block without its skip connection, as a linear map for each sample.
 
-    J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for each sample; 0 for t_in > t_out of a causal model. On entry the
-    block is replayed and its output compared with the forward pass.
+    J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for each sample; 0 for t_in > t_out of a causal model. Use it as a
+    context manager: on entry the block is replayed and its output compared with the forward pass.
 
     Args:
         call: the block with its own arguments.
@@ -114,7 +114,7 @@ class Jacobian:
             self.differs = self.differs or not reproduces(part.value(), given, self.call.hidden.dtype)
 
     def _token_products(self) -> list[TokenProducts | RowProducts]:
-        """Products by single-token replay; empty if the block does not allow it."""
+        """Products with the Jacobians by single-token replay; empty if the block cannot be replayed on single tokens."""
         same = self.t_in == self.t_out
         parts: list[TokenProducts | RowProducts] = []
         for which in (same.nonzero()[:, 0], (~same).nonzero()[:, 0]):
@@ -134,11 +134,11 @@ class Jacobian:
 
     @property
     def failures(self) -> int:
-        """Failed checks as bits: 1 for `differs`, 2 for `no_skip`."""
+        """Failed checks of the replay as bits: 1 for `differs`, 2 for `no_skip`."""
         return int(self.differs) + 2 * int(self.no_skip)
 
     def _row_products(self) -> list[TokenProducts | RowProducts]:
-        """Products on whole rows, in groups with at most one sample per row."""
+        """Products with the Jacobians on whole rows, in groups with at most one sample per row."""
         parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):
@@ -155,7 +155,7 @@ class Jacobian:
 
     @property
     def step_error(self) -> Tensor:
-        """Relative change, `sample`, of a finite-difference product if the step is doubled; 0 with gradients."""
+        """Relative change of a finite-difference product if the step is doubled, `sample`; 0 if gradients are used."""
         error = torch.zeros(len(self.row), dtype=torch.float64)
         for part in self.parts:
             if isinstance(part, RowProducts):

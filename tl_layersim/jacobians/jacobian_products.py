@@ -1,4 +1,4 @@
-"""Products with Jacobians of a block, by replay on the samples' tokens alone or on whole rows, and checks of the replay.
+"""Products of a block's Jacobian with vectors, by replay on single tokens or on whole rows; and checks of the replay.
 
 This module is serialised by value and runs on NDIF servers too, so it uses only torch and the standard library.
 """
@@ -40,7 +40,9 @@ def lengthening(x: Tensor) -> Tensor:
 
 
 def adds_input(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x (or elements of x) plus another term, as the sums, reshapes and copies of the autograd graph show.
+    """Whether y is x (or elements of x) plus another term, according to the autograd graph.
+
+    The sums, reshapes and copies in the graph show it.
 
     Args:
         x: a leaf of the autograd graph.
@@ -51,7 +53,7 @@ def adds_input(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient at x along sums and `IDENTITY_NODES`; None if no such nodes lead to x."""
+    """The gradient that reaches x through sums and `IDENTITY_NODES`; None if no such nodes lead to x."""
     if node is None:
         return None
     if getattr(node, "variable", None) is x:
@@ -264,7 +266,7 @@ class RowProducts:
         self.batched = differences and self._can_be_batched()
 
     def _can_be_batched(self) -> bool:
-        """Whether the block gives equal outputs for copies of its batch. Blocks with arguments of one row per head do not."""
+        """Whether the block gives equal outputs for copies of its batch. It does not if an argument has a row per head."""
         try:
             twice = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2)(self.x.repeat(2, 1))
         except (IndexError, RuntimeError, TypeError, ValueError):
@@ -286,7 +288,7 @@ class RowProducts:
         return not self.differences and adds_input(self.x, self.y)
 
     def transposed(self, u: Tensor) -> Tensor:
-        """Products J'u of the block with its skip connection.
+        """Products J'u with the block's Jacobian, skip connection included.
 
         Args:
             u: `sample d_model n`, n directions for each sample.
@@ -294,7 +296,7 @@ class RowProducts:
         return self._in_chunks(u, self._transposed)
 
     def forward(self, v: Tensor) -> Tensor:
-        """Products J v of the block with its skip connection.
+        """Products J v with the block's Jacobian, skip connection included.
 
         Args:
             v: `sample d_model n`, n directions for each sample.

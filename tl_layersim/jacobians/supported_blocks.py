@@ -74,7 +74,7 @@ def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, l
     failed = [name for name, n in zip(layers[1:], differs, strict=True) if n]
     if failed:
         raise LayersimError(
-            f"The replayed block differs from its output in the forward pass: {', '.join(failed[:4])}. Call "
+            f"The output of a replayed block differs from its output in the forward pass: {', '.join(failed[:4])}. Call "
             "model.eval(), and leave out torch.autocast and hooks whose output changes from call to call."
         )
     failed = [name for name, n in zip(layers[1:], no_skip, strict=True) if n]

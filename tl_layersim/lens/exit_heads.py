@@ -1,4 +1,4 @@
-"""ExitHeads: one linear head for each layer below the last, as multi-exit training makes them, with files and checks."""
+"""ExitHeads: one linear output head for each layer below the last, as multi-exit training makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from ..sources.model_description import Model
 
 
 class ExitHeads:
-    """Heads of a multi-exit model: one linear head for each layer below the last. The last layer keeps the model's own head.
+    """Output heads of a multi-exit model: one linear head for each layer below the last.
+
+    The last layer keeps the model's own head.
 
     `LogitLens`, `Saturation`, `ExitCurve`, `EarlyExit` and `evaluate_layers` take them as `heads=`.
     `finetune_aligned(objective="multi-head")` trains them, and its result has them as `heads`.
@@ -73,7 +75,7 @@ class ExitHeads:
                 "least one."
             )
         if bias is not None and bias.dtype != weight.dtype:
-            raise LayersimError(f"`weight` is {weight.dtype} and `bias` is {bias.dtype}; they must be of one type.")
+            raise LayersimError(f"`weight` is {weight.dtype} and `bias` is {bias.dtype}; they must have the same dtype.")
         if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):
             raise LayersimError("`weight` or `bias` holds values that are NaN or infinite.")
         self.weight = weight.detach().contiguous()
@@ -180,7 +182,7 @@ class ExitHeads:
         if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
             raise LayersimError(
                 f"`heads` were trained with weights {self.weights_hash}, but {model.name} has weights {model.weights_hash}. "
-                "If its weights were only cast or converted: ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
+                "If these are the same weights, cast or converted, pass ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
             )
 
 

@@ -27,7 +27,7 @@ Side = tuple[Unembed, Tensor, Callable[..., Tensor]]
 
 
 def read_positions(view: View) -> Tensor | None:
-    """Indices of the tokens that the head reads (the last of each row if it reads rows); None for all tokens."""
+    """Indices of the tokens that the model's head reads: one of each row for a row classifier; None for all tokens."""
     if view.unembed is None or view.unembed.reads == "every":
         return None
     if view.unembed.reads == "first":
@@ -189,7 +189,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maxima of groups of logits, `token layer group`; and three moments of the logits minus their row maximum.
+    """Maxima of groups of logits, `token layer group`; and three moments of the logits minus their largest one.
 
     The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
     layer's distribution.
@@ -274,7 +274,7 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """Prefix of keys in `view.memo`: how the layers are read."""
+    """Prefix of the keys in `view.memo`: says how the lens reads the layers."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 
@@ -390,7 +390,7 @@ def _top_ids(
 
 
 def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields chunks of tokens with the logits of each side. The size of the first token's logits gives that of a chunk.
+    """Yields chunks of tokens with the logits of each model. The size of one token's logits determines that of a chunk.
 
     Args:
         sides: for each model its logit lens, the residuals `... token width`, and a function from residuals and spare memory to

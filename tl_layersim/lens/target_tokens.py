@@ -92,8 +92,8 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         row_count, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
         if row_count > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
             raise LayersimError(
-                f"`labels` has shape {tuple(labels.shape)}, and the data have {row_count} rows"
-                + (f" of {pos} positions." if labels.dim() == 2 else ".")
+                f"`labels` has shape {tuple(labels.shape)}; it must have an entry for each of the {row_count} rows of the data"
+                + (f" and their {pos} positions." if labels.dim() == 2 else ".")
             )
         column = column.clamp(max=labels.shape[-1] - 1)
         own_labels = labels[row].expand_as(row) if labels.dim() == 1 else labels[row, column]
@@ -118,7 +118,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         rows = (row[kept].nan_to_num(torch.inf) for row, kept in zip(own_labels.cpu(), batch.counted, strict=True))
         if any(not torch.equal(row, row[:1].expand_as(row)) for row in rows):
             raise LayersimError(
-                "`labels` differ within a row, and "
+                "`labels` differ within a row; they must be equal there, because "
                 + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
             )
     if model is not None and model.head is not None and not model.head.classifies:
@@ -126,7 +126,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
         if len(classes) > 1 and all(bool((row == row[0]).all()) for row in classes):
             raise LayersimError(
-                f"`labels` holds one class for a whole row, in {len(classes)} rows, and the head predicts a token at every "
+                f"`labels` has one class for each whole row, in {len(classes)} rows, but the head predicts a token at every "
                 "position. Use a label for each position, or AutoModelForSequenceClassification."
             )
     if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):

@@ -153,14 +153,14 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
     sizes = [labels.count(name) for name in dict.fromkeys(labels)]
     if len(sizes) < 2 or max(sizes) < 2:
         raise LayersimError(
-            f"`groups` has groups of {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
+            f"`groups` has groups with {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
             "two models or more."
         )
     return labels
 
 
 def _of_measure(name: str, default: Any = None) -> Any:
-    """A property of `AllPairs` that is that of the measure."""
+    """A property of `AllPairs` that returns the attribute `name` of the measure."""
     return property(lambda pairs: getattr(pairs.measure, name, default))
 
 
@@ -302,7 +302,7 @@ def _result_class(analyzer: Analyzer) -> Any:
 
 
 def all_pairs_kernel(*views: Any, kernels: Mapping[tuple[int, int], Callable[..., dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Outputs of functions of two models for all pairs of several models; each name begins with the indices of the pair.
+    """Sums for all pairs of several models, by a kernel of two models for each pair. Names begin with the indices of the pair.
 
     Args:
         *views: the view of each model on the same tokens, or its statistics of one batch.
@@ -318,7 +318,7 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Sums over a pool for pairs of many models, see `all_pairs_kernel`.
+    """Sums over a pool of samples for pairs of many models, see `all_pairs_kernel`.
 
     Args:
         sides: samples of each model.

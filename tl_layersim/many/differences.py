@@ -156,7 +156,8 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
     names = [name for name in first if name in second]
     if not names:
         raise LayersimError(
-            f"`first` and `second` have no analyzer in common: {', '.join(first) or 'none'}; {', '.join(second) or 'none'}."
+            f"`first` and `second` have no analyzer in common: `first` has {', '.join(first) or 'none'}, and "
+            f"`second` has {', '.join(second) or 'none'}."
         )
     if alone:
         warn(f"Results of only one of the two reports are left out of the difference: {', '.join(map(repr, alone))}.")
@@ -172,7 +173,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
 
 
 def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
-    """Whether two results were measured on the same data in the same blocks; raises an error if they cannot be compared."""
+    """Whether two results were measured on the same blocks of rows. Raises an error if they cannot be compared."""
     for result in (first, second):
         refuse_no_blocks(result)
     for axis in () if relative_depth else ("row", "column"):
@@ -187,8 +188,9 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
     paired = same and len(first.replicates) == len(second.replicates)
     if not paired and len({(record.data, record.tokens) for record in records}) == 1:
         warn(
-            "Both runs used the same data, but in other blocks, so the difference is not paired and its interval is wider than "
-            f"necessary. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same batch_size= to both."
+            "Both runs used the same data, but in other blocks of rows, so the difference is not paired and its interval is "
+            f"wider than necessary. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same "
+            "batch_size= to both."
         )
     return paired
 
@@ -206,7 +208,7 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
 def _statistics(
     first: Any, second: Any, function: Callable[[Any, Any], Any], paired: bool, level: float, out_of: str = ""
 ) -> Tensor:
-    """Compute `STATISTICS` of a number or tensor of two results, along a last axis; p-values are not adjusted.
+    """Compare a number or tensor of two results: returns `STATISTICS` along a new last axis. P-values are not adjusted.
 
     Args:
         first: result of the first run, with its replicates.
@@ -238,9 +240,9 @@ def _statistics(
 def _variables(
     first: Result, second: Result, what: Callable[[Any], Any] | None, paired: bool, relative_depth: bool, level: float
 ) -> dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Statistics, labels and words of each field that two results share with the same labels, and of their headline numbers.
+    """Compare the fields that two results share with equal labels, and their headline numbers: statistics, labels and words.
 
-    With `what`, those of its values alone.
+    With `what`, only its values are compared.
     """
     compare = partial(_statistics, first, second, paired=paired, level=level)
     last = {"statistic": list(STATISTICS)}
@@ -281,7 +283,7 @@ def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, resu
 
 
 def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
-    """A field of a result or of its replicate. Axes of sites with a grid are interpolated at so many relative depths."""
+    """A field of a result or of one of its replicates. Axes in `grids` are interpolated at that number of relative depths."""
     values = aligned(result, whole, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
         if axis in grids:

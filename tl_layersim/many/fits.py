@@ -114,7 +114,7 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
 
 
 def _array(result: Result, field: str) -> xarray.DataArray:
-    """A field of a result, with the mean over untrained models beside it."""
+    """A field of a result as a labelled array. If untrained models were measured, an axis `weights` holds their mean, too."""
     import pandas
     import xarray
 
@@ -178,7 +178,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
-    """Compute `FITTED` from the sites with a defined quantity; NaN for fewer than three sites, or without an optimum."""
+    """Fit an exponential and a line to sites with a defined quantity. NaN for fewer than three, or without an optimum."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
     if len(y) < 3 or not y.any():
@@ -330,7 +330,7 @@ def relate(
 
     table = values if isinstance(values, pandas.DataFrame) else _series(values, "Value").to_frame()
     if len(set(map(str, table.columns))) < len(table.columns):
-        raise LayersimError(f"`values` has two columns of one name: {', '.join(map(str, table.columns))}.")
+        raise LayersimError(f"`values` has two columns with the same name: {', '.join(map(str, table.columns))}.")
     table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
     targets = _series(scores, "Score")
     if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):

@@ -94,7 +94,7 @@ def compare_groups(
     tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
 
     def statistics(distances: Tensor) -> Tensor:
-        """The mean of each comparison, then the difference."""
+        """The mean distance of each comparison, then the difference between the means."""
         means = torch.stack([distances[tuple(index)].mean(0) for index in pairs])
         return torch.cat([means, means[1:2] - means[:1]])
 
@@ -277,7 +277,7 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
 
 
 def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
-    """Mean distance between groups minus mean distance within groups, for each row of labels."""
+    """Mean distance between groups minus mean distance within groups, for each row of group labels."""
     apart = distances.clone().fill_diagonal_(0)
     members = torch.nn.functional.one_hot(labels, groups).to(apart)
     inside = torch.einsum("rmg,rmg->r", torch.einsum("mn,rng->rmg", apart, members), members)
@@ -296,7 +296,7 @@ def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
 
 
 def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) -> Iterator[list[int]]:
-    """Labels of the models for every division into groups of these sizes; the first model's group is drawn first."""
+    """Yields the group labels of the models for each division into groups of these sizes. The first model's is drawn first."""
     if not sizes:
         yield []
         return

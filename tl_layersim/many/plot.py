@@ -164,9 +164,7 @@ def plot_adjacency(
     from ..reporting.style import with_provenance, with_size
 
     if not result.normalize:
-        raise LayersimError(
-            "`result` has normalize=False; its couplings must be normalised, those of BlockCoupling(normalize=True)."
-        )
+        raise LayersimError("`result` has normalize=False; it must be a result of BlockCoupling(normalize=True).")
     strength_of = partial(_strength, beyond_chance=beyond_chance)
     strength = strength_of(result)
     full = float(strength.max()) if strongest is None else strongest

@@ -61,7 +61,7 @@ def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, opti
 
 
 def _report_file(folder: Path, key: Any) -> Path:
-    """The file of a finished model's report. Its digest tells keys apart that differ in signs which file names cannot have."""
+    """The file of a finished model's report. A digest in its name tells apart keys that differ in signs not allowed there."""
     name = re.sub(r"[^\w.-]", "_", str(key))[:60]
     return folder / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
 

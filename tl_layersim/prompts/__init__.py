@@ -1,4 +1,4 @@
-"""One prompt: figures of its predictions and of its tokens' paths, and Jacobians of blocks between its tokens."""
+"""Analysis of one prompt: figures of predictions and of the tokens' paths, and Jacobians of blocks between tokens."""
 
 import lazy_loader
 

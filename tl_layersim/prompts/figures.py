@@ -73,7 +73,7 @@ class PredictionGrid(Result):
         Result.__post_init__(self)
         if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
             raise LayersimError(
-                f"`words` has rows of {brief([len(row) for row in self.words])} words; it must have "
+                f"`words` has rows of {brief([len(row) for row in self.words])} words; its shape must be "
                 f"{tuple(self.values.shape)}, `token layer`."
             )
 
@@ -215,7 +215,7 @@ def trajectory_pca(
         raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
-            f"`prompt` gives no principal plane: the last residual is the same at all its {len(tokens)} tokens."
+            f"`prompt` gives no principal plane: the residual of the last layer is the same at all its {len(tokens)} tokens."
         )
     return TrajectoryPCA(
         values=out["coordinates"].double()[:, sites],
@@ -244,7 +244,7 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> di
 
 
 def pca_kernel(view: View, *, whole: bool) -> dict[str, Tensor]:
-    """Coordinates `token residual component` in the plane of two principal components.
+    """Coordinates of residuals, `token residual component`, in the plane of two principal components.
 
     Args:
         view: view of one row of tokens.

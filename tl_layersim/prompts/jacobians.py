@@ -30,7 +30,7 @@ POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
 
 
 def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
-    """Raise an error for labels of Jacobians that figures cannot read, such as labels in a malformed file.
+    """Raise an error if figures cannot read the labels of Jacobians, for example from a malformed file.
 
     Args:
         field: name of the attribute that holds the labels.
@@ -220,7 +220,7 @@ def block_jacobians(
         positions = [tuple(each) if isinstance(each, list) else each for each in np.atleast_1d(np.asarray(positions)).tolist()]
     requested = positions if isinstance(positions, list) else [positions]
     if not requested:
-        raise LayersimError("`positions` is []; it must hold one token or pair of tokens, or more.")
+        raise LayersimError("`positions` is []; it must hold at least one token or pair of tokens.")
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
@@ -355,16 +355,18 @@ def pair_of(position: Any, tokens: int) -> tuple[int, int]:
 
 
 def token_of(position: int, tokens: int) -> int:
-    """The index of a token, counted from 0."""
+    """The index of a token, counted from 0. Negative positions count from the end."""
     if not -tokens <= position < tokens:
         raise LayersimError(
-            f"Token {position} does not exist: the prompt has tokens 0 to {tokens - 1}, or -1 to {-tokens} from the end."
+            f"A token position is {position}; it must be from 0 to {tokens - 1}, or from -1 to {-tokens} to count from the end."
         )
     return position % tokens
 
 
 def _each_once(chosen: list[Any]) -> list[Any]:
-    """Return pairs or connections, whose last two entries are the tokens t_in and t_out.
+    """Return the pairs or connections; raise an error if one occurs twice.
+
+    Their last two entries are the tokens t_in and t_out.
 
     Raises:
         LayersimError: one occurs twice. It is coupled fully with itself, and tables could not tell the two apart.
@@ -422,7 +424,7 @@ def jacobians_kernel(
 
 
 def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
-    """Coupling of the connections of one prompt.
+    """Coupling of the Jacobians of one prompt, one Jacobian for each connection.
 
     Args:
         view: view of one row of tokens, with the calls of the blocks.

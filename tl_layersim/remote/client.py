@@ -449,8 +449,8 @@ class NdifClient:
                 f"{last_line(str(error))}. It runs {running}."
             )
         return LayersimError(
-            f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}: {last_line(str(error))}. The "
-            "same call later continues a checkpoint= or a saved RemoteRun."
+            f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}: {last_line(str(error))}. "
+            "Repeat the call later; it continues from checkpoint= or a saved RemoteRun."
         )
 
     def no_server(self, given: str) -> LayersimError:

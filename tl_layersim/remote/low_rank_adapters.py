@@ -54,7 +54,7 @@ class Patch:
 
 
 def adapt(block: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Replace the output of a block by the adapted one, inside a trace, and return it."""
+    """Replace the output of a block by the adapted residual, inside a trace, and return that residual."""
     output = block.output
     own = first_tensor(output)
     x = adapted(own, down, up)
@@ -178,7 +178,7 @@ def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Pa
 def step_or_evaluate(
     blocks: list[Any], unembed: Unembed, is_remote: bool, at: list[int], item: Item, state: Parts, weights: list[float]
 ) -> tuple[Tensor, Parts]:
-    """Losses by layer before a step, and the state after it, inside a trace. Without a rate the item is an evaluation."""
+    """Losses by layer before an AdamW step, and the state after it, inside a trace. Without a learning rate no step is made."""
     learning = item["rate"] is not None
     with torch.set_grad_enabled(learning):
         down, up = (state[name].detach().clone().requires_grad_(learning) for name in ("down", "up"))

@@ -1,4 +1,4 @@
-"""`RemoteSplitModel`: the lower or the upper part of a model on an NDIF server, in one request each."""
+"""`RemoteSplitModel`: runs the lower or the upper part of a model on an NDIF server, with one request for each run."""
 
 from __future__ import annotations
 

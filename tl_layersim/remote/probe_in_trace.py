@@ -1,4 +1,4 @@
-"""The reading of a probe in a user's own trace.
+"""How a probe reads forward passes in a user's own nnsight trace.
 
 nnsight ships `PassReader` and `ShippedProbe`. They refer to local names and to functions that need torch and the standard
 library alone.
@@ -95,11 +95,11 @@ class PassReader:
         return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
 
     def _refuse_sandbox(self) -> None:
-        """Raise an error if a sandbox would read a cache: the model in the other process would continue with a copy."""
+        """Raise an error if a sandbox would read cached generation: its model would continue with a copy of the cache."""
         if next(iter(self.reader.model._module.parameters())).device.type == "meta":
             raise LayersimError(
-                "`probe.read()` cannot read a generation on a sandboxed server, whose later steps it would change. Trace the "
-                "finished rows, or pass use_cache=False."
+                "`probe.read()` cannot read a generation on a sandboxed server, because it would change the later steps. Trace "
+                "the finished rows, or pass use_cache=False."
             )
 
 

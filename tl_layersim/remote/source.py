@@ -201,7 +201,7 @@ class RemoteSource(NNsightSource, OnServer):
             self.ndif.say = quiet
 
     def _lower(self, group: list[Batch], error: JobTooLong) -> None:
-        """Limit requests to fewer batches than those of a job that took too long, to 2^k.
+        """Limit requests to fewer batches than a job that took too long had: to the next lower power of two.
 
         Raises:
             LayersimError: the job held one batch.

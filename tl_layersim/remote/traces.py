@@ -85,7 +85,7 @@ def known_view(unit: dict[str, Any]) -> View:
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Add a batch's sums, leaf by leaf, to the stack of a request.
+    """Add the sums of a batch's leaves (groups of rows) to the list of sums of a request.
 
     Args:
         stack: changed in place.

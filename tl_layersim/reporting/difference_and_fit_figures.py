@@ -45,7 +45,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
         raise LayersimError("Headline numbers have no figure, because their units differ. Use `.to_pandas()`.")
     if len(axes) not in (1, 2):
         raise LayersimError(
-            f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select labels."
+            f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select a label of the others."
         )
     about, level = array.attrs, array.attrs.get("level", 0.95)
     models = [model_name(str(about.get(which, which))) for which in ("first", "second")]
@@ -115,7 +115,7 @@ def regression(found: Relation, predictor: str) -> go.Figure:
 
 
 def fit_figure(fit: xarray.Dataset) -> go.Figure:
-    """A quantity over depth with its exponential and linear fit; for untrained models only points and exponential.
+    """Plot a quantity over depth, with its exponential and linear fit. Untrained models have points and an exponential only.
 
     In the equations of the legend, l is the depth.
 

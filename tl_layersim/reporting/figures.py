@@ -122,8 +122,9 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
 
 
 def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values: Any, titles: tuple[str, str]) -> go.Figure:
-    """Lines over the last axis on a logarithmic scale: one colour for each label of the first axis, one dash for each other
-    label.
+    """Lines over the last axis of a field, on a logarithmic scale: a colour for each label of the first axis.
+
+    Labels of further axes differ in their dashes.
     """
     shown = [short_names(own) if own and str(own[0]) in result.layers else own for own in labels[:-1]]
     colours = series_look(len(labels[0]), ordered=len(labels[0]) > MOST_LINES)

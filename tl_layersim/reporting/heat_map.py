@@ -271,7 +271,7 @@ def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, q
 
 
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of layers by layers, of one or two models. First and last rows and columns without values are left out.
+    """Heat map of layers by layers, of one or two models. Outer rows and columns without values are left out.
 
     Args:
         result: the result.
@@ -332,9 +332,7 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
 
 
 def _drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
-    """The values of a matrix as an array, without entries between a block and itself, and p-values between a layer and
-    itself.
-    """
+    """The values of a matrix as an array, without entries of a block with itself and p-values of a layer with itself."""
     values = getattr(result, field).numpy()
     # The p-value of a layer with itself is no finding.
     own = len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field))
@@ -374,9 +372,7 @@ def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, H
 
 
 def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
-    """Notes on a matrix: entries left out, the value of random vectors, the smallest possible p-value; empty for other
-    fields.
-    """
+    """Notes on a matrix: entries left out, value for random vectors, smallest possible p-value; empty for other fields."""
     if axes[0] in OF_JACOBIANS and len(result.coordinates(axes[0])) > 1:
         null = getattr(result, NULLS.get(field, ""), None)
         found = "" if null is None else f"; random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}"

@@ -217,7 +217,7 @@ def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
 
 
 def _numbers(result: Result, field: str) -> dict[str, Any]:
-    """The values of a figure as a text table, a row for each site; empty for matrices and large tables."""
+    """The values of a figure as a table of texts, with a row for each site; empty for matrices and large tables."""
     axes = result.declared(field).axes
     if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] in COLUMNS):
         return {}

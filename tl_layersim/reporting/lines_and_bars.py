@@ -285,7 +285,7 @@ def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
 
 
 def layer_title(names: tuple[str, ...], axis: str) -> str:
-    """The title of an axis. Of residual layers or blocks: "After block" if the first is the input of a block, else "Block".
+    """The title of an axis. Of residual layers or blocks: "After block" if the first one is an input of a block, else "Block".
 
     Args:
         names: labels of the axis.
@@ -388,7 +388,7 @@ def quantile_lines(
 
 
 def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends: Ends | None) -> list[Series]:
-    """The lines of a value of each sublayer over blocks: attention, cross-attention and MLP.
+    """Lines over blocks, one for each kind of sublayer: attention, cross-attention and MLP.
 
     Args:
         names: names of the sublayers' sites, such as `blocks.0.hook_attn_out`.

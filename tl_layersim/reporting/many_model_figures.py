@@ -134,12 +134,12 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
 
 
 def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
-    """The table without entries between a block and itself."""
+    """The table without the entries of a block with itself."""
     return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(sides) >= JACOBIANS else drawn
 
 
 def _scale(values: Any, narrow: bool) -> ColourScale:
-    """The colour scale: from 0; if `narrow`, from the smallest value, or centred at 0 if there are values of both signs."""
+    """The colour scale. It starts at 0; if `narrow`, at the smallest value, or it is centred at 0 if values have both signs."""
     if narrow:
         return about_zero(values) if np.nanmin(values) < 0 < np.nanmax(values) else narrow_scale(values)
     return scale_within(values, (-math.inf, math.inf))
@@ -158,7 +158,7 @@ def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapA
 
 
 def _axis(dim: str, sites: Sequence[str]) -> str:
-    """The name of a dimension as an axis of a figure: layers without names of sites are relative depths."""
+    """The name of a figure's axis for a dimension of a table. Layers without site names are relative depths."""
     if dim in LAYER_AXES:
         return dim if dim in sites else "relative_depth"
     return "site" if dim in sites else dim

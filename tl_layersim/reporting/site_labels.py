@@ -89,13 +89,13 @@ STREAM = ("hook_resid_pre", "hook_resid_post")
 
 
 def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:
-    """The parts of all names; None if one of them is not a TransformerLens name."""
+    """The parts of the name of each site; None if one of the names is not a TransformerLens name."""
     sites = [site for name in names if (site := parse_site(name)) is not None]
     return sites if len(sites) == len(names) else None
 
 
 def short_names(names: tuple[str, ...]) -> list[str]:
-    """Tick labels: the block's number; `embed` for the input of block 0, and `into 3` for the input of a later one.
+    """Tick labels of sites: the block's number; `embed` for the input of block 0, and `into 3` for the input of a later one.
 
     Heads are `L3H5`. Labels hold the family's name if there are several families. Sites without a TransformerLens name keep
     their path, without its common prefix.

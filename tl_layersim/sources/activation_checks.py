@@ -91,7 +91,7 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
     for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
         if len(names) != len(count):
             raise LayersimError(
-                f"`view.activations` has {len(count)} residual layers, and `model.layers` names {len(names)}, {names[0]} to "
+                f"`view.activations` has {len(count)} residual layers, but `model.layers` names {len(names)}, {names[0]} to "
                 f"{names[-1]}."
             )
         bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
@@ -186,12 +186,12 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
         raise LayersimError(
             f"The hook points of {source.model.name} do not add up to its residual stream: "
             f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
-            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of its norm. Name module paths in at=."
+            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of its norm. Name modules by their paths in at= instead."
         )
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """For each stream sum, the norm of its difference from the total, and the norm of the total.
+    """For each stream sum, the norm of (sum of its terms - total), and the largest norm of a term or the total.
 
     Args:
         view: the view of one row.
@@ -205,7 +205,7 @@ def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) 
 
 
 def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
-    """The hook points without those whose name occurred before.
+    """The hook points, with one for each name.
 
     Args:
         points: the hook points.
@@ -293,7 +293,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
 
 
 def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tensor], Any]:
-    """What enters block 0, what every block and the final norm give on one row, by name; and the output of the model."""
+    """On one row: by name, the input of block 0 and the outputs of all blocks and the final norm; and the model's output."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> None:
@@ -309,12 +309,14 @@ def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tenso
             handles.append(on_tensor(reference.module.get_submodule(head.norm), False, partial(note, "normed")))
         output = reference.call(row, output_hidden_states=True)
     if not getattr(output, "hidden_states", None):
-        raise LayersimError(f"`verify` is {with_article(type(reference.module).__name__)}, which gives no hidden states.")
+        raise LayersimError(
+            f"`verify` is {with_article(type(reference.module).__name__)}, whose output has no `hidden_states`."
+        )
     return seen, output
 
 
 def _attended(row: Batch) -> Batch:
-    """A row without padding, because bridges restart position ids after padding."""
+    """Remove the padding of a row, because TransformerBridges restart position ids after padding."""
     kept = row.attention[0]
     tokens = row.tokens[:, kept]
     every = torch.ones_like(tokens, dtype=torch.bool)
@@ -342,7 +344,7 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
 
 
 def _cancellation(states: Sequence[Tensor]) -> Tensor:
-    """Largest residual norm up to each layer, relative to the residual norm there; `layer pos`."""
+    """Largest residual norm up to each layer, divided by the residual norm at that layer; `layer pos`."""
     norms = torch.stack([state.double().cpu().norm(dim=-1).nan_to_num() for state in states])
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 
@@ -356,12 +358,12 @@ def _differ(source: HookedSource, reference: HookedSource, given: str) -> Layers
     kind = type(source.module).__name__
     return LayersimError(
         f"The residual stream of {source.model.name} ({kind}) differs from {type(reference.module).__name__}'s: {given}. If "
-        f"the weights of the {kind} were changed on purpose: verify=model, a Hugging Face model with the same weights."
+        f"the weights of the {kind} were changed on purpose, pass verify=model, a Hugging Face model with the same weights."
     )
 
 
 def _refuse_other_modules(module: torch.nn.Module) -> None:
-    """Raise an error if a module is not a Hugging Face model, or a TransformerBridge has changed it."""
+    """Raise an error if a module is not a Hugging Face model, or if a TransformerBridge has changed it."""
     from transformers import PreTrainedModel
 
     if not isinstance(module, PreTrainedModel):

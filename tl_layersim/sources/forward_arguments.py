@@ -44,12 +44,12 @@ def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor
 
 
 def no_cache(module: torch.nn.Module) -> dict[str, bool]:
-    """Keyword arguments that turn off the model's own cache, if its configuration has one."""
+    """Keyword arguments that turn off the model's own cache; empty if its configuration has no `use_cache`."""
     return {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
-    """Keyword arguments with which the model computes the logits of one position only, if its forward accepts them."""
+    """Keyword arguments that limit logits to one position; empty if the model's forward does not accept them."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
 
 
@@ -73,7 +73,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         accepts = inspect.signature(type(module).forward).parameters.values()
         if not any(p.name == model.mask_input or p.kind is p.VAR_KEYWORD for p in accepts):
             raise LayersimError(
-                f"{type(module).__name__} takes no `{model.mask_input}`, and these rows are of different lengths. Use "
+                f"{type(module).__name__} takes no `{model.mask_input}`, but these rows are of different lengths. Use "
                 "batch_size=1."
             )
         options[model.mask_input] = batch.attention.long()
@@ -176,7 +176,7 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
 
 @contextmanager
 def refusing_failed_forward(module: torch.nn.Module) -> Iterator[None]:
-    """A context manager for a forward pass, whose exceptions become errors that name the inputs of the model.
+    """A context manager that turns exceptions of a forward pass into errors that name the model's inputs.
 
     Args:
         module: the model.

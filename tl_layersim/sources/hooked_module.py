@@ -32,7 +32,7 @@ from .source import CanReadSites
 
 
 def whole_tensor(hidden: Tensor, name: str) -> Tensor:
-    """The activations of a site as a plain tensor, also if every process holds a copy.
+    """Return a site's activations as a plain tensor; raise an error if each process holds only a part.
 
     Args:
         hidden: a plain or a distributed tensor.
@@ -55,10 +55,13 @@ def whole_tensor(hidden: Tensor, name: str) -> Tensor:
 
 
 class HookedSource(CanReadSites):
-    """Source of a model in this process, read by forward hooks.
+    """Source that reads any torch module in this process by forward hooks, if its blocks are known or named in `layers`.
+
+    The blocks must run one after the other, once each, and the first axis of their outputs must be the batch. TorchScript
+    modules and modules whose weights were never loaded cannot be read.
 
     Args:
-        model: HookedTransformer, TransformerBridge, or a Hugging Face model.
+        model: HookedTransformer, TransformerBridge, a Hugging Face model or another torch module.
         layers: paths of the blocks; None to find them by the layout.
         unembed: paths of the final norm and the head; None to find them by the layout.
     """
@@ -106,7 +109,7 @@ class HookedSource(CanReadSites):
         return super().is_settled and self._check is None
 
     def check_first_row(self, check: Callable[[Batch], None]) -> None:
-        """Make `settle` call `check` with its batch, once."""
+        """Make the next `settle` call `check` with its batch."""
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
@@ -121,7 +124,7 @@ class HookedSource(CanReadSites):
             handles.append(on_tensor(self._module_at(point.module), point.incoming, note))
             self.call(batch)
         if not seen:
-            raise self._not_in_order(f"no {point.name}")
+            raise self._not_in_order(f"{point.name} was not reached")
         return seen[0]
 
     def settle(self, batch: Batch) -> None:
@@ -142,7 +145,7 @@ class HookedSource(CanReadSites):
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """The sites by tensor: the keys are a module, and whether its input or its output is read."""
+        """Indices of the sites by the tensor they read; a key is a module and whether its input (True) or output is read."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
@@ -173,9 +176,9 @@ class HookedSource(CanReadSites):
                 handles.append(on_tensor(module, incoming, partial(read, sites)))
             self.call(batch)
         if len(seen) < len(points):
-            raise self._not_in_order(f"{len(seen)} of {len(points)} sites")
+            raise self._not_in_order(f"{len(seen)} of {len(points)} sites were reached")
         if self.calling and len(calls) != len(self.blocks):
-            raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
+            raise self._not_in_order(f"{len(calls)} block calls for {len(self.blocks)} blocks")
         x = buffer.activations
         fields: dict[str, Any] = {"sites": self.sites, "widths": buffer.widths, "unembed": self.unembed}
         fields |= self._token_fields(batch, x.device)
@@ -192,7 +195,7 @@ class HookedSource(CanReadSites):
             )
 
     def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """The fields of the view that follow from the data alone."""
+        """The fields of a view that are computed from the batch alone, without activations."""
         return {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
@@ -224,7 +227,7 @@ class HookedSource(CanReadSites):
             handles.append(on_tensor(self._module_at(self.residual.points[-1].module), False, seen.append))
             logits = tensor_of(self.call(row))
             if not seen:
-                raise self._not_in_order(f"no {self.residual.points[-1].name}")
+                raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:

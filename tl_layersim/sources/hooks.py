@@ -46,7 +46,7 @@ def on_leave(
 
 
 def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], object]) -> RemovableHandle:
-    """Register a hook that reads the first tensor of a module's input or output, only in this thread.
+    """Register a hook that reads the first tensor of a module's input or output, for calls in this thread only.
 
     Args:
         module: the module.
@@ -139,7 +139,7 @@ def in_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def frozen_weights(module: torch.nn.Module) -> Iterator[None]:
-    """A context manager outside of inference mode in which weights get no gradients; restored at the end."""
+    """A context manager in which inference mode is off and weights get no gradients; both are restored at the end."""
     learning = [p for p in module.parameters() if p.requires_grad and not p.is_inference()]
     with torch.inference_mode(False):
         try:
@@ -163,7 +163,7 @@ _local = threading.local()
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context manager for kernels and forward passes of this package, which probes in the user's loop do not record."""
+    """A context manager for this package's own kernels and forward passes: probes in the user's loop do not record them."""
     before, _local.unrecorded = is_unrecorded(), True
     try:
         yield

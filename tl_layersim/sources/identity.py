@@ -103,7 +103,7 @@ EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
-    """Describe hooks that this package did not register, and replaced forward methods, as text.
+    """Describe as text a model's replaced forward methods, and its hooks that this package did not register.
 
     Each entry has the place, the qualified name, and a digest of code and captured values. Hooks of this package, nnsight,
     accelerate, transformers, TransformerLens and torch are left out. Hooks that users add to hook points of TransformerLens
@@ -162,7 +162,7 @@ def edits_of(model: Any) -> str:
 
 
 def refuse_unknown(changes: str, argument: str) -> None:
-    """Raise an error if a model has changes that cannot be compared with a later run.
+    """Raise an error if a model has changes that cannot be compared with those of a later run.
 
     Args:
         changes: changes to the model, see `hooks_on` and `edits_of`.
@@ -174,13 +174,13 @@ def refuse_unknown(changes: str, argument: str) -> None:
     unknown = [change for change in changes.split("; ") if change.endswith(UNKNOWN)]
     if unknown:
         raise LayersimError(
-            f"`{argument}` cannot be used: {', '.join(unknown)} cannot be compared with that of a later call. Write it as a "
+            f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write it as a "
             "function of plain values."
         )
 
 
 def refuse_edits(changes: str, what: str) -> None:
-    """Raise an error if an nnsight model has edits, which do not apply if its modules are called outside a trace.
+    """Raise an error if an nnsight model has edits, because modules called outside a trace run without them.
 
     Args:
         changes: changes to the model, see `edits_of`.
@@ -191,8 +191,8 @@ def refuse_edits(changes: str, what: str) -> None:
     """
     if EDIT in changes:
         raise LayersimError(
-            f"{what} runs blocks of the model on their own, where {changes} does not apply. Use a forward hook of PyTorch, "
-            "or model.clear_edits()."
+            f"{what} calls blocks of the model on their own, and {changes} does not apply to these calls. Use a forward hook "
+            "of PyTorch, or model.clear_edits()."
         )
 
 
@@ -223,7 +223,7 @@ def _user_function(hook: Any) -> Any:
 
 
 def _replaced_forward(module: torch.nn.Module) -> Any:
-    """A forward method that replaces the one of the module's class; None if it was not replaced."""
+    """The forward method that replaces that of a module's class; None if it was not replaced."""
     forward = vars(module).get("forward")
     # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
     forward = getattr(getattr(forward, "state", None), "body", forward)
@@ -328,7 +328,7 @@ def hash_weights(module: torch.nn.Module) -> str:
 
 
 def digest_of_tensor(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's dtype and shape, and of the sums of its rows of words, see `hash_weights`.
+    """SHA-256 of a tensor's dtype, its shape and weighted sums of its 64-bit words, see `hash_weights`.
 
     Args:
         tensor: a tensor of any dtype, on any device.
@@ -351,7 +351,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:
-    """For each row of `WORDS` words, given as bytes, the sum of the words' products with constants."""
+    """Weighted sum of each group of `WORDS` consecutive 64-bit words in a tensor of bytes."""
     if flat.storage_offset() % 8:
         # Words begin at multiples of their size.
         flat = flat.clone()
@@ -363,7 +363,7 @@ def _sums_of_rows(flat: Tensor) -> Tensor:
 
 @cache
 def _multipliers() -> tuple[Tensor, Tensor]:
-    """Two rows of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64), equal in every version of torch."""
+    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64), equal in every version of torch."""
     numbers, state = [], 0
     for _ in range(2 * WORDS):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -376,7 +376,7 @@ def _multipliers() -> tuple[Tensor, Tensor]:
 
 
 def _settings_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> list[Any]:
-    """The class of a module or another object, with the users' code in it, and its attributes as names and texts.
+    """Describe an object as texts: its class with the user's code in it, and its attributes.
 
     Args:
         value: the object.
@@ -430,7 +430,7 @@ def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that determine a model's output, in module order, and whether a module holds the tensor.
+    """The tensors that determine a model's output, in module order, each with whether a module holds it.
 
     Weights that were not loaded are on the meta device.
     """

@@ -162,7 +162,7 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The transformers class in a configuration, or the auto class that loads the model's own class."""
+    """The transformers class that a configuration names, or the auto class that loads a class in the model's repository."""
     import transformers
 
     architecture = (config.architectures or ["AutoModel"])[0]

@@ -88,7 +88,7 @@ class Model(ModelInputs):
     attention: str = ""
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
-        """The fields `inputs`, `pads`, `starts` and `ends` for reading the data of two models."""
+        """The fields `inputs`, `pads`, `starts` and `ends` for reading data that two models share."""
         either = {**self.inputs, **other.inputs}
         # A value must be equivalent to leaving the input out in both models.
         for name in self.inputs.keys() & other.inputs.keys():
@@ -102,7 +102,7 @@ class Model(ModelInputs):
         return str(self.weights)
 
     def as_it_is_now(self) -> Model:
-        """This description with a new checksum of the weights, which may have changed since it was made."""
+        """This description with a new checksum of the weights, which may have changed since the description was made."""
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
     def identity(self, argument: str | None) -> tuple[str, ...]:

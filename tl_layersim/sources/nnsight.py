@@ -99,7 +99,7 @@ class TraceReader:
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
-    """The lens with the dtype and the device of the model on the server.
+    """The logit lens in the dtype and on the device of the model on the server.
 
     A model without weights has the dtype of its configuration; the server may use another one.
 
@@ -232,7 +232,7 @@ class NNsightSource(CanReadSites):
         return positions_of(shape, point.channels, point.name)
 
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
-        """Call a function that opens one trace, with nnsight's keyword arguments for the right process."""
+        """Call a function that opens one trace. Its argument holds nnsight's keyword arguments, such as `remote`."""
         return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:

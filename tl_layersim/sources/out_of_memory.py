@@ -1,4 +1,4 @@
-"""Batches that run out of memory: a forward pass is split by rows, and work on all samples becomes an error."""
+"""Batches that run out of memory: a forward pass is split by rows; work that needs all samples raises an error."""
 
 from __future__ import annotations
 

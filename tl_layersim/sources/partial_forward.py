@@ -136,7 +136,7 @@ class SplitModel(ABC):
 
     @abstractmethod
     def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
-        """Run the lower part, and return the output of `read` for its residual; `read` runs in the process of the model."""
+        """Run the lower part and return `read(residual)`. `read` runs in the process of the model."""
 
     @abstractmethod
     def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
@@ -160,7 +160,7 @@ class SplitModel(ABC):
         return float(found["loss"]), found["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Apply `moments_of` to the front's and this model's residuals at attended tokens, in the process of this model.
+        """Apply `moments_of` to the front model's and this model's residuals at attended tokens, in this model's process.
 
         Args:
             batch: the tokens.
@@ -182,7 +182,7 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Check that the model's own residual leaves the loss unchanged, and that another residual changes it.
+        """Raise an error if the model's own residual changes the loss, or if another residual does not.
 
         Raises:
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
@@ -211,7 +211,7 @@ def _as_it_is(x: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_with(x: Tensor, moments_of: Moments, h: Tensor, attention: Tensor) -> dict[str, Tensor]:
-    """`moments_of` attended tokens of two residuals, in float64, which autocast does not affect."""
+    """Apply `moments_of` to two residuals at attended tokens, in float64, which autocast does not affect."""
     # Apple's GPUs have no float64.
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     keep = attention.to(device)
@@ -230,7 +230,7 @@ def read_residuals(
     whole: bool = False,
     above: nn.Module | None = None,
 ) -> dict[int, Tensor]:
-    """The residuals at some layers in one forward pass, which ends at the highest; layers that are not reached are missing.
+    """The residuals at some layers, from a forward pass that ends at the highest of them. Layers not reached are missing.
 
     Args:
         blocks: the blocks of the model.
@@ -399,7 +399,7 @@ def _one_token() -> Batch:
 
 
 def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A block's forward that returns its input, or what `put` returns for it, in a tuple of this length (0: no tuple).
+    """A block's forward that returns its input, or `put` of its input, in a tuple of this length (0: no tuple).
 
     With `own`, the block's own forward, the block runs for what it returns beside the residual.
     """

@@ -325,7 +325,7 @@ def not_once(name: str, module: str, why: str) -> LayersimError:
         module: path of its module.
         why: how often the module runs, as a clause.
     """
-    return LayersimError(f"`at` names {name}, but its module {module} does not run exactly once in a pass: {why}.")
+    return LayersimError(f"`at` names {name}, but its module {module} does not run exactly once in a forward pass: {why}.")
 
 
 class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
@@ -349,7 +349,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self._model
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Read the residual layers."""
+        """Set the residual layers as the sites to read."""
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -410,7 +410,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything about the sites is known without a forward pass."""
+        """Whether `settle` needs no forward pass: the sites' order, and whether they are a residual stream, are known."""
         return self.model.stream != "unknown" and self.reading.order is not None
 
     @abstractmethod
@@ -422,11 +422,11 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self.module.get_submodule(path)
 
     def _events(self) -> tuple[HookPoint, ...]:
-        """Hook points beside those of the sites whose place in the order of a forward pass must be known."""
+        """Hook points that are not read, but whose place in the order of the forward pass must be known."""
         return ()
 
     def settle(self, batch: Batch) -> None:
-        """Run the batch's first row to find out what is unknown about the sites.
+        """Run the batch's first row if the sites' order, their widths or their kind (residual stream or not) is unknown.
 
         It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
         the sites that `read_at` chose.
@@ -534,7 +534,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def without_stack(self, at: Any) -> Any:
-        """`at` without the name of the stack that is read in front of families.
+        """Remove the stack's name from families in `at`: "encoder.attn_out" becomes "attn_out" if the encoder is read.
 
         Args:
             at: see `hook_points`.

@@ -70,7 +70,7 @@ class TowerSource(HookedSource):
         return lens
 
     def _own(self, batch: Batch) -> Batch:
-        """The batch with only this tower's inputs, and only the position at which the tower is read counted."""
+        """The batch with only this tower's inputs; only the position at which the tower is read is counted."""
         if self.tower.name == "text":
             # The first part of a longer text fills the context, but for a BOS of its own.
             latest, context = max(start for _, start in batch.origins), self.model.context

@@ -73,10 +73,10 @@ def _has_targets(batch: Batch, labels: str | Tensor, model: Model) -> bool:
 
 
 def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, model: Model) -> list[Batch]:
-    """The batches with targets.
+    """The batches that have targets.
 
     Raises:
-        LayersimError: no batch has any.
+        LayersimError: no batch has targets.
     """
     batches = []
     for batch in source:
@@ -91,7 +91,7 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
 
 
 def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], list[Batch]]:
-    """Split rows by document: about the last fifth is for the evaluation, the rest for the fit.
+    """Split rows between documents: about the last fifth of the rows is for the evaluation, the others for the fit.
 
     Args:
         batches: rows in the order of the data.
@@ -113,7 +113,7 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
 
 
 def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
-    """Index of the first document and of the last document in each row: two ascending tensors `row`."""
+    """Indices of the first and the last document in each row of the data: two ascending tensors `row`."""
     first, last, packed = list[int](), list[int](), 0
     for batch in batches:
         for number, source in enumerate(batch.sources[0][:, 0].tolist()):
@@ -130,7 +130,7 @@ def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Ten
 
 
 def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
-    """The rows from `start` to before `stop`, counted over all batches."""
+    """The rows with index `start` to `stop - 1`, counted over all batches."""
     out, before = list[Batch](), 0
     for batch in batches:
         own = max(start - before, 0), min(stop - before, len(batch.tokens))
@@ -140,7 +140,7 @@ def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
 
 
 def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
-    """Warn if rows of the evaluation are also rows of the fit."""
+    """Warn if rows of the evaluation data are also in the data of the fit."""
     fitted, judged = ([row_bytes(b, number) for b in part for number in range(len(b.tokens))] for part in (fit, held_out))
     known = set(fitted)
     common = sum(row in known for row in judged)
@@ -152,7 +152,7 @@ def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
 
 
 class ActivationStore:
-    """The front model's residual stream at one layer, by batch; computed at each access, or once in the context `keep`.
+    """The front model's residual stream at one layer, by batch. It is computed at each access, or once in the context `keep`.
 
     Args:
         front: the model.
@@ -227,7 +227,7 @@ class ActivationStore:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """The number of free bytes, and "disk" or "memory"."""
+    """The number of free bytes on the disk of a folder or in memory; and the word "disk" or "memory"."""
     import psutil
 
     if folder is not None:

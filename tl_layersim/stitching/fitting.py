@@ -1,4 +1,4 @@
-"""Fits of adapters by least squares, by gradient descent on the back model's loss, or by one after the other.
+"""Fitting of adapters: by least squares, by gradient descent on the back model's loss, or by both in turn.
 
 `own_moments` and `cross_moments` are sent to NDIF servers as source, so they need torch and the standard library alone.
 """
@@ -32,7 +32,7 @@ JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 
 class Progress:
-    """The state of each stitch of a call, and the file that stores these states.
+    """The states of all stitches in one call of `stitch` or `stitch_grid`, and the file that stores them.
 
     Args:
         path: path of the file; None to keep no state.
@@ -52,23 +52,23 @@ class Progress:
         return key in self.states and bool(self.states[key][0]["done"])
 
     def save(self) -> None:
-        """Write all states."""
+        """Write the states of all stitches to the file."""
         if (state := self.snapshot()) is not None:
             self.file.save(*state)
 
     def saved_on_interrupt(self) -> AbstractContextManager[None]:
-        """A context that writes all states if an exception, Ctrl-C included, ends the block."""
+        """A context that writes all states if an exception, Ctrl-C included, ends its `with` block."""
         return self.file.saved_on_interrupt(self.snapshot, lambda: "The state of the stitches is")
 
     def snapshot(self) -> Snapshot | None:
-        """All states, for the file; None if there is no state yet."""
+        """Notes and tensors of all stitches, for the file; None if there is no state yet."""
         notes = {key: note for key, (note, _) in self.states.items()}
         tensors = {f"{key}/{name}": x for key, (_, own) in self.states.items() for name, x in own.items()}
         return ({"stitches": notes}, tensors) if notes else None
 
 
 def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Snapshot]:
-    """The states in a file. Raises an error if a note or a tensor is missing or malformed."""
+    """The states of the stitches in a checkpoint file. Raises an error if a note or a tensor is missing or malformed."""
     states = dict[str, Snapshot]()
     for key, note in header["stitches"].items():
         own = {name.removeprefix(f"{key}/"): x for name, x in tensors.items() if name.startswith(f"{key}/")}
@@ -83,7 +83,7 @@ def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[st
 
 
 def start_of_state(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
-    """The adapter in a state: the fitted one of a finished stitch, or the one from which its training started."""
+    """The adapter in the state of a stitch: the fitted adapter if the stitch is finished, else the initial one."""
     prefix = "" if note["done"] else "start "
     return Adapter(note["kind"], tensors.get(f"{prefix}weight"), tensors.get(f"{prefix}bias"))
 
@@ -233,7 +233,7 @@ class StitchTraining:
 def least_squares(
     kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, ridge: float
 ) -> tuple[Adapter, float]:
-    """The least-squares adapter from the front model's to the back model's residual stream over attended tokens, and its R².
+    """Fit an adapter by least squares on all attended tokens. Returns the adapter and its R².
 
     Args:
         kind: the kind of adapter.
@@ -254,8 +254,8 @@ def least_squares(
     for name, side, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
         if not bool(total[name].isfinite().all()):
             raise LayersimError(
-                f"Activations of {side.model.name} at {side.model.layers[number]} are not finite, so that least squares has "
-                "no solution. Load the model in float32 or bfloat16."
+                f"Activations of {side.model.name} at {side.model.layers[number]} are not finite, so least squares has no "
+                "solution. Load the model in float32 or bfloat16."
             )
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:
@@ -268,23 +268,22 @@ def least_squares(
 
 
 def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
-    """The initial adapter of a training: weight zero if the adapter adds the residual, else the identity matrix.
+    """The initial adapter of a training. Its weight is zero if the adapter adds the residual, else the identity matrix.
 
     Raises:
         LayersimError: the widths differ.
     """
     if d_front != d_back:
-        raise LayersimError(
-            f"`fit` is 'sgd', which starts from the identity, but the widths are {d_front} and {d_back}; use fit='lstsq+sgd'."
-        )
+        raise LayersimError(f"`fit` is 'sgd', which needs equal widths; they are {d_front} and {d_back}. Use fit='lstsq+sgd'.")
     weight = torch.zeros(d_back, d_front) if kind.adds_residual(d_front, d_back) else torch.eye(d_back)
     return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)
 
 
 class StitchDescent(Descent):
-    """Stochastic gradient descent on changes to the initial weight and bias of an adapter, by the back model's loss.
+    """Training of an adapter by stochastic gradient descent on the back model's loss.
 
-    A step runs only the layers above the stitch point. The changes have the units of `StitchTraining.relative`.
+    A step runs only the layers above the stitch point. The parameters are changes to the initial weight and bias, in
+    the units of `StitchTraining.relative`.
 
     Args:
         start: the initial adapter.
@@ -361,7 +360,7 @@ class StitchDescent(Descent):
         return {name: part + learnt[name] * self.units[name] for name, part in self.fixed.items()}
 
     def entering(self, index: int, learnt: Mapping[str, Tensor]) -> Tensor:
-        """The output of the adapter with learnt changes for a batch, `batch pos d_back`."""
+        """The adapter's output for a batch, with the learnt changes: `batch pos d_back`."""
         hidden = self.acts[index].to(self.back.device, self.dtype)
         x: Tensor = functional_call(self.start, self.parts_of(learnt), hidden)
         return x
@@ -399,7 +398,7 @@ class StitchDescent(Descent):
         return {name: part.detach().clone() for name, part in self.parameters.items()}
 
     def run(self) -> Adapter:
-        """Train to the last step, and return the adapter to keep: the last, or, if the loss exploded or rose, the best one.
+        """Train to the last step. Returns the last adapter, or the best one if the loss exploded or rose.
 
         A warning says which adapter is kept if it is not the last.
         """
@@ -428,7 +427,7 @@ class StitchDescent(Descent):
         return Adapter(self.start.kind, **{name: part.cpu() for name, part in self.parts_of(ends[chosen]).items()})
 
     def _loss_of(self, learnt: Mapping[str, Tensor]) -> float:
-        """Loss with learnt changes on a few evenly spaced batches of the fit."""
+        """Mean loss with these changes to weight and bias, on a few evenly spaced batches of the fit."""
         total, count = 0.0, 0.0
         for index in range(0, len(self.acts), max(1, len(self.acts) // LOOK)):
             with torch.no_grad():

@@ -124,7 +124,7 @@ class StitchExperiment:
         self.dtype = torch.float64 if wide else torch.float32
 
     def _choose_fit(self, adapter: str | Adapter, fit: Fit | None, training: StitchTraining | None, ridge: float) -> None:
-        """Set the adapter and its fit.
+        """Set the kind of adapter and the method of its fit.
 
         Raises:
             LayersimError: the arguments contradict one another.
@@ -139,9 +139,9 @@ class StitchExperiment:
             )
         chosen = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
         if fitted and training is not None and "sgd" not in chosen:
-            raise LayersimError(f"`training` needs a fit by gradients; `fit` is {chosen!r}.")
+            raise LayersimError(f"`training` is for gradient descent, but `fit` is {chosen!r}; use 'sgd' or 'lstsq+sgd'.")
         if ridge and "lstsq" not in chosen:
-            raise LayersimError(f"`ridge` needs a fit by least squares; `fit` is {chosen!r}.")
+            raise LayersimError(f"`ridge` regularises least squares, but `fit` is {chosen!r}; use 'lstsq' or 'lstsq+sgd'.")
         self.fit, self.training, self.ridge = chosen if fitted else "", training or StitchTraining(), float(ridge)
 
     def _refuse(self, front: SplitModel, back: SplitModel) -> None:
@@ -182,7 +182,7 @@ class StitchExperiment:
             )
 
     def options(self) -> dict[str, Any]:
-        """The adapter and its fit, for the provenance."""
+        """The adapter and the settings of its fit, for the provenance."""
         which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
         recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
         recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
@@ -191,7 +191,7 @@ class StitchExperiment:
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
     def progress(self, checkpoint: str | os.PathLike[str] | None, **where: Any) -> Progress:
-        """The states of the stitches in the file `checkpoint`, whose models, data, settings and version must be equal.
+        """The states of the stitches in the file `checkpoint`. Raises an error if its models, data, settings or version differ.
 
         Args:
             checkpoint: path of the file; None to keep no state.
@@ -208,7 +208,7 @@ class StitchExperiment:
         return Progress(checkpoint, identity | where)
 
     def _digest(self, with_targets: bool = False) -> str:
-        """The SHA-256 of the rows of fit and evaluation, with or without their targets."""
+        """SHA-256 of all rows, for the fit and for the evaluation, with or without their targets."""
         digest = new_digest()
         # Identities of checkpoints contain these two words.
         for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
@@ -233,7 +233,7 @@ class StitchExperiment:
         return provenance
 
     def run(self, stitches: Mapping[str, tuple[SplitModel, int, SplitModel, int]], progress: Progress) -> dict[str, Snapshot]:
-        """Fit and evaluate the stitches that the file does not hold yet, and return the notes and tensors of all by name.
+        """Fit and evaluate the stitches that the file does not hold yet. Returns notes and tensors of all stitches, by name.
 
         Meanwhile dropout is off and no gradient reaches the models' weights.
 
@@ -334,13 +334,13 @@ class StitchExperiment:
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} in {back.model.dtype} without stitching is not finite in batches "
-                f"{bad[:5]}. Load it in float32 or bfloat16."
+                f"The loss of {back.model.name} itself, without stitching, is not finite in batches {bad[:5]}. It is in "
+                f"{back.model.dtype}: load it in float32 or bfloat16."
             )
         return scores
 
     def _check(self, back: SplitModel, layer: int) -> None:
-        """Check that a back model can be run from a layer."""
+        """Raise an error if the back model cannot be run from this layer."""
         first = self.evaluation[0]
         row = first.first_row
         targets = answers(row, self.labels, back.model)
@@ -368,7 +368,7 @@ class StitchExperiment:
 
 
 def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
-    """Stack the scores of batches into one tensor, `batch`, for each name."""
+    """Stack the scores of all batches: one tensor `batch` for each named score."""
     return {name: torch.stack([score[name].double() for score in scores]) for name in names}
 
 
@@ -407,7 +407,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         given = ", ".join(f"{counted(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of one length."
+            f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of the same length."
         )
     points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
     together = list(zip(*points.values(), strict=True))
@@ -432,7 +432,7 @@ def stitch(
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> StitchResult:
-    """Stitch two models: replace the back model's layer m by the front model's layer l and an adapter, and measure the loss.
+    """Stitch two models: join the front's blocks up to l and the back's blocks after m by an adapter, and measure the loss.
 
     Neither model is changed; only the adapter is trained. The front model's activations are computed once, and a training step
     runs only the back model's blocks above the stitch point. Adapters are fitted on all attended positions, also on those that
@@ -583,7 +583,7 @@ def stitch_grid(
     tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
     def table(of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
-        """`of` the notes and tensors of each stitch, `front back seam ...`."""
+        """The value of the function `of` for each stitch, from its notes and tensors: `front back seam ...`."""
         each = {key: of({**note, **tensors}) for key, (note, tensors) in found.items()}
         rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)

@@ -208,8 +208,8 @@ class StitchResult(Result):
         join: Callable[[Adapter], StitchedModel] | None = vars(self)["_join"]
         if join is None:
             raise LayersimError(
-                "`model` needs both models of the stitch in this process, not a result from a file or a model on a server. "
-                "Call stitch with adapter=result.adapter."
+                "`model` is not available, because this result was read from a file, or a model is on a server. Call stitch "
+                "with adapter=result.adapter and both models in this process."
             )
         return join(self.adapter)
 
@@ -342,7 +342,7 @@ class StitchGrid(Result):
 
     @property
     def backs(self) -> tuple[str, ...]:
-        """Names of the models."""
+        """Names of the models as back models, the same as `fronts`."""
         return self.fronts
 
     @property
@@ -398,7 +398,9 @@ class StitchGrid(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot a field by stitch point: a line for each direction, with known intervals. Self-stitches are dashed."""
+        """Plot a field over stitch points: a line for each front and back model, with known intervals. Self-stitches are
+        dashed.
+        """
         from ..reporting.many_model_figures import stitch_lines
         from ..reporting.style import intervals_in_words, with_size, with_subtitle
 

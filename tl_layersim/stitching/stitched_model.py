@@ -61,7 +61,7 @@ class StitchedModel(nn.Module):
         return StitchedSource(self, layers, unembed)
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """The output of the back model's forward pass; further options are passed on to it."""
+        """Run front, adapter and back. Returns the output of the back's forward pass, to which further options are passed."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         args = () if input_ids is None else (input_ids,)
         with self._joined():
@@ -69,7 +69,7 @@ class StitchedModel(nn.Module):
 
     @typed
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
-        """Generate with the back's own `generate`: text for a text, token ids `batch pos` for token ids.
+        """Continue a prompt by the back's own `generate`: a text gives a text, token ids `batch pos` give token ids.
 
         Args:
             prompt: a text, tokenised as `analyze` does, or token ids `batch pos`.
@@ -114,7 +114,7 @@ class StitchedModel(nn.Module):
 
     @staticmethod
     def _without_cache(options: dict[str, Any]) -> dict[str, Any]:
-        """The options without those of a cache, which would miss the keys and values of blocks that do not run."""
+        """The options without the switches of a cache. A cache would miss the keys and values of blocks that do not run."""
         given = [key for key in CACHE_SWITCHES if options.get(key)]
         given += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
         if given:
@@ -126,7 +126,7 @@ class StitchedModel(nn.Module):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """A context in which forward passes of the back run the front first, and start from the output of the adapter."""
+        """A context in which the back's forward pass runs the front first and starts from the adapter's output."""
         front, back = self._split_models
         own = vars(self.back).get("forward")
         call: Callable[..., Any] = self.back.forward
@@ -177,7 +177,7 @@ class StitchedModel(nn.Module):
             if name in accepted or name in front.model.inputs or (takes_any and name == "attention_mask"):
                 passed[name] = value.to(front.device)
             elif name not in ("attention_mask", "position_ids") and bool(value.any()):
-                raise LayersimError(f"`{name}` is no input of the front, {front.model.name}.")
+                raise LayersimError(f"`{name}` is not an input of the front model, {front.model.name}.")
         args, options = (given[main].to(front.device),), no_cache(self.front)
         try:
             self.reading_front = True
@@ -188,7 +188,7 @@ class StitchedModel(nn.Module):
 
 
 class StitchedSource(HookedSource):
-    """The source of a stitched model: its layers are the adapter's output and the outputs of the back's blocks above."""
+    """The source that reads a stitched model. Its layers are the outputs of the adapter and of the back's blocks above."""
 
     def aside(self) -> bool:
         # The front's pass is not recorded: front and back may be one model, or share blocks.
@@ -203,7 +203,7 @@ class StitchedSource(HookedSource):
         self.blocks = back.blocks[above:]
         if not self.blocks:
             raise LayersimError(
-                f"A model stitched at {back.model.layers[-1]}, after the back's last block, has no blocks left to measure."
+                f"The stitch point is after {back.model.layers[-1]}, the back's last block, so no block is left to measure."
             )
         path_of = {id(module): path for path, module in stitched.named_modules()}
         self.paths, self._named = [path_of[id(block)] for block in self.blocks], False
@@ -222,4 +222,4 @@ class StitchedSource(HookedSource):
         )
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        raise LayersimError(f"`at` is {at!r}, but a stitched model reads the residual stream only.")
+        raise LayersimError(f"`at` is {at!r}; in a stitched model, only the residual stream can be read.")

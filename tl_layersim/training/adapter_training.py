@@ -213,7 +213,7 @@ class AdapterSteps(TrainingSteps):
         self._shuffle = Shuffle(len(self.training_data), seed)
 
     def restore(self, file: ResumableFile) -> None:
-        """Load the state of a file.
+        """Load the training state that the file holds.
 
         Raises:
             LayersimError: the file is damaged, or belongs to another run.
@@ -271,7 +271,7 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run items in order, as many in a request as time allows. The grouping does not change the results.
+        """Run steps or evaluations in order, as many in a request as time allows. The grouping does not change the results.
 
         Args:
             count: number of items.
@@ -328,7 +328,7 @@ class AdapterSteps(TrainingSteps):
         return self._item(self.training_data, rows, step + 1, self.lr * (self.steps - step) / self.steps)
 
     def _state_of(self, notes: Mapping[str, Any], tensors: Parts) -> tuple[Parts, list[Tensor]]:
-        """The state in a file. Raises an error if its tensors do not have the shapes of the initial state."""
+        """The training state in a file. Raises an error if its tensors do not have the shapes of the initial state."""
         steps, start = len(curve_of(notes, tensors)), self.start
         parts = {name: tensors[name] for name in start}
         wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
@@ -480,7 +480,7 @@ def train_adapters(
 
 
 def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
-    """Evaluate, train and evaluate again. Returns the adapters, curves and held-out losses as fields of `AlignedAdapters`."""
+    """Train the adapters, with an evaluation before and after. Returns the fields of `AlignedAdapters`."""
     source, weights = training.source, training.weights
     with frozen_weights(source.module), source.evaluating():
         # On one row: the blocks share one residual stream, and the lens at the last layer gives the logits.
@@ -491,7 +491,7 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
         before = training.evaluate(training.start)
         if not bool(before.isfinite().all()):
             raise LayersimError(
-                f"The losses of {source.model.name} in {source.model.dtype} are not finite, before anything is trained."
+                f"The losses of {source.model.name} in {source.model.dtype} are not finite before the training."
             )
         run_steps(training, file)
         save_state(training, file)

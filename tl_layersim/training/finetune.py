@@ -171,7 +171,7 @@ class FineTuning(Descent):
 
     @contextmanager
     def _seeded(self, number: int) -> Iterator[None]:
-        """A context that seeds dropout by the seed and the forward pass's index, so that no random state is saved."""
+        """A context that seeds dropout by the training's seed and the index of the forward pass. No random state is saved."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed * 1_000_003 + number * self.ranks + self.rank)
             yield
@@ -414,7 +414,7 @@ def finetune_aligned(
 
 @contextmanager
 def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], Any]]:
-    """A context with LoRA adapters in the model. It yields a function that merges them; otherwise they are removed."""
+    """A context with LoRA adapters in the model. It yields a function that merges them. Unmerged adapters are removed."""
     if training.lora is None:
         yield lambda: None
         return

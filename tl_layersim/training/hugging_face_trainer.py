@@ -80,7 +80,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return self._given.model
 
     def _open(self) -> None:
-        """Find the layers of the model; `model_init` makes a new model for each training."""
+        """Build the objective for the current model. `model_init` makes a new model for each training."""
         model = self.accelerator.unwrap_model(self.model)
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(inner, PreTrainedModel):
@@ -175,17 +175,17 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 return nearest
             values = (f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items())
             raise LayersimError(
-                f"`model` computes a loss of {own:.5g}; the cross-entropy of its last layer is {' or '.join(values)}. "
+                f"`model` computes a loss of {own:.5g}; it must be the cross-entropy of the last layer, {' or '.join(values)}. "
                 "Set unembed=[final norm, head] of open_model, or model.config.output_router_logits = False."
             )
         return None
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Shift labels `batch pos` to targets `batch pos`: a position's target is the next position's label; the last has none."""
+    """Shift labels `batch pos` to targets: a position's target is the next position's label; the last position has none."""
     return torch.cat([_cut(labels), torch.full_like(labels[:, :1], NO_LABEL)], 1)
 
 
 def _cut(labels: Tensor) -> Tensor:
-    """All labels except the first of each row, which is not the target of a position."""
+    """Labels without the first one of each row, which is no position's target."""
     return labels[:, 1:]

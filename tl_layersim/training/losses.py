@@ -45,7 +45,7 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
 
 
 def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
-    """Flat indices of the positions `batch pos` whose prediction has a target, and these targets.
+    """Indices of the positions whose prediction has a target, in the flattened `batch pos`; and these targets.
 
     Args:
         reads: see `Head`. For "rows", the position is the first of each row.
@@ -94,7 +94,7 @@ def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, h
 
 
 class _Summed(torch.autograd.Function):
-    """Weighted sum of cross-entropies of a linear head, with gradients computed chunk by chunk in the forward pass.
+    """Weighted sum of cross-entropies under a linear output head. The forward pass computes the gradients, chunk by chunk.
 
     torch's `linear_cross_entropy` has no weights of rows: it would be called for each layer, and hold a gradient of the whole
     head for each call.
@@ -136,7 +136,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """Weighted sum of cross-entropies in the dtype of the logits, with the gradient computed in the forward pass."""
+    """Weighted sum of cross-entropies, in the dtype of the logits. The forward pass computes the gradient, too."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None) -> Tensor:
-    """`summed_loss` for a head that is not one linear layer; the backward pass recomputes the logits of each chunk."""
+    """`summed_loss` for an output head that is not one linear layer. The backward pass recomputes the logits of each chunk."""
 
     def loss(chunk: Tensor, chunk_targets: Tensor, chunk_weights: Tensor) -> Tensor:
         logits = logits_at(unembed, chunk, head)
@@ -190,7 +190,7 @@ def chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def rows_at_once(width: int) -> int:
-    """Number of rows in a chunk of logits with `width` columns."""
+    """Number of tokens in a chunk, for logits `token width`."""
     return max(1, LOGITS // width)
 
 

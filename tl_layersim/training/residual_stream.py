@@ -69,7 +69,7 @@ class TrainingBatch:
     name: str = ""
 
     def row(self, number: int) -> TrainingBatch:
-        """One row as a batch."""
+        """A batch with one row of this batch."""
         at, rows = slice(number, number + 1), len(self.main)
         # Some inputs are shared by all rows, such as one row of positions.
         cut = {n: v[at] if isinstance(v, Tensor) and v.dim() and len(v) == rows else v for n, v in self.options.items()}
@@ -165,7 +165,7 @@ class ResidualStream:
     def at_targets(
         self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool | None
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Inputs of the head at positions with a target, `sample width`, for each layer; and the targets.
+        """Inputs of the output head at positions with a target, `sample width`, for each layer; and these targets.
 
         Args:
             batch: inputs and targets.
@@ -187,7 +187,7 @@ class ResidualStream:
         return read, targets
 
     def _read_from(self, batch: TrainingBatch) -> Tensor | None:
-        """Mask `batch pos` of positions; a classifier reads the last of them in each row."""
+        """Mask `batch pos` of tokens that are not padding. A classifier reads the last of them in each row."""
         if self._pad is None or batch.main.is_floating_point():
             return batch.attended
         kept = batch.main != self._pad
@@ -212,7 +212,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """Weighted sum over layers of the summed cross-entropy of the head's inputs, see `at_targets`."""
+        """The loss from the inputs of the output head (see `at_targets`): weighted sum over layers and targets."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])
@@ -221,7 +221,7 @@ class ResidualStream:
         return summed_loss(self.unembed, x, targets.to(device).repeat(len(terms)), weights)
 
     def check(self, batch: TrainingBatch) -> int:
-        """Check on one row that final norm and head, applied to the last layer, give the model's logits.
+        """Raise an error if final norm and head, applied to the last layer, do not give the model's logits for one row.
 
         Returns:
             The number of logits.
@@ -257,7 +257,7 @@ class ResidualStream:
 
 
 def usable(value: Any) -> Any:
-    """An input that autograd can save: tensors from `torch.inference_mode()` are copied."""
+    """The input as autograd can save it: a tensor from `torch.inference_mode()` is copied."""
     unusable = isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled()
     return value.clone() if unusable else value
 
@@ -280,8 +280,8 @@ def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStre
     opened = OpenedModel.of(model)
     if is_detr(getattr(opened.model, "config", None)):
         raise LayersimError(
-            "`model` is a DETR, whose aligned training is transformers' auxiliary loss: model.config.auxiliary_loss = True, "
-            "and a Trainer (docs/detection.md)."
+            "`model` is a DETR, whose layers are trained by transformers' auxiliary loss: set model.config.auxiliary_loss = "
+            "True, and use a Trainer (docs/detection.md)."
         )
     source = open_source(opened, either_stack=either_stack)
     if not isinstance(source, HookedSource) or isinstance(source, StitchedSource):

@@ -29,7 +29,7 @@ def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[st
 
 
 def curve_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any]:
-    """The loss of each step, or the losses by layer, from the file of a training."""
+    """The training curve in a training file: the loss of each step, or its losses by layer."""
     curve: list[Any] = tensors["curve"].tolist()
     if len(curve) != notes["step"]:
         raise ValueError(f"step is {notes['step']!r}, and the curve has {len(curve)} steps")
@@ -41,7 +41,7 @@ def _refuse(path: Path, identity: Any, found: Any) -> None:
     ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
     if ours == theirs and identity["model"] != found["model"]:
         raise LayersimError(
-            f"`model` has other weights or settings than the model with which the run in {path} began. Load the model again, "
+            f"`model` differs in weights or settings from the model at the start of the run in {path}. Load the model again, "
             "or pass another path as `checkpoint`."
         )
     refuse_other_run(path, identity, found)

@@ -30,7 +30,7 @@ HELD_OUT = 10
 
 
 class TrainingData:
-    """Rows with at least one target each, taken by index.
+    """The rows of a data set that have a target. Batches are formed by the indices of rows.
 
     Args:
         batches: the data.
@@ -115,10 +115,10 @@ def open_training_data(
         LayersimError: the data has no targets, or only one row with a target to train on and to hold out.
     """
     if data.selection.pooled:
-        raise LayersimError("`positions` is 'mean', but each target belongs to one position.")
+        raise LayersimError("`positions` is 'mean'; training needs single positions, because each target belongs to one.")
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
-            "`labels` cannot be a table if `eval_data` is given. Use labels='data', and a column `labels` in both."
+            "`labels` is a table, which cannot be used with `eval_data`. Use labels='data', and a column `labels` in both."
         )
     usual = usual_labels(labels, [(model, module)], data.source)
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
@@ -127,7 +127,7 @@ def open_training_data(
         return rows, TrainingData(replace(batches, data=data.like(eval_data)), usual, model, module)
     if len(rows) < 2:
         raise LayersimError(
-            f"`data` has {len(rows)} row with a target; one must be held out for evaluation, so it needs two, or eval_data=."
+            f"`data` has {len(rows)} row with a target; it must have two, one of them for evaluation. Or pass eval_data=."
         )
     first, last, kept = copy.copy(rows), copy.copy(rows), max(1, len(rows) // HELD_OUT)
     first.rows, last.rows = rows.rows[:-kept], rows.rows[-kept:]

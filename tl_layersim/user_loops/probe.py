@@ -132,7 +132,7 @@ class Probe:
         return numbers
 
     def reset(self) -> None:
-        """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers those that follow.
+        """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers the passes that follow.
 
         The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
         before the reset too.
@@ -155,7 +155,7 @@ class Probe:
     def _checked(
         self, names: tuple[str, ...], not_finite: Sequence[Tensor], out: Mapping[str, Any], where: str
     ) -> dict[str, Sums]:
-        """Outputs of kernels as sums, if the activations are finite.
+        """Convert outputs of kernels to sums; raise an error if activations are not finite.
 
         Args:
             names: names of the kernels.
@@ -200,7 +200,7 @@ class LoopProbe(Probe):
         self._hooks = ExitStack()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are refused: they would go on without the hooks of the model."""
+        """Raise an error if a probe is copied or pickled, because the copy would have no hooks on the model."""
         raise LayersimError("A probe cannot be copied or pickled. Save probe.results().")
 
     def _begin(self) -> None:
@@ -302,7 +302,7 @@ class LoopProbe(Probe):
         self._tree = self._tree.add(self._block(count, own))
 
     def _first_row(self, call: Call) -> tuple[int, bool]:
-        """Index of a forward pass's first row among all rows, and whether its rows continue the pass before.
+        """Index of a forward pass's first row among all rows, and whether the pass continues the rows of the pass before.
 
         Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
         """

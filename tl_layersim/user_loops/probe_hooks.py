@@ -56,7 +56,7 @@ class ProbeHook:
 
 
 def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
-    """A hook that only reads, and lets forward passes under `torch.compile` continue.
+    """Wrap a hook that only reads, so that forward passes under `torch.compile` continue.
 
     The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
 
@@ -465,7 +465,7 @@ class Recorder:
         frame.cached |= kwargs.get("past_kv_cache_entry") is not None
 
     def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Compare the lens with the head's output, on the first row of its first call."""
+        """Compare the lens with the head's output, on the first row of the head's first call."""
         frame = self.frame
         hidden, frame.last = frame.last, None
         lens = self._lens() if self.compare and self._counts(frame) else None

@@ -101,7 +101,7 @@ class AnnotatedImages:
         return getattr(self.__dict__["given"], name)
 
     def refuse_other_count(self, rows: int, more_to_come: bool) -> None:
-        """Raise an error if there are fewer annotations than rows read, or more than rows in all.
+        """Raise an error if the number of annotations does not fit the number of images.
 
         Args:
             rows: number of rows read.
@@ -115,11 +115,11 @@ class AnnotatedImages:
         if len(self.objects) < rows or (len(self.objects) > rows and not more_to_come):
             raise LayersimError(
                 f"`labels` holds {len(self.objects)} annotations for {rows}{' or more' if more_to_come else ''} images; an "
-                "image without objects has an empty one."
+                "image without objects needs an empty annotation."
             )
 
     def _note(self, item: Any) -> None:
-        """Keep the annotations of one item of the data: a row or a batch."""
+        """Store the annotations of one item of the data, which is a row or a batch."""
         found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
         if not found:
             return
@@ -129,7 +129,8 @@ class AnnotatedImages:
         # In a later batch, too few annotations would make up for too many in this one.
         if isinstance(images, Tensor | np.ndarray) and images.ndim == 4 and len(images) != added:
             raise LayersimError(
-                f"`labels` holds {added} annotations for {len(images)} images; an image without objects has an empty one."
+                f"`labels` holds {added} annotations for {len(images)} images; an image without objects needs an empty "
+                "annotation."
             )
 
     def _add(self, annotations: Any) -> None:
@@ -140,7 +141,7 @@ class AnnotatedImages:
 
 
 def as_objects(annotation: Any, row: int, classes: int) -> Objects:
-    """The objects of one image.
+    """Convert the annotation of one image to `Objects`.
 
     Args:
         annotation: mapping with `class_labels` and `boxes`; further entries are not read.
@@ -166,8 +167,8 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
     whole = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
     if not whole or boxes.shape != (len(numbers), 4):
         raise LayersimError(
-            f"{of} is class_labels {numbers.dtype} of shape {tuple(numbers.shape)}, boxes of shape {tuple(boxes.shape)}; it "
-            f"must be {SHAPE}."
+            f"{of} has class_labels {numbers.dtype} of shape {tuple(numbers.shape)} and boxes of shape {tuple(boxes.shape)}; "
+            f"it must be {SHAPE}."
         )
     numbers, boxes = numbers.long(), boxes.double()
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
@@ -179,7 +180,7 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
         raise LayersimError(
             f"{of} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and "
             f"a smallest width or height of {float(boxes[:, 2:].min()):.4g}; a box is centre x, centre y, width and height as "
-            "fractions of the image, and has an area."
+            "fractions of the image, with width and height above 0."
         )
     return Objects(numbers, boxes)
 
@@ -240,7 +241,7 @@ def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str,
 def detection_kernel(
     view: View, *, heads: DetectionHeads, objects: Sequence[Objects], weights: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """Sums over images of the errors of matched queries at every layer, and numbers of queries and objects.
+    """Sums over images: the errors of matched queries at every layer, and the numbers of queries and objects.
 
     Args:
         view: activations of one batch, all queries of each image.
@@ -270,7 +271,7 @@ def detection_kernel(
 
 
 def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """The sums of one image at one layer."""
+    """The terms of one image at one layer in the sums of `detection_kernel`."""
     queries, found = match(logits, boxes, objects, weights)
     none = logits.shape[-1] - 1
     target = torch.full((len(logits),), none)
@@ -467,9 +468,7 @@ class _Detection(Analyzer):
     weights: Mapping[str, float]
 
     def check_heads(self, batch: Batch) -> None:
-        """Raise an error if heads do not give the model's own logits and boxes at the last layer, on the first image of a
-        batch.
-        """
+        """Raise an error if the heads of the last layer do not give the model's own logits and boxes for the first image."""
         row = batch.first_row
         with torch.no_grad():
             ours = self.heads(self.source.collect(row).activations[1:])

@@ -154,7 +154,7 @@ COMPARISONS = ("last layer of the same tower", "last layer of the other tower", 
 
 @dataclass(frozen=True)
 class TowerComparison(Analyzer):
-    """The analyzer that `tower_similarity` runs: cosines through the towers' projections, and CKA without them.
+    """The analyzer that `tower_similarity` runs: cosines of projected residuals, and CKA of residuals before projection.
 
     Args:
         minibatch: number of samples in a minibatch of CKA.
@@ -228,7 +228,7 @@ class TowerComparison(Analyzer):
 
 
 def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed], norm: str) -> dict[str, Tensor]:
-    """Sums over pairs of the cosines between all layers, and sums of the unit vectors.
+    """Sums over pairs of an image and a text: the cosines between all layers, and the unit vectors.
 
     Args:
         vision: activations of the images, one sample for each row.
@@ -257,7 +257,7 @@ def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembe
 
 
 def _projected(projection: Unembed, x: Tensor, norm: str) -> Tensor:
-    """Residuals in the shared space, `... width`, up to the length of each vector."""
+    """Residuals projected into the shared space, `... width`. The length of each vector is arbitrary."""
     if norm == "before":
         return projection(x)
     # A norm without weights subtracts the mean of the coordinates; its scale does not change a cosine.
@@ -266,7 +266,7 @@ def _projected(projection: Unembed, x: Tensor, norm: str) -> Tensor:
 
 
 def _symmetric(values: Tensor) -> Tensor:
-    """Cosines within a tower: at most 1, and exactly 1 for a layer with itself."""
+    """Cosines within a tower without their rounding: at most 1, and exactly 1 for a layer with itself."""
     return values.clamp(-1, 1).fill_diagonal_(1.0)
 
 

@@ -245,7 +245,7 @@ def _prompts_by_class(
             prompt.
     """
     if (class_names is None) == (prompts is None):
-        raise LayersimError("`class_names` or `prompts` must be given, and not both.")
+        raise LayersimError("Exactly one of `class_names` and `prompts` must be given.")
     if class_names is not None:
         names = [class_names] if isinstance(class_names, str) else list(class_names)
         templates = [template] if isinstance(template, str) else list(template)
@@ -262,7 +262,7 @@ def _prompts_by_class(
         raise LayersimError(
             f"`prompts` has {len(by_class)} classes"
             + (f", and no prompt for class {empty[0]}" if empty else "")
-            + "; it must have two or more, with a prompt for each."
+            + "; it must have two classes or more, with a prompt for each."
         )
     return tuple(names), by_class
 
@@ -281,7 +281,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
-    """Token ids of each prompt, and its vector of norm 1, `prompt width`, float64.
+    """Token ids of each prompt, and its vector scaled to norm 1: `prompt width`, float64.
 
     Raises:
         LayersimError: a prompt is longer than the context of the text tower, or has no end-of-text token.
@@ -302,7 +302,7 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
 
 
 def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: Tensor) -> None:
-    """Compare the logit of one prompt for a generated image with the model's own `logits_per_image`.
+    """Raise an error if the logit of one prompt and a random image is not that of the model's own `logits_per_image`.
 
     Raises:
         LayersimError: they differ by more than rounding.

@@ -1,6 +1,6 @@
 """Exit rules: maximum probability, margin, patience, and cosine between consecutive residuals.
 
-A module in this package with a subclass of `ExitRule` is a new rule, without further edits.
+A new subclass of `ExitRule` goes into this file, or into a new module of this folder. No other file changes.
 
 Examples:
     >>> sorted(EXIT_RULES.all())
@@ -26,7 +26,7 @@ RuleState = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class CheckedTokens:
-    """The tokens at one check. A check evaluates the exit rule after a block.
+    """The tokens at one exit check, which evaluates the exit rule after a block.
 
     Attributes:
         logits: `token vocabulary`, the model's own final norm and head applied to `leaving`; `token candidate` over the ids of
@@ -46,9 +46,11 @@ class CheckedTokens:
 class ExitRule(ABC):
     """Base class of exit rules: decides at each check which tokens exit.
 
-    A subclass in this module, or in a new module of this package, is available as `EarlyExit(model, rule=name)`; no other file
-    changes. An instance holds settings only. A rule that compares layers keeps what it needs in the state, which the caller
-    creates with `new_state` when tokens enter the first block and passes to every check of these tokens.
+    A new subclass goes into this `__init__.py`, or into a new module of this folder. It is then available as
+    `EarlyExit(model, rule=name)`; no other file changes. An instance holds settings only.
+
+    A rule that compares layers keeps what it needs in the state, which the caller creates with `new_state` when tokens enter
+    the first block and passes to every check of these tokens.
 
     A decision about a token depends on this token alone. A higher threshold never makes a token exit at an earlier check.
 
@@ -83,12 +85,12 @@ class ExitRule(ABC):
 
     @property
     def never(self) -> bool:
-        """Whether no token can exit at this threshold, so that checks are skipped."""
+        """Whether no token can exit at this threshold. Exit checks are then skipped."""
         return self.threshold >= self.unreachable
 
     @property
     def gives_logits(self) -> bool:
-        """Whether a check computes logits over the whole vocabulary; tokens that exit then use these logits."""
+        """Whether an exit check computes logits over the whole vocabulary. Tokens that exit then use these logits."""
         return self.reads_logits and self.shortlist is None
 
     def new_state(self, count: int) -> RuleState:

@@ -1,6 +1,6 @@
 """Adapters, which map the front model's residual stream to the back model's, and their kinds.
 
-A module in this package with a subclass of `AdapterKind` is a new kind, without further edits.
+A new subclass of `AdapterKind` goes into this file, or into a new module of this folder. No other file changes.
 
 Examples:
     >>> sorted(ADAPTER_KINDS.all())
@@ -23,12 +23,15 @@ from ...core.registry import Registry
 
 
 class AdapterKind(ABC):
-    r"""A family of maps from the front's residual stream $h$ to the back's.
+    r"""Base class of adapter kinds: maps from the front model's residual stream $h$ to the back model's.
 
     $$ y = [h +]\; W \varphi(h)\; [+\, b] $$
 
     `features` is $\varphi$; `adds_residual` says whether the first bracket is present. Both are static methods that need torch
     alone, because they are sent to NDIF servers as source.
+
+    A new subclass goes into this `__init__.py`, or into a new module of this folder. It is then available as
+    `stitch(..., adapter=name)`; no other file changes.
 
     Class attributes:
         - `name`: value of `adapter=` in `stitch`; files hold it too.
@@ -45,11 +48,11 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def features(hidden: Tensor) -> Tensor:
-        """Features of residuals, both `... d_front`; the weight multiplies the features."""
+        """Features of the residuals, which the weight multiplies. Residuals and features are `... d_front`."""
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:
-        """Whether the adapter has a skip connection, which adds the residual itself, between streams of these widths."""
+        """Whether the adapter adds the front's residual to its output (a skip connection), for streams of these widths."""
         return False
 
 
@@ -68,7 +71,9 @@ class Affine(AdapterKind):
 
 
 class AffineNorm(AdapterKind):
-    r"""$y = h + W\, \mathrm{LN}(h) + b$ with a layer norm without weights. The first $h$ is left out if the widths differ.
+    r"""Affine map after a layer norm without weights, plus the residual: $y = h + W\, \mathrm{LN}(h) + b$.
+
+    The residual is not added if the widths differ.
 
     Source:
         Brown et al. 2023 (arXiv 2310.14993), appendix C.1, in the form of Belrose et al. 2023 (arXiv 2303.08112).
@@ -174,7 +179,7 @@ class Adapter(nn.Module):
         return hidden + out if self.definition.adds_residual(hidden.shape[-1], len(self.weight)) else out
 
     def digest(self) -> str:
-        """The first 12 hex digits of the SHA-256 of kind, weight and bias."""
+        """Digest of kind, weight and bias: the first 12 hex digits of their SHA-256."""
         digest = hashlib.sha256(self.kind.encode())
         for part in (self.weight, self.bias):
             digest.update(b"|" if part is None else part.detach().double().cpu().contiguous().numpy().tobytes() + b"|")

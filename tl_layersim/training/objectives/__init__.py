@@ -1,4 +1,7 @@
-"""Training objectives: a module in this package with a subclass of `Objective` is a new objective, without further edits.
+"""Training objectives: standard, aligned, regularised by cosines or CKA, and with a head for each layer.
+
+A new subclass of `Objective` goes into this file, or into a new module of this folder. No other file changes.
+
 
 An objective is a module, so that `DistributedDataParallel` and autocast can wrap its forward pass.
 
@@ -29,6 +32,9 @@ from ..residual_stream import ResidualStream, TrainingBatch
 
 class Objective(nn.Module):
     """Base class of training objectives: a module whose forward pass is the loss of a batch.
+
+    A new subclass goes into this `__init__.py`, or into a new module of this folder. It is then available as
+    `AlignedTraining(objective=name)`; no other file changes.
 
     A loss is a sum over targets. The training divides it by the number of targets in the step, so that the grouping of rows
     into forward passes has no effect.
@@ -106,7 +112,7 @@ class Objective(nn.Module):
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def head_of(self, layer: int) -> nn.Linear | None:
-        """The layer's own head; None if it uses the model's head."""
+        """The layer's own output head; None if it uses the model's."""
         if self.heads is None or layer == self.stream.n_layers:
             return None
         head = self.heads[layer - 1]
@@ -114,7 +120,7 @@ class Objective(nn.Module):
         return head
 
     def exit_heads(self) -> ExitHeads | None:
-        """A copy of the heads of the layers below the last; None if all layers use the model's head.
+        """A copy of the output heads of the layers below the last; None if all layers use the model's head.
 
         The copy records the model's current weights, which the heads belong to.
         """
@@ -204,7 +210,7 @@ class RegularisedObjective(Objective, ABC):
 
     @abstractmethod
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
-        """R: the weighted sum of the distances of the layers from the last one, from their features `sample width`."""
+        """The regulariser R: weighted sum over layers of the distance between a layer's features and the last layer's."""
 
 
 class CosineRegularisedObjective(RegularisedObjective):
@@ -262,7 +268,7 @@ def _centred(x: Tensor) -> Tensor:
 
 
 def _cka(x: Tensor, y: Tensor) -> Tensor:
-    """Linear CKA of centred samples `sample width`, by the biased HSIC; 0 if all samples of one are equal."""
+    """Linear CKA of two sets of centred samples `sample width`, by the biased HSIC; 0 if all samples of a set are equal."""
     if len(x) < x.shape[1]:
         between, own = ((x @ x.T) * (y @ y.T)).sum(), (x @ x.T).norm() * (y @ y.T).norm()
     else:
