@@ -58,7 +58,7 @@ def test_images_by_another_name_or_without_a_name(make, name, options):
     cosine = lsim.Cosine(center="none")
     model, x, y = make(), pixels(), torch.arange(6) % 3
     expected = called(lsim.analyze, model, {name: x}, cosine, **options)["cosine"].values
-    with pytest.raises(lsim.LayersimError, match=r"no unambiguous column") as error:
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*'x', 'label'") as error:
         called(lsim.analyze, model, {"x": x, "label": y}, cosine, **options)
     assert name in str(error.value)
     named = called(lsim.analyze, model, {"x": x, "label": y}, cosine, column="x", **options)["cosine"].values

@@ -48,7 +48,7 @@ def test_what_diverges_is_refused(monkeypatch):
         ({"at": [1, "blocks.1.hook_resid_post"]}, "`at`.*blocks.1.hook_resid_post"),
         ({"weights": [0.5, 0.5]}, "`weights`.*0.5, 0.5"),
         ({"checkpoint": "nowhere/run.ckpt"}, "`checkpoint`.*nowhere"),
-        ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "no unambiguous column of texts or token ids"),
+        ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "`data`.*'pixel_values', 'labels'"),
         ({"data": {"inputs_embeds": torch.zeros(2, 3, 32), "labels": [0, 1]}}, "rows without token ids"),
         ({"data": random_tokens(1, 8), "eval_data": None}, "`data`.* 1 .*eval_data="),
     ],

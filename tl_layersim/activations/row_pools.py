@@ -241,8 +241,8 @@ class BatchPlan:
             long = {output[f"samples {i}"].shape[-1] for output in outputs}
             if len(long) > 1:
                 raise LayersimError(
-                    f"`pool='flat'` needs equally many tokens in all rows, but samples have from {min(long)} to {max(long)} "
-                    "dimensions."
+                    f"`pool='flat'` needs equally many tokens in all rows, but these rows give samples of {min(long)} to "
+                    f"{max(long)} dimensions."
                 )
         sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]
         widths = [tuple(outputs[0][f"widths {i}"].tolist()) for i in range(models)]

@@ -87,7 +87,7 @@ def _split_cross_products(
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None] | None) -> Draws:
-    """Draw the samples that the permutation null exchanges: single samples, or rows at positions that all of these rows have.
+    """Draw what the permutation null exchanges: single samples; or whole rows, at positions that all of these rows have.
 
     Args:
         samples: the samples of a pool.

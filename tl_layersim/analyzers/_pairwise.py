@@ -117,7 +117,7 @@ Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
-    """Draw the minibatches of a pool, and the rows and positions that the null exchanges.
+    """Draw the minibatches of a pool of rows, and the rows and positions that the null exchanges.
 
     Args:
         samples: the samples of the pool.
@@ -244,7 +244,7 @@ Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
 def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
-    """One model's statistics, with the relations of its minibatches and of the samples that the null permutes.
+    """One model's statistics, and the relations between its samples: in each minibatch, and for the null.
 
     Args:
         statistics: output of `pair_statistics`.
@@ -306,7 +306,7 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
 
 
 def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
-    """Sums for a pool's permutation null: products for rows in true order, and for permuted rows; names begin with "null".
+    """Sums for a pool's permutation null: products for rows in true order, and for permuted rows. Keys begin with "null".
 
     Args:
         x: relation of the first model, with terms by row.
@@ -322,7 +322,7 @@ def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, per
 
 
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
-    """Products of the relations of all pairs of layers, and the `numbers` of each relation."""
+    """Products of the relations of all pairs of layers, and the attribute `numbers` of both models' relations."""
     a, b = x.terms, y.terms.to(x.terms.device)
     norms = a.norm(dim=1), b.norm(dim=1)
     own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
@@ -360,7 +360,7 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Fourier transforms along the diagonals of the reordered terms, `frequency layer (diagonal term)`.
+    """Reorder the rows, and Fourier-transform the terms along the diagonals, `frequency layer (diagonal term)`.
 
     A cyclic shift of the rows moves the entries of a matrix along its diagonals, which wrap around.
 

@@ -305,7 +305,7 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
 
 
 def is_one_model(models: Sequence[Model]) -> bool:
-    """Whether the models of a run are a single model, possibly compared with itself in a grid.
+    """Whether all models of a run are the same model.
 
     Args:
         models: the models of the run, see `Run`.

@@ -35,7 +35,7 @@ from ..data.batches import Batch
 from ..data.labels import as_labels, label_source
 from ..data.positions import PositionRule
 from ..lens.exit_heads import ExitHeads
-from ..lens.target_tokens import check_batch_labels
+from ..lens.targets import check_batch_labels
 from ..sources.activation_checks import need_equal_width, need_stream
 from ..sources.model_description import Model
 from ._samples import samples
@@ -222,8 +222,8 @@ class Analyzer(ABC):
         """
         if self.needs_two_models and len(models) == 1:
             raise LayersimError(
-                f"{type(self).__name__} compares two models, and {models[0].name} is one; use compare(model_a, model_b, data, "
-                f"{type(self).__name__}())."
+                f"{type(self).__name__} compares two models, but is given only {models[0].name}. Use compare(model_a, model_b, "
+                f"data, {type(self).__name__}())."
             )
         for model in models:
             if self.needs_sites in ("stream", "every_block"):
@@ -543,10 +543,12 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
             )
         name, option, text = match.groups()
         if name not in analyzers:
-            raise LayersimError(f"`--option` is {setting!r}; the analyzers of this run are {', '.join(sorted(analyzers))}.")
+            raise LayersimError(
+                f"`--option` is {setting!r}; its analyzer must be one of this run: {', '.join(sorted(analyzers))}."
+            )
         known = [field.name for field in fields(analyzers[name])]  # type: ignore[arg-type]  # analyzers are dataclasses
         if option not in known:
-            raise LayersimError(f"`--option` is {setting!r}; the options of {name} are {', '.join(sorted(known))}.")
+            raise LayersimError(f"`--option` is {setting!r}; {name} has only the options {', '.join(sorted(known))}.")
         values[name][option] = _value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}  # type: ignore[type-var]
 

@@ -226,7 +226,7 @@ class BlockCouplingResult(Result):
 
     @property
     def null_coupling(self) -> Tensor:
-        """Coupling with random vectors, `layer layer`: 1 - null, or -null with `normalize=False`."""
+        """Coupling to expect of random vectors, `layer layer`: 1 (0 with `normalize=False`) minus their mis-coupling `null`."""
         return float(self.normalize) - self.null
 
     def measured_on(self, field: str) -> str:

@@ -357,7 +357,7 @@ class RowTerms:
         return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
 
     def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The terms by pair of rows, `layer row row term`, and the signs for a row with itself, `term`.
+        """The terms by pair of rows, `layer row row term`; and the signs of the terms that pair a row with itself, `term`.
 
         The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
         three terms, so that there is place for those of single rows.

@@ -185,7 +185,7 @@ def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def stack_and_block(sublayer: str) -> tuple[str, int]:
-    """Splits the name of a sublayer's site into the prefix of its stack and the index of its block."""
+    """Splits the name of a sublayer's site into the prefix of its stack (encoder or decoder) and the index of its block."""
     match = SUBLAYER.fullmatch(sublayer)
     assert match is not None
     return match[1], int(match[2])

@@ -214,7 +214,7 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy, each `threshold`, on the half of the rows for choosing it; on all rows if a half is empty."""
+        """Agreement and accuracy, each `threshold`, on the rows for choosing thresholds: a half, or all if a half is empty."""
         if bool(self.part_agreement.isnan().any()):
             return self.agreement, self.accuracy
         return self.part_agreement[0], self.part_accuracy[0]
@@ -330,7 +330,7 @@ def exit_kernel(
     memory_mb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over positions of exits and of predictions at the exits, for each half of the rows and each threshold.
+    """For each half of the rows and each threshold, counts of exits, and sums over the predictions at these exits.
 
     Args:
         view: activations of one batch.

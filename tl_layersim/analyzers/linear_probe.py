@@ -95,7 +95,7 @@ class LinearProbeResult(Result):
 
     @property
     def predictions(self) -> tuple[int, ...]:
-        """The predicted classes, the same as `labels`."""
+        """Labels of the `prediction` axis: the classes in `labels`."""
         return self.labels
 
     def baselines(self, field: str) -> dict[str, float]:

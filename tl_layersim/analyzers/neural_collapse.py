@@ -170,7 +170,7 @@ class NeuralCollapse(LabelledAnalyzer):
         if least < 2:
             raise LayersimError(f"`classes` is {brief(self.classes)}; it must be at least 2, or name two classes or more.")
         if self.classifier is not None and not bool(self.classifier.isfinite().all()):
-            raise LayersimError(f"`classifier` is {brief(self.classifier)}, with numbers that are not finite.")
+            raise LayersimError(f"`classifier` is {brief(self.classifier)}; all its numbers must be finite.")
 
     @property
     def whole_rows(self) -> bool:
@@ -202,7 +202,8 @@ class NeuralCollapse(LabelledAnalyzer):
         width = self._width(models[0])
         if self.classifier is not None and width and self.classifier.shape[1] != width:
             raise LayersimError(
-                f"`classifier` has shape {tuple(self.classifier.shape)}; the samples of {models[0].name} have width {width}."
+                f"`classifier` has shape {tuple(self.classifier.shape)}; for {models[0].name} it must have shape "
+                f"(classes, {width})."
             )
 
     @property
@@ -243,7 +244,7 @@ class NeuralCollapse(LabelledAnalyzer):
         counts, classes = sums["samples"].double(), self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
             raise LayersimError(
-                "Collapse needs two classes, a sample in each, and more samples than classes; the data has "
+                "NeuralCollapse needs two classes, a sample in each, and more samples than classes; the data has "
                 + (", ".join(f"{int(n)} of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)) or "no class")
                 + "."
             )
@@ -254,7 +255,7 @@ class NeuralCollapse(LabelledAnalyzer):
             )
         if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
             raise LayersimError(
-                f"`classifier` has {len(self.classifier)} rows, one for each class; the data has classes from "
+                f"`classifier` has {len(self.classifier)} rows; it must have one for each class, and the data has classes from "
                 f"{int(classes.min())} to {int(classes.max())}."
             )
         nc1, within, between = zip(

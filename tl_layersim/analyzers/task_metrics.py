@@ -20,7 +20,7 @@ from ..core.arguments import Limit
 from ..core.sums import need_memory
 from ..data.labels import NO_LABEL, label_key, number_tensor, warn_of_unused
 from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
-from ..lens.target_tokens import gives_classes
+from ..lens.targets import gives_classes
 from ..sources.activation_checks import refuse_bad_logits
 from ..sources.model_description import Model
 from .analyzer import Run, SiteNeed, need_tokens
@@ -80,7 +80,7 @@ class TaskMetricsResult(Result):
 
     @property
     def predictions(self) -> tuple[int, ...]:
-        """The predicted classes, the same as `labels`."""
+        """Labels of the `prediction` axis: the classes in `labels`."""
         return self.labels
 
     def headline(self) -> dict[str, float]:

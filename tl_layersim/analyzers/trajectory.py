@@ -459,7 +459,7 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
 
 
 def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
-    """Residuals `layer token d_model` of the tokens `start` to `end`; the last layer is read from `last`, `token d_model`."""
+    """Residuals `layer token d_model` of the tokens `start` to `end`, with `last`, `token d_model`, as the last layer."""
     return torch.cat([x[:-1, start:end], last[None, start:end]])
 
 
@@ -506,7 +506,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     away = torch.stack([norms(one - (1 - at) * x[0] - at * x[-1]) for one, at in zip(x, share, strict=True)])
 
     def score(steps: int) -> Tensor:
-        """LSS of each segment of `steps` steps, NaN if a step is zero."""
+        """Line-shape score of each segment of `steps` steps; NaN if a step is zero."""
         distance = (travelled[steps:] - travelled[: len(x) - steps]).norm(dim=-1)
         # At least 1 by the triangle inequality; rounding of unit steps can leave a straight path just below.
         lss: Tensor = (steps / distance).clamp(min=1).where(still[steps:] == still[: len(x) - steps], torch.nan)

@@ -1,4 +1,4 @@
-"""Architectures: tables of where models have their blocks, heads and hook points."""
+"""Architectures: tables of the module paths of blocks, heads and hook points in each architecture."""
 
 import lazy_loader
 

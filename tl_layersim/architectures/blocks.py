@@ -49,7 +49,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
 
 
 def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Module paths of a model's blocks in all of its stacks: one, encoder and decoder, both towers, or all stages.
+    """Module paths of the blocks in all stacks of a model, such as encoder and decoder, both towers, or all stages.
 
     Args:
         module: the model.
@@ -149,13 +149,17 @@ def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
 
 
 def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
-    """The stacks that contain some modules, see `lists_of_blocks`; modules outside all stacks are ignored."""
+    """The stacks that contain at least one of these modules, see `lists_of_blocks`."""
     roots = two_sides(module) or lists_of_blocks(module)
     return [stack for stack, root in roots.items() if any(f"{path}.".startswith(f"{root}.") for path in paths)]
 
 
 def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
-    """The stack that contains some modules; "" for a one-stack model, and if several stacks or none contain them."""
+    """The one stack that contains these modules.
+
+    Returns:
+        Its name; "" if the modules lie in several stacks or in none, or the model has one stack only.
+    """
     stacks = stacks_with(module, paths)
     return stacks[0] if len(stacks) == 1 else ""
 
@@ -172,7 +176,7 @@ def blocks_in(module: torch.nn.Module, path: str) -> list[str]:
 
 
 def two_sides(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of encoder and decoder, or of the text and the vision tower; empty for models without both."""
+    """Paths of the encoder and the decoder, or of the text and the vision tower; empty for other models."""
     return encoder_and_decoder(module) or (dict(TOWER_MODULES) if has_both_towers(module) else {})
 
 
@@ -195,8 +199,8 @@ def in_both_stacks(module: torch.nn.Module) -> LayersimError:
     """The error for blocks that do not all lie in one stack: encoder or decoder, text or vision tower."""
     lists = lists_of_blocks(module)
     return LayersimError(
-        f"`layers` must all lie in one of the stacks of {type(module).__name__}, {' or '.join(two_sides(module))}, such as "
-        f"{next(reversed(lists.values()), 'decoder.block')}.0."
+        f"`layers` names blocks of several stacks of {type(module).__name__}, or of none; all must lie in one stack, "
+        f"{' or '.join(two_sides(module))}, such as {next(reversed(lists.values()), 'decoder.block')}.0."
     )
 
 

@@ -529,7 +529,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Layout of a head: its modules, and the positions that it reads.
+    """Layout of an output head: its modules, and the positions that it reads.
 
     Attributes:
         classes: class names of models with this head.

@@ -71,7 +71,7 @@ def find_points(
     items = [outputs[block_number(item, outputs, "at")] if isinstance(item, int) else item for item in items_of(at)]
     families = [item for item in items if isinstance(item, str) and known.is_family(item)]
     if not items:
-        raise LayersimError(f"`at` is {brief(at)}; it must name a site.")
+        raise LayersimError(f"`at` is {brief(at)}; it must name one site or more.")
     for family in families:
         if not known.of_families([family]):
             stack, _, own = family.rpartition(".")
@@ -267,7 +267,7 @@ def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argumen
 
 
 def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -> list[str] | None:
-    """Module paths of the blocks to read, if `at` chooses a stack, a stage or modules; otherwise `layers`.
+    """Module paths of the blocks to read: those of the stack, stage or modules that `at` chooses; otherwise `layers`.
 
     A name with a stack or a stage chooses this stack of an encoder-decoder or of a model of stages. Families without one belong
     to the blocks that are read by default. Several stages can be read in one call, with names of their stages. In a model with
@@ -303,8 +303,8 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
     reached = stacks_with(module, [*modules, *home] if len(others) < len(items) else modules) or [read]
     if (layers is not None and reached != [read]) or ("encoder" in reached and len(reached) > 1):
         raise LayersimError(
-            f"`at` is {brief(at)}, sites of {' and '.join(reached)}"
-            + (f", but `layers` names blocks of {read or 'no stage'}" if layers else ", which have positions of their own")
+            f"`at` is {brief(at)}, which names sites of {' and '.join(reached)}"
+            + (f", but `layers` names blocks of {read or 'no stage'}" if layers else ", whose positions differ")
             + ". Read one stack in a call, such as at='encoder.attn_out'."
         )
     return layers if len(reached) > 1 or reached == [read] else blocks_in(module, lists[reached[0]])

@@ -56,7 +56,8 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
         """The TransformerLens hook point `name`, or the output of the module at this path; None if there is none."""
         if name in hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
             raise LayersimError(
-                f"`at` is {name!r}, which has one number for each pair of positions. Use model.run_with_cache to read it."
+                f"`at` is {name!r}, which has a number for each pair of positions; it must have a vector for each position. "
+                "Use model.run_with_cache to read attention patterns and scores."
             )
         if plain and name in hooks and name.endswith(SITE_NAMES["ln1"]):
             return next((site.point for site in sites if site.point.name == name), None)

@@ -322,7 +322,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """The largest relative difference that rounding in the coarsest of some dtypes can cause."""
+    """The largest relative difference that rounding in the coarsest of these dtypes can cause."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps
@@ -357,8 +357,8 @@ class LayerHeads:
             own = (len(x) - 1, unembed(one, normed=False).shape[-1], unembed.features(one, normed=False).shape[-1])
             if own != tuple(self.weight.shape):
                 raise LayersimError(
-                    f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; the model's own head needs "
-                    f"{own}."
+                    f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; for this model it must "
+                    f"have shape {own}."
                 )
         return self.on(x.device)
 

@@ -177,7 +177,7 @@ def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
 
 
 def evaluation_data(*, eval_data: str | None = None) -> None:
-    """Data for the evaluation.
+    """Options for the held-out data.
 
     Args:
         eval_data: held-out data, in a form that `--data` accepts. Default: a part of `--data`, which is not used for the fit.
@@ -192,7 +192,7 @@ def read_held_out(call: CommandCall) -> Any:
 
 
 def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None = None) -> None:  # noqa: B006
-    """The analyzers of a run.
+    """Options for the analyzers of a run.
 
     Args:
         analyzers: names, separated by commas; `tl-layersim analyzers` lists them. path/to/file.py:Class is an analyzer of your

@@ -21,7 +21,7 @@ HEADLINES = ("measure", "number", "value", "± 95 %")
 
 
 def written(*, out: Path = Path("layersim-report"), format: list[str] = ["html"]) -> None:  # noqa: B006
-    """Files of a report.
+    """Options for the files of a report.
 
     Args:
         out: folder for the report, its numbers and its run.yaml.

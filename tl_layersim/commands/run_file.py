@@ -21,7 +21,7 @@ PATHS = ("model", "data", "model_a", "model_b", "front", "back", "eval_data", "h
 
 
 def run_file(*, config: Path | None = None) -> None:
-    """Options from a file.
+    """The option `--config`: a file from which other options are read.
 
     Args:
         config: read options from a YAML file, such as the run.yaml of a report. Options of the command line override it.
@@ -145,7 +145,7 @@ def _used_options(report: Any) -> dict[str, Any]:
 
 
 def _record_of(report: Any) -> dict[str, Any]:
-    """Model, data and versions of a run, which a repetition is compared with."""
+    """Model, data and versions of a run. A later repetition of the run is compared with them."""
     run = next(iter(report.values())).provenance
     known = {"model": run.model, "weights": run.weights_hash, "data": run.data, "tokens": run.tokens}
     return known | {"versions": dict(run.versions)}
@@ -171,7 +171,7 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
 
 
 def shard_options(files: list[Path]) -> dict[str, Any] | None:
-    """The common options of shards from the command line; None if a shard has no run file.
+    """The options of the command that measured these shards; None if a shard has no run file.
 
     Args:
         files: files of the shards, each with its run file in the same folder.

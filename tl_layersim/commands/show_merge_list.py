@@ -14,7 +14,7 @@ from .run_file import shard_options
 
 
 def saved_file(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
-    """A saved file.
+    """Options for a saved report or result.
 
     Args:
         file: file written by `report`, or by save() in Python.
@@ -92,7 +92,7 @@ def _print_field(report: Any, name: str) -> None:
     """Print the table of a field, given as `measure.field`, or as `measure` for its main field."""
     measure, _, field = name.partition(".")
     if measure not in report:
-        raise LayersimError(f"`table` is {name}; the file holds {', '.join(report)}.")
+        raise LayersimError(f"`table` is {name}; it must begin with the name of a result in the file: {', '.join(report)}.")
     frame = report[measure].to_frame(field or None)
     numbers = [str(column) for column in frame.columns if frame[column].dtype.kind == "f"]
     cells = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row] for row in frame.itertuples(index=False)]
@@ -100,7 +100,7 @@ def _print_field(report: Any, name: str) -> None:
 
 
 def shards(files: list[str]) -> None:
-    """Files of shards.
+    """Options for the files of shards that `merge` reads.
 
     Args:
         files: files written by `report --shard`, or a folder that holds only such files.
@@ -128,7 +128,7 @@ def merge_shards(call: CommandCall) -> None:
 
 
 def listed_analyzer(analyzer: str | None = None) -> None:
-    """Lists of analyzers.
+    """Options for the list of analyzers.
 
     Args:
         analyzer: name of an analyzer; its options are listed, as `--option` sets them.

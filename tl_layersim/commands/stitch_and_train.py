@@ -14,7 +14,7 @@ from .run_file import run_file
 
 
 def stitched(front: str, back: str) -> None:
-    """Two models.
+    """Options for the two models of `stitch`.
 
     Args:
         front: the model whose lower blocks are used: folder or hub name, demo or demo-aligned.
@@ -23,7 +23,7 @@ def stitched(front: str, back: str) -> None:
 
 
 def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
-    """Options of `stitch` that differ from Python's arguments.
+    """Options of the command `stitch` that differ from the arguments of the function `stitch`.
 
     Args:
         at: a stitch point L:M: FRONT runs up to block L, BACK from the block after M. Blocks are numbers from 0, negative from
@@ -78,7 +78,7 @@ def stitch_models(call: CommandCall) -> None:
 
 
 def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
-    """Options of `train` that differ from Python's arguments.
+    """Options of the command `train` that differ from the arguments of the function `finetune_aligned`.
 
     Args:
         save_to: folder for the trained model; --model and from_pretrained load it.

@@ -68,7 +68,7 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
 
 def refuse_parts(module: torch.nn.Module) -> None:
-    """Raise an error if the weights of a model are sharded over processes, because each would train on other rows.
+    """Raise an error if the weights of a model are sharded over processes, because each process would train on other rows.
 
     Raises:
         LayersimError: the weights are sharded.

@@ -319,8 +319,8 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
         field, own = field_named(result, what), result.declared(what)
         if own.within is None:
             raise LayersimError(
-                f"{type(result).__name__}.{what} has no interval. p-values, draws of a null, maxima, numbers of layers or of "
-                "directions, values of one prompt and values of the first pass over the data have none."
+                f"{type(result).__name__}.{what} has no interval, because the jackknife does not apply to it: it is a p-value, "
+                "a draw of a null, a maximum, a count, or a value of one prompt or of the first pass over the data."
             )
         parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), own.out_of)
         low, high = (result.provenance.sequences if bound in own.by_chance else math.inf for bound in own.within)

@@ -1,4 +1,4 @@
-"""Tables of results and reports: tidy, labelled (xarray), stacked over runs, of corrected p-values, LaTeX and Markdown."""
+"""Tables of results and reports: tidy tables, labelled tables (xarray), tables of several runs, LaTeX and Markdown."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ Correction: TypeAlias = Literal["holm", "fdr_bh"]
 
 
 def distinct_tests(result: Any, field: str) -> Tensor:
-    """Mask of the entries of a p-value field that count as separate tests. Without permutations, none do.
+    """Mask of the entries of a p-value field that count as separate tests; all False if the run had no permutations.
 
     For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.
 

@@ -133,7 +133,7 @@ def _of_class(cls: Any) -> Mapping[str, Declaration]:
 
 
 class ValuesAlias:
-    """Another name of `values`, as in `norm = ValuesAlias()`: an attribute of the result, and its name in tables."""
+    """Another name of the field `values`, as in `norm = ValuesAlias()`: for an attribute of the result, and for tables."""
 
     def __set_name__(self, owner: Any, name: str) -> None:
         owner.values_name = name

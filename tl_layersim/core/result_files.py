@@ -27,7 +27,7 @@ ALIKE = ("replicates", "untrained")
 
 
 def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a result. Tensors of the results that it holds are named "field/key/name".
+    """The header and the tensors of a result. Tensors of nested results are named "field/key/name".
 
     Args:
         result: a `Result`.

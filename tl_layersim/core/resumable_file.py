@@ -38,7 +38,7 @@ CONTENTS = {
 
 
 def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an identity to the values that JSON stores: tuples become lists."""
+    """Convert the identity of a run (model, data, settings) to the values that JSON stores: tuples become lists."""
     found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return found
 
@@ -162,7 +162,7 @@ class ResumableFile:
 
 
 def differences(now: Any, then: Any) -> tuple[str, str]:
-    """The entries in which two identities differ, as one text for each identity.
+    """The entries in which the identities of two runs differ, as one text for each run.
 
     Args:
         now: identity of this run.

@@ -178,7 +178,7 @@ def push(
     start: int = 0,
     most: int | None = None,
 ) -> None:
-    """Push the sum of the next terms onto a stack, and add neighbouring sums that have a common parent in the binary tree.
+    """Push the sum of the next terms onto a stack, and add neighbouring sums that are siblings in the binary tree of all terms.
 
     Args:
         stack: number of terms and sum of each group so far, changed in place.
@@ -211,7 +211,7 @@ def push(
 
 
 def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Term:
-    """The sum of all groups on a stack, added from the end.
+    """The total of the partial sums on a stack, added from the last to the first.
 
     Args:
         stack: a stack that `push` has filled.
@@ -245,7 +245,7 @@ def next_size(index: int, most: int) -> int:
 
 
 def most_nodes(leaves: int, intervals: bool) -> int:
-    """The largest number of `SumTree` nodes that a run holds, including the leaf that is added next.
+    """The largest number of `SumTree` nodes that a run holds, including the node that is added next.
 
     Args:
         leaves: number of leaves, the groups of rows whose sums are added.

@@ -49,7 +49,7 @@ class Shuffle:
 
 
 class TrainingSteps(ABC):
-    """Base class of trainings that the training loop runs: their steps and their state.
+    """Base class of the trainings that the training loop can run. It declares their steps and their state.
 
     Attributes:
         title: title of the progress bar.

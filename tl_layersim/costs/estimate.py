@@ -279,7 +279,8 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
     model = opened.model
     if isinstance(model, Source):
         raise LayersimError(
-            f"`model_or_config` is {with_article(type(model).__name__)}; it must be the model that this source runs."
+            f"`model_or_config` is {with_article(type(model).__name__)}; it must be a model, such as the one that this source "
+            "runs, or a configuration."
         )
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
@@ -388,7 +389,7 @@ FORMULAS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention_on_cpu}
 
 
 def _storages(values: Any) -> dict[int, Any]:
-    """The memory of all tensors in nested values, by a key that identifies it."""
+    """The `torch.UntypedStorage` of each tensor in nested values, by an identifier of its memory."""
     storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
     return {storage._cdata: storage for storage in storages}
 
@@ -445,7 +446,7 @@ class MeteredBatch:
 
     @property
     def capacity(self) -> int:
-        """Number of rows in the batch, rounded down to a power of two; or in the largest pool of rows, if it has more."""
+        """Number of rows in the batch, rounded down to a power of two; but at least the rows of the largest pool of rows."""
         return max([1 << (len(self.batch.tokens).bit_length() - 1), *(pool.rows for pool in self.pools.values())])
 
     def all_passes(self) -> None:
@@ -540,7 +541,7 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """Make a pool of rows that have as many counted positions as the rows of a batch.
+        """Make a pool of rows, each with as many counted positions as the rows of a batch have on average.
 
         Args:
             kernel: kernel of the pool.
@@ -563,5 +564,5 @@ class _Pool:
 
 
 def _size(sums: Sums) -> int:
-    """Bytes of sums."""
+    """Number of bytes that sums take."""
     return sum(value.nbytes for value in sums.fields.values())

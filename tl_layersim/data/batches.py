@@ -101,7 +101,7 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index of the first row of each forward pass, and of the row after the last."""
+        """Index of the first row of each forward pass; then the number of rows."""
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:

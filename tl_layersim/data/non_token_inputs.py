@@ -1,4 +1,4 @@
-"""Inputs other than token ids: images, features, embeddings, and inputs of the stack of an encoder-decoder that is not read.
+"""Inputs other than token ids: images, features, embeddings; and those of the encoder if the decoder is read, or vice versa.
 
 An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
 
@@ -263,10 +263,10 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
     """The error for a mapping in which the column of tokens, texts or the main input is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
     do = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name it: column={next(iter(data), None)!r}"
-    other = "" if model.main_input == TOKEN_IDS else f" or of `{model.main_input}`"
+    other = "" if model.main_input == TOKEN_IDS else f" or `{model.main_input}`"
     given = f", and `column` is {column!r}" if column else ""
     return LayersimError(
-        f"`data` has no unambiguous column of texts or token ids{other} among {brief(list(data))}{given}. {do}."
+        f"The columns of `data` are {brief(list(data))}{given}; it is unclear which holds the texts or token ids{other}. {do}."
     )
 
 
@@ -304,8 +304,8 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
         attended = derived[0]
     if attended.shape != (length,) or not bool(attended.any()):
         raise LayersimError(
-            f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones for `{own[0]}` of {length} "
-            "positions; it must have one value for each position: 1 for tokens, 0 for padding."
+            f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones; it must have one value for each of "
+            f"the {length} positions of `{own[0]}`: 1 for tokens, at least one, and 0 for padding."
         )
     places = attended.nonzero()[:, 0]
     span = slice(int(places[0]), int(places[-1]) + 1)

@@ -423,8 +423,8 @@ def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
     """The messages without empty fields. Raise an error if there are none, or if one holds more than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise LayersimError(
-            f"`data` has no chat in row {number}, but {None if messages == () else brief(messages)}; a chat is a list of "
-            "messages with role and content."
+            f"`data` in row {number} is {None if messages == () else brief(messages)}; it must be a chat, a list of messages "
+            "with role and content."
         )
     for message in messages:
         parts = message.get("content")

@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Columns:
-    """The part of a cached table `row column ...` that one forward pass uses: some of its rows, and columns `start` to `end`.
+    """The part of the key-value cache that one forward pass uses: some rows, and positions `start` to `end`, padding included.
 
-    Rows are padded on the left, so the newest token of every row is in the same column.
+    These positions are called columns. Rows are padded on the left, so the newest token of every row is in the same column.
 
     Args:
         rows: indices of the rows, None for all of them.
@@ -35,7 +35,7 @@ class Columns:
             self.places = list(torch.tensor(pairs, device=device).unbind(1))
 
     def put(self, table: Tensor, part: Tensor, axis: int = 1) -> None:
-        """Write the values `part` of this pass into the table of all rows. `axis` is the axis of columns in both."""
+        """Write `part`, computed in this pass, into `table`, which has all rows. `axis` is the axis of columns in both."""
         if self.places:
             own, row, column = self.places
             table.transpose(1, axis)[row, column] = part.transpose(1, axis)[own, column - self.start]
@@ -47,7 +47,7 @@ class Columns:
             own_columns.index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
-        """The table's values in the rows of this pass, from column `start` to `end`. `axis` is the axis of columns."""
+        """The values in `table` for the rows of this pass, from column `start` to `end`. `axis` is the axis of columns."""
         table = table.narrow(axis, start, self.end - start)
         return table if self.index is None else table.index_select(0, self.index)
 
@@ -64,7 +64,7 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         self.values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the tables of keys and values for all rows."""
+        """Allocate the keys and values of all rows and columns."""
         rows, room = self.cache.rows, self.cache.room
         self.keys, self.values = (x.new_zeros(rows, x.shape[1], room, x.shape[3]) for x in (key_states, value_states))
         self.is_initialized = True
@@ -79,7 +79,7 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return columns.take(self.keys, axis=2), columns.take(self.values, axis=2)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows of the cache except `rows`."""
+        """Keep only these rows of the cache."""
         if self.is_initialized:
             self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
@@ -116,11 +116,11 @@ class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
         super().__init__(layers=[ColumnLayer(self) for _ in range(blocks)])
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows of the cache except `rows`."""
+        """Keep only these rows of the cache."""
         self.rows = len(rows)
         for layer in self.layers:
             layer.keep(rows)
 
     def room_for(self, x: Tensor) -> Tensor:
-        """A table of zeros `row column d_model` as large as the cache, with the dtype and device of residuals `x`."""
+        """Zeros `row column d_model` for all rows and columns of the cache, with the dtype and device of residuals `x`."""
         return torch.zeros(self.rows, self.room, x.shape[-1], dtype=x.dtype, device=x.device)

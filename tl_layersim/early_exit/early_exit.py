@@ -185,7 +185,7 @@ class EarlyExit:
         return blocks
 
     def _share_of_check(self, costs: ExitCosts | None) -> float:
-        """Cost of an exit check as a fraction of that of blocks and head. Without `costs`, numbers of weights are compared."""
+        """The cost of an exit check divided by that of all blocks and the head. Without `costs`, weights are counted."""
         if costs is not None:
             full = costs.blocks * costs.block + costs.head
             return costs.check / max(full, costs.check) if costs.check else 0.0
@@ -197,7 +197,7 @@ class EarlyExit:
         return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
 
     def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, given: tuple[int, ...] | None) -> ExitPlan:
-        """The plan from an exit curve. Warns if the curve was measured on other weights, or if exit checks do not pay.
+        """Plan exit checks by an exit curve. Warns if it was measured on other weights, or if checks make the model slower.
 
         Raises:
             LayersimError: there are no costs, or the curve was measured with other rules, thresholds or heads.

@@ -100,7 +100,7 @@ class ExitCosts:
         return self.start + self.blocks * self.block + self.head
 
     def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:
-        """The expected cost of the blocks between two exit checks and of the second check, or of the head after the last block.
+        """The expected cost of the blocks above one exit check, and of the next check or, after the last block, the head.
 
         A part is run if any row needs it. Rows exit independently.
 
@@ -199,7 +199,7 @@ class ExitPlan:
 
 
 def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None = None) -> ExitPlan:
-    """Plan exit checks: after the blocks `at`, or after those with which a decoding step is expected to cost least.
+    """Plan exit checks after the blocks `at`, or else after the blocks that minimise the expected cost of a decoding step.
 
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 
@@ -226,7 +226,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
-    """For each block, the fraction of positions that exit after it or after an earlier one, as an `ExitCurve` measured.
+    """For each block, the fraction of positions that exit after it or after an earlier one, from a result of `ExitCurve`.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.

@@ -54,7 +54,7 @@ class ExitLens:
         return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
 
     def rows(self, layer: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The part of a layer's output head for some token ids: weight `candidate d_model` and bias `candidate`."""
+        """The part of a layer's output head for these token ids: weight `candidate d_model` and bias `candidate`."""
         if self.heads is not None:
             return self.heads.rows(layer - 1, ids)
         linear = self.unembed.linear
@@ -121,7 +121,7 @@ class ExitCheck:
         return exits, self.lens(x[exits], layer, needs_norm) if logits is None else logits[exits]
 
     def _logits(self, rule: ExitRule, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
-        """The logits that a rule reads: `token vocabulary`, `token candidate` of a shortlist, or `token 0`."""
+        """The logits that a rule reads: `token vocabulary`, `token candidate` with a shortlist, `token 0` if it reads none."""
         if not rule.reads_logits:
             return x.new_zeros(len(x), 0)
         if rule.shortlist is None:

@@ -64,7 +64,7 @@ class Segments(ABC):
 
     @abstractmethod
     def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
-        """Arguments of the model's forward and residuals that enter the current segment; None if no row is left to run."""
+        """Arguments of the forward pass, and the residuals that enter the current segment; None if no row is left to run."""
 
     @abstractmethod
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
@@ -172,7 +172,7 @@ class Decoding(Segments):
             self.attended = torch.cat([self.attended, torch.ones_like(new[:, None], dtype=torch.bool)], 1)
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all rows of the batch except `rows`."""
+        """Keep only these rows of the batch."""
         index = torch.tensor(rows, device=self.tokens.device)
         self.tokens, self.numbers = self.tokens[index], [self.numbers[row] for row in rows]
         if self.attended is not None and self.pads is not None:

@@ -32,7 +32,7 @@ PROMPT, PAD, NEW = 5, 2, 6
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
-    """The blocks of a model, as a split model, and its final norm and head.
+    """Open a model for early exit: returns it as a split model, with its final norm and head.
 
     Args:
         model: the model, or an `OpenedModel`.

@@ -154,6 +154,6 @@ def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -
     gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):
         raise LayersimError(
-            f"The logits of the truncated model differ by {gap:.3g} of their norm from those of the logit lens at layer "
-            f"{n_layers}: some block computes with its own index."
+            f"The truncated model gives other logits than the logit lens after block {n_layers - 1} (difference: {gap:.3g} of "
+            "their norm): a block of this model computes differently if the model has fewer blocks, so it cannot be truncated."
         )

@@ -88,7 +88,7 @@ def run_with_baseline(
     baseline: BaselineArgument,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
-    """Run an analysis on trained models and on untrained copies of them, which figures and tables show for comparison.
+    """Run an analysis on trained models and on untrained copies of them. Figures and tables show both.
 
     Args:
         opened: the trained models.
@@ -244,9 +244,9 @@ def analyze(
     if stage is None and analysis.first_needs_model:
         names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
         tqdm.write(
-            f"{path} holds the first stage of shard {shard[0]} of {shard[1]}, the first pass over the data for {names}. When "
-            "all shards have a first stage, call again with the files of all: "
-            "analyze(..., shard=(i, n), first=[files of the first stage], save_to=another path).",
+            f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. When the first pass over all "
+            "shards is complete, call again with the files of all: "
+            "analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
             file=sys.stderr,
         )
     return path

@@ -268,7 +268,7 @@ def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
 
 
 def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
-    """Join the labels of `data` with the labels of `test_data`, which come last."""
+    """The labels of `data`, followed by the labels of `test_data`."""
     if isinstance(labels, str):
         if test_labels is not None:
             raise LayersimError(

@@ -146,7 +146,7 @@ class Workers:
         return part.of
 
     def _wait(self) -> tuple[str, int, Any]:
-        """Wait until a call ends, and return the stage of the run, the index of the shard and the result."""
+        """Wait until a call ends, and return its data pass ("first" or "main"), the index of its shard and its result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
         actor, stage, number = self._running.pop(reference)
         self._free.append(actor)
@@ -264,7 +264,7 @@ def _loaded(load_model: Callable[[], Any]) -> OpenedModel:
 
 
 def _ray() -> Any:
-    """The package ray."""
+    """Import the package ray, or raise an error that says how to install it."""
     try:
         import ray
     except ImportError as error:

@@ -62,7 +62,7 @@ def notes_on_sizes(
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
-    """Effective fraction of the samples at each `site`, counted from position `start` on; NaN without samples.
+    """Effective sample size at each `site` as a fraction of the samples from position `start` on; NaN without samples.
 
     It is the number of samples of equal size that would carry as much, as a fraction of all: (sum |x|^2)^2 / (n sum |x|^4).
 

@@ -76,7 +76,7 @@ class PassState:
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
-        """Add the sums of the next batches, leaf by leaf, to the tally, and count these batches.
+        """Add the sums of the next batches to the tally, and count these batches.
 
         Args:
             parts: the sums.
@@ -113,7 +113,7 @@ class PassState:
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """Add the counts of more batches to a tally, and set its time. Its sums are unchanged."""
+    """Add the counts of more batches, but not their sums, to a tally, and set its time."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
@@ -305,7 +305,7 @@ class DataPass:
 
 
 def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[str, Tally], blocking: bool = True) -> DataPass:
-    """Run the passes over one part of the data, starting after the batches whose sums the file holds.
+    """Run the passes over one part of the data. Batches whose sums the checkpoint holds are not run again.
 
     Args:
         analysis: models, data and analyzers.
@@ -375,7 +375,7 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-    """Run kernels that read only tokens and labels, without a model."""
+    """Run kernels that need no model, because they read only tokens and labels."""
     return [], reduce(kernels, tokens_alone(batch))[1]
 
 
@@ -439,7 +439,7 @@ def check_memory(
 
 
 def sums_so_far(tree: SumTree) -> dict[str, Sums]:
-    """Sums of one node for each kernel that has any. Sums of further rows must have the same shapes."""
+    """Sums of earlier rows by kernel, for their shapes: sums of further rows must have the same shapes."""
     return {name: sums for node in tree.nodes for name, sums in node.sums.items() if sums}
 
 
@@ -519,7 +519,7 @@ def exchange(
 
 
 def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
-    """Sums of one leaf, joined from the statistics of all models. An analyzer whose pools end elsewhere has none."""
+    """Join the statistics of all models to sums of a group of rows. An analyzer has none if its pool ends in another group."""
     not_finite = [count for counts, _ in leaves for count in counts]
     if any(bool(count.any()) for count in not_finite):
         return not_finite, {}

@@ -83,12 +83,12 @@ def _check_name(name: Any, analyzer: Analyzer) -> None:
         )
     if name in COSTS:
         raise LayersimError(
-            f"`analyzers` names an analyzer {name!r}, which `estimate` uses for a part of the model. Choose another name."
+            f"`analyzers` has the name {name!r}, which `estimate` uses for a part of the model. Choose another name."
         )
     other = find_analyzers().get(name)
     if other is not None and not isinstance(analyzer, other):
         raise LayersimError(
-            f"`analyzers` names {type(analyzer).__name__} {name!r}, which is the name of the analyzer {other.__name__}. Choose "
+            f"`analyzers` gives {type(analyzer).__name__} the name {name!r}, which is the name of {other.__name__}. Choose "
             "another name."
         )
 
@@ -225,7 +225,7 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, remote: bool
         return
     if not 0 <= shard[0] < shard[1]:
         raise LayersimError(
-            f"`shard` is {shard}; it must be (i, n), where n is the number of shards and i, from 0 to n - 1, the index of one."
+            f"`shard` is {shard}; it must be (i, n): the index i of a shard, from 0 to n - 1, and the number n of shards."
         )
     if given["save_to"] is None:
         raise LayersimError(f"`shard` is {shard}; it needs `save_to`, the path of a file for the sums of this shard.")

@@ -52,7 +52,7 @@ class DataCounts:
     capacity: int
 
     def within(self, number: int, of: int) -> range:
-        """Indices of a shard's batches among the batches that have a counted position.
+        """The batches of a shard, as a range of indices among the batches that have a position to measure.
 
         Args:
             number: index of the shard.
@@ -202,7 +202,7 @@ class Analysis:
             self.batches.read_ahead("a comparison with a model on a server", "list(data)")
 
     def check(self) -> None:
-        """Raise an error if an analyzer cannot use a model or the options. Prints how long a result takes after the pass."""
+        """Raise an error if an analyzer cannot use a model or the options, and print how long slow results take to compute."""
         models = self.plan.models()
         for name, analyzer in self.analyzers.items():
             analyzer.check_sites(*models[name])

@@ -128,7 +128,7 @@ def restored_analyzers(
     chosen = choose_analyzers(analyzers)
     given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != recipes:
-        raise LayersimError(f"`analyzers` are {str(given)[:300]}; the analyzers of the saved run are {str(recipes)[:300]}.")
+        raise LayersimError(f"`analyzers` are {str(given)[:300]}; they must be those of the saved run, {str(recipes)[:300]}.")
     return chosen
 
 

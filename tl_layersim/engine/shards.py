@@ -58,7 +58,7 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Contents of a shard's file, or the added first-stage sums of all shards.
+    """Contents of a shard's file, or the sums of the first pass over all shards.
 
     Attributes:
         path: path of the file.
@@ -99,8 +99,8 @@ class ShardPart:
         """
         if self.counts != counts:
             raise LayersimError(
-                f"{given}: {self.counts.tokens} tokens in {self.counts.sequences} rows, not {counts.tokens} in "
-                f"{counts.sequences}."
+                f"{given}: {self.counts.tokens} tokens in {self.counts.sequences} rows, which differ from the expected "
+                f"{counts.tokens} tokens in {counts.sequences} rows."
             )
 
 
@@ -135,7 +135,7 @@ def run_shard(
                 "`first` is given, but no analyzer of this call runs the model in a first pass. Leave `first` out."
             )
         if words := differing_entries(identity, first.identity):
-            raise LayersimError(f"`first` holds the first stage of another run: {words}.")
+            raise LayersimError(f"`first` holds the first pass of another run: {words}.")
     # A first pass without the model is a part of each shard.
     stage = FIRST if analysis.first_needs_model and first is None else MAIN
     digest = "" if first is None else checksum("", sums_snapshot(FIRST, first.tally.tree.total().sums))
@@ -147,7 +147,7 @@ def run_shard(
         tqdm.write(f"{path} holds this shard already, and is complete.", file=sys.stderr)
         return path
     if first is not None:
-        first.refuse_other_counts("`first` holds the first stage of other data", counts)
+        first.refuse_other_counts("`first` holds the first pass over other data", counts)
     refuse_empty(counts.tokens, counts.sequences)
     held = kept or first
     tallies = {} if held is None else dict(held.tallies)
@@ -247,7 +247,7 @@ def _report_of(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None) 
 
 
 def merged_first(files: Iterable[Path]) -> ShardPart:
-    """Add the first-stage sums of all shards.
+    """Add the sums of the first pass over all shards.
 
     Args:
         files: the files of the first stage.
@@ -285,31 +285,36 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
     others = [part for part in parts if part.stage != stage]
     if others and stage == MAIN:
         raise LayersimError(
-            f"Files of a first stage cannot be merged to a report: {_shard_names(others)}. Measure all shards with "
-            "first=[these files], and merge the files that these calls write."
+            f"These files hold only the first pass over the data: {_shard_names(others)}. Call analyze(..., shard=(i, n), "
+            "first=[these files], save_to=...) for every shard, and merge what those calls save."
         )
     if others:
-        raise LayersimError(f"`first` holds files of the main pass: {_shard_names(others)}. Pass files of the first stage.")
+        raise LayersimError(
+            f"`first` holds files of the main pass over the data: {_shard_names(others)}. It must hold files of the first "
+            "pass, which calls without `first` write."
+        )
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:
         then = others[0].identity.get("version")
         raise LayersimError(
-            f"Shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
+            f"These shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
             f"another meaning; install version {then}."
         )
     if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
         words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
-        raise LayersimError(f"Shards belong to another run than {head.path}: {words}, in {_shard_names(others)}.")
+        raise LayersimError(
+            f"These shards belong to another run than {head.path}: {_shard_names(others)}. Their run has {words}."
+        )
     if others := [part for part in parts if part.counts != head.counts]:
-        others[0].refuse_other_counts(f"Shards were measured on other data: {_shard_names(others)}", head.counts)
+        others[0].refuse_other_counts(f"Other data than in {head.path} was measured in {_shard_names(others)}", head.counts)
     if unfinished := [part for part in parts if not part.is_done]:
         raise LayersimError(
-            f"Shards are not finished: {_shard_names(unfinished)}. The call with shard=({unfinished[0].number}, "
-            f"{unfinished[0].of}) continues from its file."
+            f"These shards are not finished: {_shard_names(unfinished)}. Repeat the call with shard=({unfinished[0].number}, "
+            f"{unfinished[0].of}) and the same `save_to`; it continues from the file."
         )
     by_number = {part.number: part for part in parts}
     if twice := [part for part in parts if by_number[part.number] is not part]:
-        raise LayersimError(f"Shards are given more than once: {_shard_names(twice)}.")
+        raise LayersimError(f"These shards are given more than once: {_shard_names(twice)}.")
     if count := head.of - len(parts):
         # `of` comes from a file: no list is as long as it says.
         missing = list(islice((number for number in range(head.of) if number not in by_number), 20))

@@ -61,7 +61,7 @@ class SitePlan:
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
-        """Wrap an analyzer's kernel: it takes views of all sites of a run, and reads only the analyzer's sites.
+        """Wrap an analyzer's kernel: the new kernel takes views of all sites of a run, and reads only the analyzer's sites.
 
         Args:
             name: name of the analyzer.
@@ -184,7 +184,7 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
 
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
-    """The analyzer's optional families of sites that the model has."""
+    """Families of sites that are optional for the analyzer, and that the model has."""
     has = []
     for family in analyzer.optional_families:
         with suppress(LayersimError):
@@ -293,8 +293,8 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
         )
     if rules[0] == "first" and skip_first:
         raise LayersimError(
-            f"`skip_first` is {skip_first}, which leaves out the position that the head of {models[0].name} reads. Use "
-            "positions= to measure others."
+            f"`skip_first` is {skip_first}, but by default only the position that the head of {models[0].name} reads is "
+            "measured, and it is among those left out. Leave out skip_first, or give positions=, such as positions='all'."
         )
     return rules[0]
 

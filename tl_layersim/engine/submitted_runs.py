@@ -405,7 +405,7 @@ def load_run(
     server = header.server if remote is None else remote
     ndif = NdifClient(server, header.model_key, {})
     if ndif.name != header.server:
-        raise LayersimError(f"`remote` is {shown(server)}; the saved run was sent to {header.server}.")
+        raise LayersimError(f"`remote` is {shown(server)}; it must be the server of the saved run, {header.server}.")
     if model is None:
         return RemoteRun(run, chosen, ndif)
     layers, unembed = header.settings.get("layers"), header.settings.get("unembed")
@@ -416,7 +416,8 @@ def load_run(
     now, then = ((m.name, m.config_hash, m.dtype, m.source) for m in (source.model, next(iter(models.values()))))
     if now != then or without_secrets(source.ndif.model_key) != header.model_key:
         raise LayersimError(
-            f"`model` is {without_secrets(source.ndif.model_key)} {now}; the saved run is of {header.model_key} {then}."
+            f"`model` is {without_secrets(source.ndif.model_key)} {now}; it must be the model of the saved run, "
+            f"{header.model_key} {then}."
         )
     choices = {name: (SiteChoice(tuple(map(header.sites.index, models[name].layers))),) for name in chosen}
     return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first))

@@ -157,7 +157,7 @@ class CouplingOptions:
 
 @dataclass(frozen=True)
 class Coupled:
-    """Result of `couple`, on the device of the activations.
+    """Coupling of Jacobians with the null, the singular values and the replay checks, on the device of the activations.
 
     Attributes:
         off: `k sample connection connection`, |A - diag A|_F of Jacobian a in the singular basis of b; float64.

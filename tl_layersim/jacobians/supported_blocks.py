@@ -26,7 +26,7 @@ def refuse_post_norm(model: Model) -> None:
 
 
 def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
-    """Raise an error if the blocks of a model cannot be differentiated, have no residual branch, or have too few dimensions.
+    """Raise an error if the blocks of a model have no derivatives, no residual branch, or fewer than `k` dimensions.
 
     Args:
         model: the model.
@@ -60,7 +60,7 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Raise an error if a block's replay differs, it lacks a skip connection, or its finite differences are too coarse.
+    """Raise an error if a block's replay differs from the forward pass, has no skip connection, or has too coarse differences.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.

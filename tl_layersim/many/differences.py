@@ -188,8 +188,8 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
     paired = same and len(first.replicates) == len(second.replicates)
     if not paired and len({(record.data, record.tokens) for record in records}) == 1:
         warn(
-            "Both runs used the same data, but in other blocks of rows, so the difference is not paired and its interval is "
-            f"wider than necessary. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same "
+            "Both runs used the same data, but in different blocks of rows, so the difference is not paired and its interval "
+            f"is wider than necessary. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same "
             "batch_size= to both."
         )
     return paired
@@ -283,7 +283,7 @@ def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, resu
 
 
 def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
-    """A field of a result or of one of its replicates. Axes in `grids` are interpolated at that number of relative depths."""
+    """A field of a result or replicate. An axis in `grids` is interpolated at as many relative depths as `grids` gives it."""
     values = aligned(result, whole, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
         if axis in grids:

@@ -330,7 +330,9 @@ def relate(
 
     table = values if isinstance(values, pandas.DataFrame) else _series(values, "Value").to_frame()
     if len(set(map(str, table.columns))) < len(table.columns):
-        raise LayersimError(f"`values` has two columns with the same name: {', '.join(map(str, table.columns))}.")
+        raise LayersimError(
+            f"`values` has several columns of the same name: {', '.join(map(str, table.columns))}. Give each its own name."
+        )
     table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
     targets = _series(scores, "Score")
     if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):

@@ -296,7 +296,7 @@ def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
 
 
 def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) -> Iterator[list[int]]:
-    """Yields the group labels of the models for each division into groups of these sizes. The first model's is drawn first."""
+    """Yields the models' group labels for each division into groups of these sizes. The first model's group comes first."""
     if not sizes:
         yield []
         return

@@ -159,7 +159,7 @@ class CouplingMatrices(Result):
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Labels of the `other` axis."""
+        """Labels of the `other` axis: the connections again."""
         return self.connections
 
     def headline(self) -> dict[str, float]:

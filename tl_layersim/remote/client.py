@@ -456,8 +456,8 @@ class NdifClient:
     def no_server(self, given: str) -> LayersimError:
         """The error for an address at which no NDIF server responds."""
         return LayersimError(
-            f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, or "
-            "NDIF_HOST, nnsight's default."
+            f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, "
+            "or nnsight's setting NDIF_HOST if remote=True."
         )
 
 

@@ -79,7 +79,7 @@ def loss_and_gradient(
     up: Tensor,
     weights: list[float],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Cross-entropies of all layers and the gradient of the aligned loss, inside a trace.
+    """Cross-entropies of all layers, and the gradient of their weighted sum (the aligned loss), inside a trace.
 
     Only one chunk of logits of one layer is held at a time. Its gradient with respect to the residual is computed at once, and
     a single backward pass through the blocks starts from all these gradients.

@@ -88,7 +88,7 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         layers = blocks_to_read(module, layers, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
-            f"`tokens_per_request` is {opened.tokens_per_request} with remote={shown(opened.remote)}, but applies only to a "
+            f"`tokens_per_request` is {opened.tokens_per_request} with remote={shown(opened.remote)}, but it applies only to a "
             "model on a server. Use batch_size= in this process."
         )
     source: Source

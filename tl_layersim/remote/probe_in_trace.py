@@ -95,7 +95,7 @@ class PassReader:
         return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
 
     def _refuse_sandbox(self) -> None:
-        """Raise an error if a sandbox would read cached generation: its model would continue with a copy of the cache."""
+        """Raise an error on a sandboxed server, whose model would continue a generation with a copy of its cache."""
         if next(iter(self.reader.model._module.parameters())).device.type == "meta":
             raise LayersimError(
                 "`probe.read()` cannot read a generation on a sandboxed server, because it would change the later steps. Trace "

@@ -201,7 +201,7 @@ class RemoteSource(NNsightSource, OnServer):
             self.ndif.say = quiet
 
     def _lower(self, group: list[Batch], error: JobTooLong) -> None:
-        """Limit requests to fewer batches than a job that took too long had: to the next lower power of two.
+        """After a job that took too long, limit requests to the next lower power of two of batches.
 
         Raises:
             LayersimError: the job held one batch.
@@ -230,7 +230,7 @@ class RemoteSource(NNsightSource, OnServer):
             return take(lambda backend: submit(*about, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """The content of a request: the forward passes of each batch, and the leaves and pools of its rows."""
+        """The content of a request: for each batch, its forward passes and the groups of rows to sum over."""
         return [
             {
                 "starts": batch.starts,

@@ -61,7 +61,7 @@ class ColourScale(NamedTuple):
     note: str = ""
 
     def trace(self) -> dict[str, Any]:
-        """Settings of a plotly heatmap."""
+        """The arguments that give a plotly heatmap this colour scale."""
         return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
 
 
@@ -107,7 +107,7 @@ def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
 
 
 def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
-    """The colour scale from the smallest to the largest value, for values far from the bounds of their field.
+    """A colour scale from the smallest to the largest of the values, not to the bounds of what is possible.
 
     Args:
         values: the values in the figure.

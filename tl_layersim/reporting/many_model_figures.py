@@ -139,7 +139,7 @@ def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
 
 
 def _scale(values: Any, narrow: bool) -> ColourScale:
-    """The colour scale. It starts at 0; if `narrow`, at the smallest value, or it is centred at 0 if values have both signs."""
+    """The colour scale. It starts at 0. If `narrow`, it starts at the smallest value, or, with both signs, is centred at 0."""
     if narrow:
         return about_zero(values) if np.nanmin(values) < 0 < np.nanmax(values) else narrow_scale(values)
     return scale_within(values, (-math.inf, math.inf))

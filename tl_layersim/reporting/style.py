@@ -174,7 +174,7 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
 
 
 def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
-    """Change the title of a figure, or its size to that of a paper, which drops the subtitle.
+    """Set the title of a figure, and its size for the screen or for a paper. A figure for a paper has no subtitle.
 
     Args:
         fig: a figure that `styled` returned.
@@ -278,7 +278,7 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
 
 
 def _fit_ticks(axis: Any, room: float, size: Size) -> None:
-    """Turn labels below an axis that would overlap, if they are long or few. Skip others; in a paper, skip all without room."""
+    """If labels would overlap, turn long or few ones below an axis, else skip some. In a paper, skip some on any axis."""
     texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
     letters = [_letters(text) for text in texts]
 

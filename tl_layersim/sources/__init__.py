@@ -1,4 +1,4 @@
-"""Sources: models that run batches and pass activations to kernels; how they are opened, described, identified and checked."""
+"""Sources: opened models, which run batches and pass the activations to the kernels of analyzers."""
 
 import lazy_loader
 

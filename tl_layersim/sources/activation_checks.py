@@ -120,7 +120,7 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
 
 
 def need_stream(model: Model, what: str, parts: bool = False) -> None:
-    """Raise an error if the sites are not the residual stream.
+    """Raise an error if the model's layers are not a residual stream or, without `parts`, leave out blocks of it.
 
     Args:
         model: the description of the model.
@@ -186,12 +186,12 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
         raise LayersimError(
             f"The hook points of {source.model.name} do not add up to its residual stream: "
             f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
-            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of its norm. Name modules by their paths in at= instead."
+            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of their largest norm. Name modules by paths in at= instead."
         )
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """For each stream sum, the norm of (sum of its terms - total), and the largest norm of a term or the total.
+    """For each stream sum: the norm of (sum of the terms - total), and the largest of the norms of the terms and the total.
 
     Args:
         view: the view of one row.
@@ -205,7 +205,7 @@ def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) 
 
 
 def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
-    """The hook points, with one for each name.
+    """The hook points without repetitions: one for each name.
 
     Args:
         points: the hook points.
@@ -228,7 +228,7 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
         return
     if not isinstance(source, HookedSource) or not is_transformer_lens(source.module):
         raise LayersimError(
-            f"`verify` is given for {source.model.name} ({source.model.source}), which is not a TransformerLens model in "
+            f"`verify` cannot be given for {source.model.name} ({source.model.source}); it needs a TransformerLens model in "
             "this process."
         )
     processing = stream_processing(source.module)
@@ -293,7 +293,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
 
 
 def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tensor], Any]:
-    """On one row: by name, the input of block 0 and the outputs of all blocks and the final norm; and the model's output."""
+    """Residuals of one row by name (input of block 0, outputs of the blocks and the final norm), and the model's output."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> None:

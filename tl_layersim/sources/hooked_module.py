@@ -109,7 +109,7 @@ class HookedSource(CanReadSites):
         return super().is_settled and self._check is None
 
     def check_first_row(self, check: Callable[[Batch], None]) -> None:
-        """Make the next `settle` call `check` with its batch."""
+        """Set a function that the next `settle` calls with its batch."""
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
@@ -145,7 +145,7 @@ class HookedSource(CanReadSites):
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """Indices of the sites by the tensor they read; a key is a module and whether its input (True) or output is read."""
+        """Indices of the sites by the tensor that they read: the input (True) or the output (False) of a module."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)

@@ -376,7 +376,7 @@ def _multipliers() -> tuple[Tensor, Tensor]:
 
 
 def _settings_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> list[Any]:
-    """Describe an object as texts: its class with the user's code in it, and its attributes.
+    """Texts that describe an object: its class, with the user's code in that class, and its attributes.
 
     Args:
         value: the object.
@@ -430,7 +430,7 @@ def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that determine a model's output, in module order, each with whether a module holds it.
+    """The tensors that determine a model's output, in module order; each with True if it is a module's parameter or buffer.
 
     Weights that were not loaded are on the meta device.
     """
@@ -450,7 +450,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """For each module, accelerate's mappings of offloaded weights, with the module's path in each."""
+    """By module, the mappings in which accelerate keeps its offloaded weights, each with the module's path in the mapping."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")

@@ -1,4 +1,4 @@
-"""Models in this process: choice of the source by the model's type, the table of sites, and untrained twins."""
+"""Models in this process: choice of the source by the model's type, the table of sites, and untrained models."""
 
 from __future__ import annotations
 
@@ -248,8 +248,8 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
     if shapes != own:
         different = next(name for name in shapes | own if shapes.get(name) != own.get(name))
         raise LayersimError(
-            f"`model` has no untrained twin: {different} has shape {shapes.get(different)}, but its configuration gives "
-            f"{own.get(different)}."
+            f"`model` does not fit its configuration: {different} has shape {shapes.get(different)}, but an untrained model "
+            f"has {own.get(different)}."
         )
     if hasattr(model, "tokenizer") and not hasattr(made, "tokenizer"):
         made.tokenizer = model.tokenizer

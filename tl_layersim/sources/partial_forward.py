@@ -151,16 +151,18 @@ class SplitModel(ABC):
         return self.lower(batch, layer, _as_it_is)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        """`score_of` applied to the model's logits; `x`, if given, replaces the model's own residual at a layer."""
+        """Loss and correct predictions of the model, see `score_of`. If given, `x` replaces the residual at the layer."""
         return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
-        """Mean cross-entropy if `x` replaces the residual at a layer, and its gradient with respect to `x`."""
+        """The mean cross-entropy with `x` in place of the residual at a layer, and its gradient with respect to `x`."""
         found = self.upper(batch, targets, layer, x, gradient=True)
         return float(found["loss"]), found["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Apply `moments_of` to the front model's and this model's residuals at attended tokens, in this model's process.
+        """Sums that `moments_of` computes of the front model's and this model's residuals at attended tokens.
+
+        The function runs in the process of this model.
 
         Args:
             batch: the tokens.
@@ -182,7 +184,7 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Raise an error if the model's own residual changes the loss, or if another residual does not.
+        """Raise an error unless the upper part gives the model's loss from the model's own residual, and only from that.
 
         Raises:
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
@@ -200,9 +202,9 @@ class SplitModel(ABC):
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the loss is {theirs:.6g} in the "
-                f"whole model, {ours:.6g} from its own residual, and {wrong:.6g} from another residual. layers=[...] must "
-                "name blocks that run one after the other."
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: its loss {theirs:.6g} must follow "
+                f"from its own residual there and from no other, but its own gives {ours:.6g} and another {wrong:.6g}. "
+                "layers=[...] must name blocks that run one after the other."
             )
 
 
@@ -399,7 +401,7 @@ def _one_token() -> Batch:
 
 
 def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A block's forward that returns its input, or `put` of its input, in a tuple of this length (0: no tuple).
+    """A forward for a block that returns its input or `put(input)`, as the first item of a tuple unless `length` is 0.
 
     With `own`, the block's own forward, the block runs for what it returns beside the residual.
     """

@@ -209,8 +209,8 @@ def running(source: Source, calls: bool = False) -> Iterator[None]:
     """
     if calls and not isinstance(source, CanReplay):
         raise LayersimError(
-            f"`calls` of the model of {type(source).__name__} is {source.model.calls!r}; it must be 'none' for a source that "
-            "is no CanReplay."
+            f"`calls` of the model of {type(source).__name__} is {source.model.calls!r}; it must be 'none', because "
+            "the source does not inherit from CanReplay."
         )
     with source.evaluating() if isinstance(source, HasModule) else nullcontext():
         if not calls:

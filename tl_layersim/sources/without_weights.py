@@ -102,7 +102,7 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
         return out
 
     def _index(self, func: Any, x: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """Indexing in which masks select a typical number of elements."""
+        """Index a tensor; a mask on the meta device selects as many elements as its recorded fraction of True says."""
         whole: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:

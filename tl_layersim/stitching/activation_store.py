@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from ..core.errors import LayersimError, in_words, warn
 from ..data.batches import Batch, Batches, row_bytes
 from ..data.labels import NO_LABEL
-from ..lens.target_tokens import answers, check_batch_labels
+from ..lens.targets import answers, check_batch_labels
 from ..sources.model_description import Model
 from ..sources.partial_forward import SplitModel
 
@@ -91,7 +91,7 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
 
 
 def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], list[Batch]]:
-    """Split rows between documents: about the last fifth of the rows is for the evaluation, the others for the fit.
+    """Split the rows at a document boundary: about the last fifth is for the evaluation, the others for the fit.
 
     Args:
         batches: rows in the order of the data.

@@ -32,7 +32,7 @@ from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..engine.report_assembly import record
 from ..engine.run_arguments import shared_tokens, with_tokenizer
-from ..lens.target_tokens import answers, usual_labels
+from ..lens.targets import answers, usual_labels
 from ..many.compare_grid import group_labels
 from ..remote.open_model import open_split_model
 from ..sources.model_description import Model

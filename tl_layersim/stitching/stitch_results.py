@@ -398,9 +398,7 @@ class StitchGrid(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot a field over stitch points: a line for each front and back model, with known intervals. Self-stitches are
-        dashed.
-        """
+        """Plot a field over stitch points: a line for each front and back, with known intervals; dashed for self-stitches."""
         from ..reporting.many_model_figures import stitch_lines
         from ..reporting.style import intervals_in_words, with_size, with_subtitle
 

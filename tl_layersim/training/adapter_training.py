@@ -271,7 +271,7 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run steps or evaluations in order, as many in a request as time allows. The grouping does not change the results.
+        """Run steps or evaluations in order, as many in each request as time allows. How many does not change the results.
 
         Args:
             count: number of items.

@@ -30,7 +30,7 @@ from ..data.data import Data
 from ..early_exit.early_exit import EarlyExit
 from ..engine.analyze_and_compare import analyze
 from ..lens.exit_heads import ExitHeads, as_heads
-from ..lens.target_tokens import gives_classes, usual_labels
+from ..lens.targets import gives_classes, usual_labels
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
 

@@ -200,7 +200,7 @@ class ResidualStream:
         norm: bool,
         run: Callable[[], Any] | None = None,
     ) -> tuple[Tensor, int]:
-        """Weighted sum over layers of the cross-entropies, summed over targets; and the number of targets.
+        """The cross-entropy summed over targets and, with weights, over layers; and the number of targets.
 
         Args:
             batch: inputs and targets.
@@ -212,7 +212,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """The loss from the inputs of the output head (see `at_targets`): weighted sum over layers and targets."""
+        """The cross-entropy of what `at_targets` returns, summed over targets and, with weights, over layers."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])

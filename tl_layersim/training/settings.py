@@ -1,4 +1,4 @@
-"""`AlignedTraining`: settings of a fine-tune; and the file with the state of a training."""
+"""`AlignedTraining`: settings of a fine-tune; and its checkpoint file."""
 
 from __future__ import annotations
 

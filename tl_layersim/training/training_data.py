@@ -21,7 +21,7 @@ from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.non_token_inputs import EMBEDDINGS
 from ..data.row import Row
 from ..engine.report_assembly import record
-from ..lens.target_tokens import answers, check_batch_labels, usual_labels
+from ..lens.targets import answers, check_batch_labels, usual_labels
 from ..sources.forward_arguments import forward_arguments
 from ..sources.model_description import Model
 from .residual_stream import TrainingBatch

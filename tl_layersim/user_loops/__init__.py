@@ -1,4 +1,4 @@
-"""Measures inside a user's own loop: `attach`."""
+"""Analyzers inside a user's own loop: `attach`."""
 
 import lazy_loader
 

@@ -70,8 +70,8 @@ def refuse_untraceable(source: NNsightSource) -> None:
     if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
         takes = "has an encoder and a decoder" if encoder_and_decoder(source.module) else f"takes `{source.model.main_input}`"
         raise LayersimError(
-            f"`model` is {source.model.name}, which {takes}; a probe in a trace reads models of token ids with one stack. Use "
-            "lsim.analyze(model.edit(...), data, analyzers)."
+            f"`model` is {source.model.name}, which {takes}; a probe in a trace needs a model of one stack that takes token "
+            "ids. Use lsim.analyze(model.edit(...), data, analyzers)."
         )
 
 

@@ -149,7 +149,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """The model by analyzer, and the options that only this kind of probe records."""
+        """The models that each analyzer measures, and the options that only this kind of probe records."""
         raise NotImplementedError
 
     def _checked(
@@ -273,7 +273,7 @@ class LoopProbe(Probe):
         self._error = error
         # A filter of the user may make errors of warnings.
         with suppress(Warning):
-            warn(f"The probe stopped measuring, and probe.results() raises the reason: {error}")
+            warn(f"The probe stopped measuring, and probe.results() will raise this error: {error}")
 
     def _choose(self, call: Call) -> tuple[Tensor, Tensor]:
         return self._positions.choose(call, self._mask)
@@ -314,7 +314,7 @@ class LoopProbe(Probe):
         return self._last[0], False
 
     def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
-        """Whether there are enough views to call a kernel: many tokens, or a pool of rows.
+        """Whether there are enough views to call a kernel: many tokens, or enough rows and samples for a `PoolKernel`.
 
         Cached generation gives one position at a time, and few calls are faster than many.
         """
@@ -451,7 +451,7 @@ class TraceProbe(Probe):
                 f"The probe was sent with {len(self.sent)} traces, and none of their results has arrived. The probe must have "
                 "a name of its own in the function that opens the trace: an argument, or `probe = self.probe`."
             )
-        raise LayersimError("The probe measured nothing: no trace called probe.read(), or none at counted positions.")
+        raise LayersimError("The probe measured nothing: no trace called probe.read(), or no position was counted.")
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
         source = self._source

@@ -384,7 +384,7 @@ class Recorder:
             self.on_error(error)
 
     def _miss(self) -> None:
-        """Report a forward pass that torch compiles to one graph."""
+        """Report that torch compiles a forward pass to one graph, which has no place for hooks."""
         self._stop(
             LayersimError(
                 "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "

@@ -271,7 +271,7 @@ def detection_kernel(
 
 
 def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """The terms of one image at one layer in the sums of `detection_kernel`."""
+    """What one image adds to the sums of `detection_kernel` at one layer."""
     queries, found = match(logits, boxes, objects, weights)
     none = logits.shape[-1] - 1
     target = torch.full((len(logits),), none)

@@ -94,7 +94,7 @@ class ExitRule(ABC):
         return self.reads_logits and self.shortlist is None
 
     def new_state(self, count: int) -> RuleState:
-        """The initial state of tokens; empty for rules that do not compare layers.
+        """The rule's initial state for new tokens; empty for rules that do not compare layers.
 
         Args:
             count: number of tokens.

@@ -54,7 +54,7 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
     kinds = {gives_classes(model) for model, _ in models}
     if len(kinds) > 1:
         raise LayersimError(
-            "The models must be all language models or all classifiers, but are "
+            "The models must be all language models or all classifiers, but are a mix: "
             f"{', '.join(model.source for model, _ in models)}."
         )
     masked = next((model for model, module in models if "MaskedLM" in type(module).__name__), None)
@@ -126,7 +126,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
         if len(classes) > 1 and all(bool((row == row[0]).all()) for row in classes):
             raise LayersimError(
-                f"`labels` has one class for each whole row, in {len(classes)} rows, but the head predicts a token at every "
+                f"`labels` are equal at all positions of each of {len(classes)} rows, but the head predicts a token at every "
                 "position. Use a label for each position, or AutoModelForSequenceClassification."
             )
     if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
