@@ -84,7 +84,7 @@ def test_panels_of_other_data_have_their_own_words():
 
 def test_a_report_without_pictures_is_refused():
     curve = LayerCurve(values=torch.full((1,), math.nan, dtype=torch.float64), layers=("a",), provenance=provenance())
-    with pytest.raises(lsim.LayersimError, match="picture"):
+    with pytest.raises(lsim.LayersimError, match=r"report.*curve"):
         lsim.Report({"curve": curve}).plot()
 
 
