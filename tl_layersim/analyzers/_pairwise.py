@@ -201,7 +201,7 @@ def pair_statistics(
     seed: int,
     triangles: bool = True,
 ) -> dict[str, Tensor]:
-    """The matrices of one model, to compare its layers with each other, or with a model on another machine.
+    """Matrices between a minibatch's samples, one for each layer of one model, by which layers are compared.
 
     Args:
         sides: samples of the model, `layer sample d_model`.

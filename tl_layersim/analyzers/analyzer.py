@@ -159,7 +159,7 @@ class Analyzer(ABC):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether samples must be single positions. The mean of a row has no logit lens, next token or block call."""
+        """Whether `positions="mean"` is refused: the output head, next tokens and block calls need single positions."""
         return self.needs_unembed or self.needs_calls
 
     @property

@@ -245,7 +245,7 @@ class Skip:
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
-    """For each skipped block, sums over tokens of its effects, and sums over rows of the largest effects.
+    """For each skipped block: its effects summed over tokens, and the largest effect in each row summed over rows.
 
     Args:
         view: activations of one batch, with the calls of the blocks.

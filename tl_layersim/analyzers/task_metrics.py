@@ -256,7 +256,7 @@ def _metrics(confusion: Tensor) -> tuple[float, Tensor, float]:
 
 
 def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> RegressionMetricsResult:
-    """Pearson and Spearman correlations of predictions `layer row` with scores `row`.
+    """Pearson and Spearman correlations of each layer's predictions, `layer row`, with the scores, `row`.
 
     Args:
         scores: the predictions.

@@ -127,7 +127,7 @@ class ValueNames:
         return hashlib.sha256(f"{text} {self.named(values)!r}".encode()).hexdigest()[:12]
 
     def _object(self, bound: Any) -> Any:
-        """The object that a method is bound to, by its class and contents."""
+        """The class and the attributes of the object that a method is bound to; a class or a module is returned itself."""
         if id(bound) in self._known or isinstance(bound, type | torch.nn.Module):
             return bound
         return [type(bound), getattr(bound, "__dict__", {})]

@@ -403,7 +403,7 @@ def field_named(result: Any, name: str) -> str:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """A replicate's tensor field, aligned with the result's labels; NaN at labels that occur only in the left-out block.
+    """A field of a jackknife replicate, at the labels of the full result; NaN at labels that occur only in the data left out.
 
     Args:
         replicate: the result without one block, or the result itself.

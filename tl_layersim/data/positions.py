@@ -54,7 +54,7 @@ class Positions:
 
     @property
     def marked(self) -> bool:
-        """Whether a mask column or a chat template marks the positions."""
+        """Whether the counted positions are chosen by a mask column of the data or by a chat template."""
         return self.column is not None or self.rule == "assistant"
 
     @property

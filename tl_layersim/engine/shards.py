@@ -58,7 +58,7 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Contents of a shard's file, or the sums of the first pass over all shards.
+    """The sums of one shard, read from its file; or the added sums of the first pass over all shards.
 
     Attributes:
         path: path of the file.

@@ -289,7 +289,8 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
         )
     if len(set(rules)) > 1:
         raise LayersimError(
-            f"`positions` must be given: the heads of the models read {' and '.join(map(_head_reads, dict.fromkeys(rules)))}."
+            "`positions` must be given, because the output heads of the models read different positions: "
+            f"{'; '.join(map(_head_reads, dict.fromkeys(rules)))}. Pass a rule, such as positions='all'."
         )
     if rules[0] == "first" and skip_first:
         raise LayersimError(

@@ -395,7 +395,7 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
-    """Split the Jacobians of each block into chunks; a chunk holds indices of rows, samples and connections.
+    """List the Jacobians to compute, block by block, in chunks: indices of their rows, samples and connections.
 
     Args:
         which: samples and connections.

@@ -201,7 +201,7 @@ class RemoteSource(NNsightSource, OnServer):
             self.ndif.say = quiet
 
     def _lower(self, group: list[Batch], error: JobTooLong) -> None:
-        """After a job that took too long, limit requests to the next lower power of two of batches.
+        """After a job that took too long, limit requests to fewer batches than it held, a power of two.
 
         Raises:
             LayersimError: the job held one batch.
@@ -243,7 +243,7 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """Index, arguments and position fields of each forward pass that has a counted position."""
+        """Each forward pass with a counted position: its number, the model's inputs, and the data of its positions."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):

@@ -45,7 +45,8 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
         raise LayersimError("Headline numbers have no figure, because their units differ. Use `.to_pandas()`.")
     if len(axes) not in (1, 2):
         raise LayersimError(
-            f"{array.name!r} has {len(axes)} axes beside `statistic`; a figure shows one or two. Select a label of the others."
+            f"{array.name!r} has {len(axes)} axes beside `statistic` ({', '.join(axes)}); a figure shows one or two. Choose "
+            "one label of each further axis with array.sel(axis=label)."
         )
     about, level = array.attrs, array.attrs.get("level", 0.95)
     models = [model_name(str(about.get(which, which))) for which in ("first", "second")]

@@ -209,8 +209,8 @@ def running(source: Source, calls: bool = False) -> Iterator[None]:
     """
     if calls and not isinstance(source, CanReplay):
         raise LayersimError(
-            f"`calls` of the model of {type(source).__name__} is {source.model.calls!r}; it must be 'none', because "
-            "the source does not inherit from CanReplay."
+            f"{type(source).__name__}.model has calls={source.model.calls!r}, but the source does not inherit from CanReplay. "
+            "Inherit from it, or set calls='none'."
         )
     with source.evaluating() if isinstance(source, HasModule) else nullcontext():
         if not calls:
@@ -410,7 +410,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @property
     def is_settled(self) -> bool:
-        """Whether `settle` needs no forward pass: the sites' order, and whether they are a residual stream, are known."""
+        """Whether `settle` has nothing to find out: order and kind (residual stream or not) of the sites are known."""
         return self.model.stream != "unknown" and self.reading.order is not None
 
     @abstractmethod
