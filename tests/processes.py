@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from .ndif.server import free_ports
 
 # Started with the first process that is asked for, and ended with this one. It never imports the package itself.
 FORKS = multiprocessing.get_context("forkserver")
@@ -53,8 +54,6 @@ def kill_when(path: Path, process: BaseProcess, seconds: float = 120) -> None:
 
 def run_in_group(script: str, size: int, *arguments: str, **environment: str) -> None:
     """Run a script in the processes of a group of `torch.distributed`, which only this machine can reach."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(size)}
     finish(*(started(script, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **place, **environment) for rank in range(size)))

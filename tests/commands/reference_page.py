@@ -6,16 +6,14 @@ import inspect
 from pathlib import Path
 from typing import get_args
 
-from tl_layersim.commands import measure
-from tl_layersim.commands import show_merge_list as files
-from tl_layersim.commands import stitch_and_train as training
+from tl_layersim.commands import measure, show_merge_list, stitch_and_train
 from tl_layersim.commands.options import PANELS, Command, flag
 
 PAGE = Path(__file__).parents[2] / "docs/api/cli.md"
 COMMANDS = (
     *(measure.report_on_model, measure.measure_exits, measure.estimate_cost, measure.compare_models),
-    *(training.stitch_models, training.train_model),
-    *(files.show_file, files.merge_shards, files.list_analyzers, files.list_sites),
+    *(stitch_and_train.stitch_models, stitch_and_train.train_model),
+    *(show_merge_list.show_file, show_merge_list.merge_shards, show_merge_list.list_analyzers, show_merge_list.list_sites),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim import cli
-from tl_layersim.commands import output as tables
+from tl_layersim.commands import output
 
 from .helpers import done, run
 
@@ -29,13 +29,13 @@ def terminal(monkeypatch):
 
 
 def test_a_table_in_a_pipe_is_neither_wrapped_nor_cut(capsys):
-    tables.print_table(("site", "value"), [(LONG, 1.5), ("b[0]", 2)], "Title")
+    output.print_table(("site", "value"), [(LONG, 1.5), ("b[0]", 2)], "Title")
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{'site':<{len(LONG)}}  value", f"{LONG}  1.5", f"{'b[0]':<{len(LONG)}}  2"]
 
 
 def test_a_table_in_a_terminal_is_drawn_and_whole(capsys, terminal):
-    tables.print_table(("site", "value"), [(LONG, 1.5), ("b[0]", 2)], "Title", numbers=("value",))
+    output.print_table(("site", "value"), [(LONG, 1.5), ("b[0]", 2)], "Title", numbers=("value",))
     drawn = capsys.readouterr().out
     assert "\x1b[" in drawn
     plain = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
@@ -49,12 +49,12 @@ def test_a_table_in_a_terminal_is_drawn_and_whole(capsys, terminal):
 
 def test_an_error_is_a_panel_in_a_terminal_and_text_in_a_pipe(capsys, terminal, monkeypatch):
     error = lsim.LayersimError("`--at` is [red].")
-    tables.print_error(error)
+    output.print_error(error)
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err)
     assert "╭─ Error" in drawn
     assert "`--at` is [red]." in drawn
     monkeypatch.delenv("TTY_COMPATIBLE")
-    tables.print_error(error)
+    output.print_error(error)
     assert capsys.readouterr().err == f"Error: {error}\n"
 
 
@@ -75,13 +75,12 @@ def test_the_first_help_needs_no_torch():
 def test_options_have_the_defaults_of_python():
     from dataclasses import fields
 
-    from tl_layersim.commands import measure
-    from tl_layersim.commands import stitch_and_train as training
+    from tl_layersim.commands import measure, stitch_and_train
 
     for command, cls, own in (
         (measure.report_on_model, lsim.Data, {"pack"}),
-        (training.stitch_models, lsim.stitching.StitchTraining, set()),
-        (training.train_model, lsim.AlignedTraining, {"save_to", "lora"}),
+        (stitch_and_train.stitch_models, lsim.stitching.StitchTraining, set()),
+        (stitch_and_train.train_model, lsim.AlignedTraining, {"save_to", "lora"}),
     ):
         options, defaults = command.__signature__.parameters, {one.name: one.default for one in fields(cls)}
         shared = {name for name in options.keys() & defaults.keys() if not isinstance(options[name].default, list)} - own

@@ -154,7 +154,7 @@ def test_every_picture_is_drawn_and_explained(name, cls):
         fig = result.plot(picture.name)
         assert fig.data
         assert fig.layout.title.text == picture.title
-        assert any(year in picture.caption for year in ("19", "20")), "a picture names its source"
+        assert any(year in picture.caption for year in ("19", "20"))
 
 
 @each_analyzer

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import LayerCurve, file_format
 from tl_layersim.core.resumable_file import ResumableFile
-from tl_layersim.engine import submitted_runs as saved_runs
+from tl_layersim.engine import submitted_runs
 from tl_layersim.engine.run_files import tallies_of
 from tl_layersim.stitching.fitting import Progress
 from tl_layersim.training.settings import curve_of, open_training_file
@@ -25,7 +24,7 @@ RESULTS = sorted(path.name for path in FILES.glob("*.safetensors") if path.name 
 
 def read_checkpoint(path: Path) -> Any:
     """All that a call takes from a file of its own before it goes on."""
-    header, _ = storage.read(path, ("checkpoint", "stitches", "training", "remote_run"))
+    header, _ = file_format.read(path, ("checkpoint", "stitches", "training", "remote_run"))
     kind = header["kind"]
     identity = header.get("identity")
     if kind == "checkpoint":
@@ -34,7 +33,7 @@ def read_checkpoint(path: Path) -> Any:
         return Progress(path, identity).states
     if kind == "training":
         return open_training_file(path, identity).read(curve_of)
-    return ResumableFile(path, kind).read(saved_runs.parsed)
+    return ResumableFile(path, kind).read(submitted_runs.parsed)
 
 
 CHECKPOINTS = sorted(path.name for path in FILES.iterdir() if path.suffix in (".checkpoint", ".run"))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import CHECKPOINTS, FILES, load, read_checkpoint
@@ -39,8 +39,8 @@ def test_a_flipped_bit_in_a_result_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*without a checksum")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_flipped_bit_in_a_checkpoint_is_refused(name, tmp_path):
-    header, tensors = storage.read(FILES / name, KINDS)
-    path = storage.write(tmp_path / "x", header["kind"], header | {"format": storage.FORMAT}, tensors)
+    header, tensors = file_format.read(FILES / name, KINDS)
+    path = file_format.write(tmp_path / "x", header["kind"], header | {"format": file_format.FORMAT}, tensors)
     assert read_checkpoint(path)
     blob, rng = path.read_bytes(), random.Random(1)
     for number in range(20):

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import tl_layersim as lsim
 from tl_layersim.analyzers.cka import CKAResult
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 from tl_layersim.core.result_declarations import below, kind_of
 
 from ..views import worst
@@ -58,7 +58,7 @@ def test_a_checkpoint_is_read(name):
         assert {"cka", "cosine"} <= set(found["main"].tree.total().sums)
     if name == "finetune.checkpoint":
         assert len(found) == 2
-        assert {"look/0", "look/2", "weight/module.lm_head.weight"} <= set(storage.read(FILES / name, ("training",))[1])
+        assert {"look/0", "look/2", "weight/module.lm_head.weight"} <= set(file_format.read(FILES / name, ("training",))[1])
     if name == "remote_run.run":
         _, models, _, jobs = found
         assert [len(model.layers) for model in models.values()] == [4]
@@ -67,4 +67,4 @@ def test_a_checkpoint_is_read(name):
 
 
 def test_heads_are_read():
-    assert torch.equal(storage.read(FILES / "heads.safetensors", ("heads",))[1]["layer 1"], torch.eye(3))
+    assert torch.equal(file_format.read(FILES / "heads.safetensors", ("heads",))[1]["layer 1"], torch.eye(3))

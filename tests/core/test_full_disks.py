@@ -9,8 +9,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.activations import View
-from tl_layersim.core import file_format as storage
-from tl_layersim.core import resumable_file
+from tl_layersim.core import file_format, resumable_file
 from tl_layersim.training import train_adapters
 
 from ..commands.helpers import run
@@ -51,7 +50,7 @@ def full_disk(monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage.os, "fsync", full)
+    monkeypatch.setattr(file_format.os, "fsync", full)
     monkeypatch.setattr(resumable_file, "SECONDS_BETWEEN_SAVES", 0.0)
 
 
@@ -93,7 +92,7 @@ def read_only_disk(monkeypatch):
             raise OSError(30, "Read-only file system")
         return plain(path, flags, *more, **options)
 
-    monkeypatch.setattr(storage.os, "open", refused)
+    monkeypatch.setattr(file_format.os, "open", refused)
 
 
 @each_call

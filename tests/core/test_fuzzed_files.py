@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 
 from ..tiny_models import random_tokens, tiny_llama
 from .test_malformed_files import mutated
@@ -54,7 +54,7 @@ def files(tmp_path_factory):
     shard = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers, shard=(0, 1), save_to=folder / "shard")
     return {
         "report": (report, lambda path: tensors_of(lsim.load(path))),
-        "checkpoint": (folder / "run", lambda path: list(storage.read(path, ("checkpoint",))[1].values())),
+        "checkpoint": (folder / "run", lambda path: list(file_format.read(path, ("checkpoint",))[1].values())),
         "shard": (shard, lambda path: tensors_of(lsim.merge(path))),
     }
 
@@ -84,10 +84,10 @@ def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_shard_with_a_checksum_that_fits_is_read_or_refused(files, tmp_path):
-    header, tensors = storage.read(files["shard"][0], ("shard",))
+    header, tensors = file_format.read(files["shard"][0], ("shard",))
     rng, before, refused, worked = random.Random(0), memory(), 0, 0
     for _ in range(60):
-        path = storage.write(tmp_path / "x", "shard", *mutated(header, tensors, rng))
+        path = file_format.write(tmp_path / "x", "shard", *mutated(header, tensors, rng))
         try:
             worked += "cosine" in lsim.merge(path)
         except lsim.LayersimError:

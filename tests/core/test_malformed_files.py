@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import FILES, RESULTS, read_checkpoint
@@ -87,18 +87,18 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_tensor_that_is_wrong_is_named(name, tmp_path):
-    header, tensors = storage.read(FILES / "report.safetensors", ("report",))
-    path = storage.write(tmp_path / "x", "report", header | {"format": storage.FORMAT}, tensors | SHAPES[name](tensors))
+    header, tensors = file_format.read(FILES / "report.safetensors", ("report",))
+    path = file_format.write(tmp_path / "x", "report", header | {"format": file_format.FORMAT}, tensors | SHAPES[name](tensors))
     with pytest.raises(lsim.LayersimError) as caught:
         lsim.load(path)
     assert name in str(caught.value)
 
 
 def test_no_result_is_left_out(tmp_path):
-    header, tensors = storage.read(FILES / "report.safetensors", ("report",))
+    header, tensors = file_format.read(FILES / "report.safetensors", ("report",))
     with pytest.raises(lsim.LayersimError, match=r"\bx\b"):
-        lsim.load(storage.write(tmp_path / "x", "report", header | {"format": storage.FORMAT, "results": {}}, tensors))
-    empty = lsim.load(storage.write(tmp_path / "x", "report", {"results": {}}, {}))
+        lsim.load(file_format.write(tmp_path / "x", "report", header | {"format": file_format.FORMAT, "results": {}}, tensors))
+    empty = lsim.load(file_format.write(tmp_path / "x", "report", {"results": {}}, {}))
     assert (type(empty), len(empty)) == (lsim.Report, 0)
 
 
@@ -120,10 +120,12 @@ def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_malformed_result_is_refused_or_works(name, tmp_path):
-    header, tensors = storage.read(FILES / name, ("result", "report"))
+    header, tensors = file_format.read(FILES / name, ("result", "report"))
     rng, refused, worked = random.Random(name), 0, 0
     for _ in range(6):
-        path = storage.write(tmp_path / "x", header["kind"], *mutated(header | {"format": storage.FORMAT}, tensors, rng))
+        path = file_format.write(
+            tmp_path / "x", header["kind"], *mutated(header | {"format": file_format.FORMAT}, tensors, rng)
+        )
         try:
             found = lsim.load(path)
         except lsim.LayersimError as error:
@@ -137,14 +139,14 @@ def test_a_malformed_result_is_refused_or_works(name, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in [*FILES.glob("*.checkpoint"), *FILES.glob("*.run")]))
 def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
-    header, tensors = storage.read(FILES / name, ("checkpoint", "stitches", "training", "remote_run"))
+    header, tensors = file_format.read(FILES / name, ("checkpoint", "stitches", "training", "remote_run"))
     assert read_checkpoint(FILES / name)
     rng, refused, worked = random.Random(name), 0, 0
     own = {key: value for key, value in header.items() if key not in ("identity", "version")}
     for _ in range(20):
-        changed, parts = mutated(own | {"format": storage.FORMAT}, tensors, rng)
+        changed, parts = mutated(own | {"format": file_format.FORMAT}, tensors, rng)
         kept = {key: header[key] for key in ("identity", "version") if key in header}
-        path = storage.write(tmp_path / "x", header["kind"], changed | kept, parts)
+        path = file_format.write(tmp_path / "x", header["kind"], changed | kept, parts)
         try:
             read_checkpoint(path)
             worked += 1

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve, LayerMatrix, Report, axes
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import LayerCurve, LayerMatrix, Report, axes, file_format
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -108,8 +107,8 @@ def test_a_class_is_never_imported_by_a_name_in_a_file(tmp_path):
 
     path = Fleeting(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance()).save(tmp_path / "x")
     assert type(lsim.load(path)).__name__ == "Fleeting"
-    header, tensors = storage.read(path, ("result",))
-    storage.write(path, "result", header | {"class": header["class"].replace("Fleeting", "Vanished")}, tensors)
+    header, tensors = file_format.read(path, ("result",))
+    file_format.write(path, "result", header | {"class": header["class"].replace("Fleeting", "Vanished")}, tensors)
     with pytest.raises(lsim.LayersimError, match=r"tests\.core\.test_results.*Vanished"):
         lsim.load(path)
 

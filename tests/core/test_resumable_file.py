@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
-from tl_layersim.core import resumable_file
+from tl_layersim.core import file_format, resumable_file
 from tl_layersim.core.resumable_file import ResumableFile
 
 NOTES, TENSORS = {"step": 3, "name": "x"}, {"a": torch.arange(4), "b": torch.ones(2, dtype=torch.float64)}
@@ -67,7 +66,7 @@ def test_a_full_disk_is_a_warning_and_on_an_interrupt_a_note(tmp_path, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage.os, "fsync", full)
+    monkeypatch.setattr(file_format.os, "fsync", full)
     file = ResumableFile(tmp_path / "run", "training", {})
     with pytest.warns(lsim.LayersimWarning, match="continues without it"):
         assert not file.save(NOTES, TENSORS)

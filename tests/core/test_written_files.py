@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import LayerCurve, file_format
 
 from ..views import provenance
 
@@ -73,7 +72,11 @@ def test_files_have_the_permissions_that_the_umask_leaves(tmp_path):
 
 
 def test_what_was_left_long_ago_is_removed(tmp_path):
-    for name, age in ((".x.0123.part", 2 * storage.ABANDONED), (".x.4567.part", 0.0), (".y.89ab.part", 2 * storage.ABANDONED)):
+    for name, age in (
+        (".x.0123.part", 2 * file_format.ABANDONED),
+        (".x.4567.part", 0.0),
+        (".y.89ab.part", 2 * file_format.ABANDONED),
+    ):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     curve().save(tmp_path / "x")
@@ -81,9 +84,9 @@ def test_what_was_left_long_ago_is_removed(tmp_path):
 
 
 def test_every_dtype_comes_back(tmp_path):
-    held = {str(dtype): torch.arange(6).to(dtype).view(2, 3).t() for dtype in storage.DTYPES}
+    held = {str(dtype): torch.arange(6).to(dtype).view(2, 3).t() for dtype in file_format.DTYPES}
     held |= {"none": torch.zeros(0, 3), "one": torch.tensor(1.5)}
-    _, found = storage.read(storage.write(tmp_path / "x", "test", {}, held), ("test",))
+    _, found = file_format.read(file_format.write(tmp_path / "x", "test", {}, held), ("test",))
     assert found.keys() == held.keys()
     for name, value in held.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)

@@ -179,7 +179,7 @@ def test_a_model_without_a_head_is_refused(family):
 
 
 def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
-    from tl_layersim.sources import load_by_name as named_model
+    from tl_layersim.sources import load_by_name
 
     (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
     (tmp_path / "zeros").write_bytes(b"\0" * 64)
@@ -198,4 +198,4 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
             load_data(str(tmp_path / name), "test")
     for name in ("nothing", "folder", "set", "zeros"):
         with pytest.raises(lsim.LayersimError, match=f"^`--model` is .*{name}"):
-            named_model.load_model(str(tmp_path / name), "cpu", "float32", False)
+            load_by_name.load_model(str(tmp_path / name), "cpu", "float32", False)

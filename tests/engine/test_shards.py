@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
-from tl_layersim.engine import run_description as analysis
+from tl_layersim.core import file_format
+from tl_layersim.engine import run_description
 from tl_layersim.sources.hooked_module import HookedSource
 
 from ..head_models import CASES
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Intervals of:tl_layersim.Layersi
 
 def contents(path):
     """The header of a file of results without durations, and the bytes of its tensors."""
-    header, tensors = storage.read(path, ("report",))
+    header, tensors = file_format.read(path, ("report",))
 
     def without_seconds(value):
         if isinstance(value, dict):
@@ -130,7 +130,7 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     model, data, path = tiny_llama(), list(random_tokens(16, 5)), tmp_path / "part"
     call = {"batch_size": 1, "shard": (1, 2), "save_to": path}
     calls, counted, stopped = [], [], []
-    run, count = HookedSource.run, analysis.count_data
+    run, count = HookedSource.run, run_description.count_data
 
     def interrupted(self, batch, kernels):
         calls.append(1)
@@ -218,9 +218,9 @@ def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("shard", [(0, 10**7), (5, 3), (-1, 2)])
 def test_a_file_does_not_decide_how_much_memory_merge_takes(shard, tmp_path):
     [path] = measured(tmp_path / "parts", 1, tiny_llama(), list(random_tokens(9, 5)), lsim.LogitLens()).iterdir()
-    header, tensors = storage.read(path, ("shard",))
+    header, tensors = file_format.read(path, ("shard",))
     header["identity"]["shard"] = list(shard)
-    storage.write(path, "shard", header, tensors)
+    file_format.write(path, "shard", header, tensors)
     tracemalloc.start()
     with pytest.raises(lsim.LayersimError) as caught:
         lsim.merge(path)
@@ -260,7 +260,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     assert " models: " in refused(odd("model", of_model=tiny_llama(layers=2)))
     assert " 4 shards, not 3" in refused(odd("number", of=4))
     assert "intervals: True, not" in refused(odd("intervals", intervals=True))
-    monkeypatch.setattr(analysis, "version", lambda _: "9.9")
+    monkeypatch.setattr(run_description, "version", lambda _: "9.9")
     with pytest.raises(lsim.LayersimError, match=r"9\.9.*version.*\b1\b"):
         lsim.merge([files[0], odd("version"), files[2]])
 

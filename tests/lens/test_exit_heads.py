@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Head, Pool
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 from tl_layersim.lens import ExitHeads
 from tl_layersim.sources.model_description import Model
 
@@ -93,8 +93,8 @@ def test_an_analyzer_takes_a_file_of_heads_and_reads_with_their_norm(analyzer, t
 
 def test_files_that_hold_no_heads_are_refused(tmp_path):
     with pytest.raises(lsim.LayersimError, match=r"/x .*result"):
-        ExitHeads.load(storage.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))
+        ExitHeads.load(file_format.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))
     with pytest.raises(lsim.LayersimError, match="whole file of heads"):
-        ExitHeads.load(storage.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
+        ExitHeads.load(file_format.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
     with pytest.raises(FileNotFoundError):
         ExitHeads.load(tmp_path / "nothing")

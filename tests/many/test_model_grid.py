@@ -82,10 +82,10 @@ class TestGrid:
         assert passes.counts == dict.fromkeys(models, 6 if cka.estimator == "exact" else 3)
 
     def test_statistics_are_computed_once_a_model_and_batch(self, models, monkeypatch):
-        from tl_layersim.analyzers import _pairwise as _minibatch_pairs
+        from tl_layersim.analyzers import _pairwise
 
-        triangles, count = _minibatch_pairs.upper_triangles, []
-        monkeypatch.setattr(_minibatch_pairs, "upper_triangles", lambda *args: count.append(1) or triangles(*args))
+        triangles, count = _pairwise.upper_triangles, []
+        monkeypatch.setattr(_pairwise, "upper_triangles", lambda *args: count.append(1) or triangles(*args))
         lsim.compare_grid(models, lsim.Data(random_tokens(8, 16), batch_size=4), lsim.CKA(minibatch=16))
         # Eight minibatches.
         assert len(count) == len(models) * 8

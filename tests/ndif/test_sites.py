@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.engine import submitted_runs as submitted_run
+from tl_layersim.engine import submitted_runs
 
 from ..options import called
 from .client import equal, furthest, load, rows
@@ -86,8 +86,8 @@ def test_coupling_of_an_edited_model_equals_local(server, trust):
 
 
 def test_a_run_at_other_sites_is_kept_and_sent_again(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(submitted_run, "FORGOTTEN", 0.5)
-    monkeypatch.setattr(submitted_run, "PAUSE", 0.1)
+    monkeypatch.setattr(submitted_runs, "FORGOTTEN", 0.5)
+    monkeypatch.setattr(submitted_runs, "PAUSE", 0.1)
     # A request with CKA holds 16 rows or more.
     data, options = rows(32, 40), {"remote": server.url, "batch_size": 4, "at": "z", "per_head": True}
     waited = called(lsim.analyze, load("tests/llama"), data, QUICK, **options)

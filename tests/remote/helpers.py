@@ -41,7 +41,7 @@ class Small:
         self._process = started(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", str(self._port))
         # Importing transformers takes long on a machine with other work.
         end = time.monotonic() + 180
-        while time.monotonic() < end:
+        while self._process.is_alive() and time.monotonic() < end:
             try:
                 urllib.request.urlopen(self.url + "/ping", timeout=1)
                 return

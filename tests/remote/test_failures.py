@@ -8,7 +8,6 @@ import time
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.remote import client as job_backend
 from tl_layersim.remote import client as ndif
 
 from ..ndif.client import equal, rows
@@ -90,7 +89,7 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
 
 def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
     # Nothing more is said, and the server is gone without a word: what a cut cable looks like.
-    monkeypatch.setattr(job_backend, "SILENCE", 0.3)
+    monkeypatch.setattr(ndif, "SILENCE", 0.3)
     asked = []
 
     def gone(self, path, timeout=30.0):

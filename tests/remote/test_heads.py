@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.engine import run_arguments as validation
+from tl_layersim.engine import run_arguments
 from tl_layersim.lens import ExitHeads
 
 from ..ndif.client import furthest, rows
@@ -36,7 +36,7 @@ def test_a_refusal_of_the_kernel_arrives(small):
 
 
 def test_large_heads_are_refused_before_anything_is_sent(small, monkeypatch):
-    monkeypatch.setattr(validation, "LARGEST_HEADS", 10_000)
+    monkeypatch.setattr(run_arguments, "LARGEST_HEADS", 10_000)
     with pytest.raises(lsim.LayersimError, match=r"`heads`.*Saturation.*10\.0 kB"):
         lsim.analyze(
             lsim.open_model(small.model(), remote=small.url), rows(2, 8), lsim.Saturation(heads=heads(), center="dataset")

@@ -130,13 +130,13 @@ def test_a_login_is_given_again(small, sent, waited, tmp_path):
 
 
 def test_a_file_that_is_no_whole_run(small, sent, tmp_path):
-    from tl_layersim.core import file_format as storage
+    from tl_layersim.core import file_format
 
     path = sent().save(tmp_path / "run")
-    header, tensors = storage.read(path, ("remote_run",))
+    header, tensors = file_format.read(path, ("remote_run",))
     for change, says in (({"jobs": None}, "jobs"), ({"version": "0.0.1"}, r"0\.0\.1")):
         broken = {key: value for key, value in (header | change).items() if key != "jobs" or value is not None}
-        storage.write(path, "remote_run", broken, tensors)
+        file_format.write(path, "remote_run", broken, tensors)
         with pytest.raises(lsim.LayersimError, match=says):
             lsim.load_run(path)
 

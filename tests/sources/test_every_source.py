@@ -128,8 +128,10 @@ def test_float64_models_are_measured_in_float64():
 
 
 def test_autocast_around_the_call_does_not_reach_the_sums(data):
-    model = tiny_llama()
     from tl_layersim.activations.view import reduce
+    from tl_layersim.data.batches import Batches
+    from tl_layersim.data.data import Data
+    from tl_layersim.sources.hooked_module import HookedSource
 
     seen = []
 
@@ -138,13 +140,10 @@ def test_autocast_around_the_call_does_not_reach_the_sums(data):
         seen.append((x @ x.T).dtype)
         return {"n": torch.tensor(1)}
 
-    source_view = __import__("tl_layersim.sources.hooked_module", fromlist=["HookedSource"]).HookedSource(model)
-    from tl_layersim.data.batches import Batches
-    from tl_layersim.data.data import Data
-
-    batch = next(iter(Batches(Data(data, batch_size=8), source_view.model)))
+    source = HookedSource(tiny_llama())
+    batch = next(iter(Batches(Data(data, batch_size=8), source.model)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        reduce({"k": kernel}, source_view.collect(batch))
+        reduce({"k": kernel}, source.collect(batch))
     assert seen == [torch.float32]
 
 

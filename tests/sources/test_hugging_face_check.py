@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim.sources import activation_checks as check
+from tl_layersim.sources import activation_checks
 
 from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from ..wrapped_models import bridge, build, hooked_transformer, nnsight
@@ -172,18 +172,18 @@ def test_padding_of_the_first_row_is_left_out(name, side):
 
 def test_rounding_of_a_large_residual_that_a_later_block_cancels_is_no_difference():
     states = [torch.full((3, 4), 1e4), torch.full((3, 4), 1e4), torch.ones(3, 4)]
-    cancelled = check._cancellation(states)
+    cancelled = activation_checks._cancellation(states)
     assert cancelled.tolist() == [[1] * 3, [1] * 3, [1e4] * 3]
-    assert check._gap(states[2] + 10, states[2], cancelled[2]) == pytest.approx(1e-3)
-    assert check._gap(states[1] + 10, states[1], cancelled[1]) == pytest.approx(1e-3)
+    assert activation_checks._gap(states[2] + 10, states[2], cancelled[2]) == pytest.approx(1e-3)
+    assert activation_checks._gap(states[1] + 10, states[1], cancelled[1]) == pytest.approx(1e-3)
 
 
 def test_values_that_are_not_finite_differ_unless_both_are():
     one, none = torch.ones(2, 3), torch.ones(2)
     bad = torch.tensor([[1.0, torch.nan, 1.0], [1.0, 1.0, torch.inf]])
-    assert check._gap(bad, bad, none) == 0
-    assert not check._gap(bad, one, none) <= 1
-    assert check._gap(one, bad, none) > 0.5
+    assert activation_checks._gap(bad, bad, none) == 0
+    assert not activation_checks._gap(bad, one, none) <= 1
+    assert activation_checks._gap(one, bad, none) > 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

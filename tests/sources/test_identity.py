@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources import untrained
 from tl_layersim.sources.identity import WORDS, digest_of_tensor, hash_weights, hooks_on
@@ -330,9 +330,9 @@ def test_parts_of_an_edited_model_do_not_run_without_its_edits():
 def test_a_shard_under_another_number_is_refused(tmp_path):
     for number in (0, 1):
         called(lsim.analyze, tiny_llama(), TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
-    header, tensors = storage.read(tmp_path / "0.safetensors", ("shard",))
+    header, tensors = file_format.read(tmp_path / "0.safetensors", ("shard",))
     header["identity"]["shard"] = [1, 2]
-    storage.write(tmp_path / "1.safetensors", header.pop("kind"), header, tensors)
+    file_format.write(tmp_path / "1.safetensors", header.pop("kind"), header, tensors)
     with pytest.raises(lsim.LayersimError, match=r"1\.safetensors.*row 4\b"):
         lsim.merge(tmp_path)
 

@@ -115,10 +115,10 @@ def test_training_is_refused(folder):
 
 
 def test_a_run_that_fails_unloads_the_weights(folder, monkeypatch):
-    from tl_layersim.jacobians import jacobian_operator as jacobian
+    from tl_layersim.jacobians import jacobian_operator
 
     model = offloaded(folder, ALL)
-    monkeypatch.setattr(jacobian, "lengthening", lambda _x: 1 / 0)
+    monkeypatch.setattr(jacobian_operator, "lengthening", lambda _x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         lsim.prompts.block_jacobians(model, TOKENS[0], layers=[1])
     assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".layers." in name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 
 from ..tiny_models import tiny_llama
 from .helpers import rows
@@ -44,7 +44,7 @@ class TestResult:
         assert result.model is result.model
         assert "join" not in repr(result)
         assert "join" not in {field.name for field in dataclasses.fields(result)}
-        header, _ = storage.read(result.save(tmp_path / "stitch.safetensors"), ("result",))
+        header, _ = file_format.read(result.save(tmp_path / "stitch.safetensors"), ("result",))
         assert "join" not in header["fields"]
 
     def test_tables_and_plots(self, result):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.remote import low_rank_adapters as far_training
+from tl_layersim.remote import low_rank_adapters
 from tl_layersim.training import train_adapters
 from tl_layersim.training.adapter_training import AdapterSteps
 
@@ -58,13 +58,13 @@ def random_adapters(count, rank=3, seed=0):
 def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeypatch):
     import nnsight
 
-    monkeypatch.setattr(far_training, "LOGITS_AT_ONCE", 100 * rows_at_once)
-    calls, plain = [], far_training.cross_entropy_slopes
+    monkeypatch.setattr(low_rank_adapters, "LOGITS_AT_ONCE", 100 * rows_at_once)
+    calls, plain = [], low_rank_adapters.cross_entropy_slopes
     module, data = exact_llama().requires_grad_(False), rows(5, 14)
     down, up = (part.requires_grad_() for part in random_adapters(len(at)))
     losses = naive_losses(module, data, at, down, up)
     expected = torch.autograd.grad(losses @ linear(), [down, up])
-    monkeypatch.setattr(far_training, "cross_entropy_slopes", lambda x, *a: calls.append(len(x)) or plain(x, *a))
+    monkeypatch.setattr(low_rank_adapters, "cross_entropy_slopes", lambda x, *a: calls.append(len(x)) or plain(x, *a))
     from tl_layersim.remote.open_model import open_source
 
     source = open_source(traced(module))
@@ -76,7 +76,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeyp
     shares, blocks, unembed = linear().tolist(), source.blocks, source.lens
     with source.envoy.trace(data["input_ids"], attention_mask=mask, use_cache=False):
         with torch.enable_grad():
-            sums, slopes = far_training.loss_and_gradient(blocks, unembed, False, at, item, down, up, shares)
+            sums, slopes = low_rank_adapters.loss_and_gradient(blocks, unembed, False, at, item, down, up, shares)
         found = nnsight.save((sums, slopes))
     torch.testing.assert_close(found[0] / len(index), losses.detach(), rtol=1e-10, atol=1e-12)
     for ours, theirs in zip(found[1], expected, strict=True):
@@ -219,14 +219,14 @@ def test_the_model_is_left_as_it_was(monkeypatch):
         assert {n for n, p in module.named_parameters() if not p.requires_grad} == {"lm_head.weight"}
         assert all(p.grad is None for p in module.parameters())
 
-    learning, plain = [], far_training.loss_and_gradient
+    learning, plain = [], low_rank_adapters.loss_and_gradient
 
     def loss_and_gradient(*given):
         learning.extend(name for name, p in module.named_parameters() if p.requires_grad)
         return plain(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(far_training, "loss_and_gradient", loss_and_gradient)
+        patch.setattr(low_rank_adapters, "loss_and_gradient", loss_and_gradient)
         train(model)
     # A graph of all weights would be kept for nothing.
     assert not learning

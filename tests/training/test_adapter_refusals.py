@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.remote import low_rank_adapters as far_training
+from tl_layersim.remote import low_rank_adapters
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import traced, train
@@ -25,12 +25,12 @@ def test_a_rising_loss_is_said():
 
 
 def test_what_diverges_is_refused(monkeypatch):
-    plain = far_training.adamw_step
+    plain = low_rank_adapters.adamw_step
 
     def stepped(*given):
         return {name: value * math.inf for name, value in plain(*given).items()}
 
-    monkeypatch.setattr(far_training, "adamw_step", stepped)
+    monkeypatch.setattr(low_rank_adapters, "adamw_step", stepped)
     with pytest.raises(LayersimError, match=r"diverged.*0.0003"):
         train(traced(), lr=0.003)
 

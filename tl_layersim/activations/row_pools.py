@@ -283,13 +283,13 @@ def plan_batch(
         density: mean number of counted positions per row of the data; None to treat the batch as one pool.
         kernels: kernels by name.
     """
+    pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
+    samples_by = {whole: samples_of(known, whole) for whole in {kernel.whole_rows for kernel in pooled.values()}}
+    first_row = torch.tensor(starts)
+    bounds = {whole: tuple(torch.searchsorted(own.row.contiguous(), first_row).tolist()) for whole, own in samples_by.items()}
     pools: dict[str, list[_Pool]] = {}
-    bounds: dict[bool, tuple[int, ...]] = {}
-    for name, kernel in kernels.items():
-        if not isinstance(kernel, PoolKernel):
-            continue
-        samples = samples_of(known, kernel.whole_rows)
-        bounds[kernel.whole_rows] = tuple(torch.searchsorted(samples.row.contiguous(), torch.tensor(starts)).tolist())
+    for name, kernel in pooled.items():
+        samples = samples_by[kernel.whole_rows]
         rows = starts[-1] if density is None else kernel.rows(density)
         pools[name] = [
             _pool(kernel, samples, inside, first, (min(first + rows, starts[-1]) - 1) // leaf)

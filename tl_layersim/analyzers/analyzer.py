@@ -140,7 +140,7 @@ class Analyzer(ABC):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether samples are whole rows. If so, single steps of cached generation raise an error."""
+        """Whether the kernel needs whole rows. If so, single steps of cached generation raise an error."""
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:

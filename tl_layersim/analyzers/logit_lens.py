@@ -249,11 +249,11 @@ class LogitLensResult(Result):
         block = site_in_words(self.layers[1:][middle])
         return without_nan(
             {
-                "accuracy of the last layer": float(self.accuracy[-1]),
-                f"accuracy after {block}": float(self.accuracy[middle]),
-                "perplexity of the last layer": float(self.perplexity[-1]),
-                f"agreement of {block} with the last": float(self.agreement[middle]),
-                "positions that rise at every block (fraction)": float(self.monotone_share),
+                "accuracy of the last layer": self.accuracy[-1],
+                f"accuracy after {block}": self.accuracy[middle],
+                "perplexity of the last layer": self.perplexity[-1],
+                f"agreement of {block} with the last": self.agreement[middle],
+                "positions that rise at every block (fraction)": self.monotone_share,
             }
         )
 

@@ -84,13 +84,13 @@ class TaskMetricsResult(Result):
         return self.labels
 
     def headline(self) -> dict[str, float]:
-        binary = {"F1 of class 1 at the last layer": float(self.f1_by_class[1, -1])} if len(self.labels) == 2 else {}
+        binary = {"F1 of class 1 at the last layer": self.f1_by_class[1, -1]} if len(self.labels) == 2 else {}
         return without_nan(
             {
-                "macro F1 of the last layer": float(self.values[-1]),
+                "macro F1 of the last layer": self.values[-1],
                 **binary,
-                "Matthews correlation of the last layer": float(self.mcc[-1]),
-                "accuracy of the last layer": float(self.accuracy[-1]),
+                "Matthews correlation of the last layer": self.mcc[-1],
+                "accuracy of the last layer": self.accuracy[-1],
             }
         )
 
@@ -126,8 +126,8 @@ class RegressionMetricsResult(Result):
     def headline(self) -> dict[str, float]:
         return without_nan(
             {
-                "Spearman correlation of the last layer": float(self.values[-1]),
-                "Pearson correlation of the last layer": float(self.pearson[-1]),
+                "Spearman correlation of the last layer": self.values[-1],
+                "Pearson correlation of the last layer": self.pearson[-1],
             }
         )
 

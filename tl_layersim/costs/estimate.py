@@ -225,7 +225,8 @@ def estimate(
     rows = math.ceil(share * len(batch.tokens))
     blocks = math.ceil(rows / first_block_size(rows)) if intervals else 0
     parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, run.sums))]
-    computing = sum(analyzer.compute_seconds(plan.models()[name][0]) for name, analyzer in chosen.items())
+    described = plan.models()
+    computing = sum(analyzer.compute_seconds(described[name][0]) for name, analyzer in chosen.items())
     return CostEstimate(
         model=source.model.name,
         tokens=tokens,

@@ -252,11 +252,13 @@ def innermost(value: Any) -> Any:
 
 def find_column(data: Mapping[str, Any]) -> str | None:
     """The column of texts or tokens, None if several may be meant."""
-    known = [name for name in (*TOKENS, "text") if name in data]
+    for name in (*TOKENS, "text"):
+        if name in data:
+            return name
     texts = [name for name in data if is_text(data[name])]
     empty = [name for name in data if is_missing(data[name]) and name not in LABELS]
-    candidates = known or texts or empty
-    return candidates[0] if known or len(candidates) == 1 else None
+    candidates = texts or empty
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:

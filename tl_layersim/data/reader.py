@@ -133,10 +133,11 @@ class Reader(TextRows):
     def _table(self, values: Any, level: Level) -> Iterator[Row]:
         """Rows of a tensor or array of token ids, or of the model's main input."""
         main, table = self.model.main_input, _tensor(values)
-        images_or_features = table is not None and (table.is_floating_point() or (main in ROW_AXES and table.dim() > 2))
-        of_main = table is not None and table.numel() and main != TOKEN_IDS and images_or_features
-        column = main if of_main else self.model.token_input
-        yield from self._rows({column: values}, column, column, level)
+        # Neither an array nor a list of integers has rows of different lengths.
+        assert table is not None
+        images_or_features = table.is_floating_point() or (main in ROW_AXES and table.dim() > 2)
+        column = main if table.numel() and main != TOKEN_IDS and images_or_features else self.model.token_input
+        yield from self._rows({column: table}, column, column, level)
 
     def _image(self, image: Any) -> Iterator[Row]:
         """The row that the model's processor makes from an image."""
@@ -187,14 +188,15 @@ class Reader(TextRows):
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
         values = data[columns[0]]
-        of_text = is_missing(values) or is_chat(values) or is_text(values)
-        if columns[0] in (*TOKENS, self.model.token_input) and self.data.column is None and is_text(values):
+        has_texts, has_chats = is_text(values), is_chat(values)
+        of_text = has_texts or has_chats or is_missing(values)
+        if columns[0] in (*TOKENS, self.model.token_input) and self.data.column is None and has_texts:
             raise not_ids(brief(values))
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
         self._name_unread(data, [*read, *columns, *old])
         inputs = accepted(data, self.model, (*columns, *old, self.model.mask_input))
-        if is_chat(values):
+        if has_chats:
             chats = chats_in(values)
             alone = isinstance(values, Mapping) or any(isinstance(each, Mapping) for each in values)
             rows = rows_of(inputs, None if alone and len(chats) == 1 else len(chats))
@@ -249,7 +251,8 @@ class Reader(TextRows):
         has_tokens, model = name == self.model.token_input, self.model
         alone, values = _token_rows(data[column], model) if has_tokens else main_rows(name, data[column], level)
         mask, labels = data.get(model.mask_input), labels_in(data) if self.labelled else None
-        masks = self._by_row(model.mask_input, mask, values, alone)
+        # A table of masks is checked at once, masks of different lengths row by row.
+        masks = self._by_row(model.mask_input, as_mask(mask) if hasattr(mask, "ndim") else mask, values, alone)
         if has_tokens and mask is None:
             masks = self._derived_masks(values)
         marked = data.get(self.marks) if self.marks else None
@@ -263,9 +266,8 @@ class Reader(TextRows):
             if not has_tokens:
                 refuse_integers(name, own)
                 inputs = {name: own} | inputs
-            attention = torch.ones(length, dtype=torch.bool)
-            if has_tokens or mask is not None:
-                attention = _row_mask(own_mask, length, name, model)
+            known = has_tokens or mask is not None
+            attention = _row_mask(own_mask, length, name, model) if known else torch.ones(length, dtype=torch.bool)
             # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
             # depend on the side.
             kept = (attention | (has_tokens and self.data.positions == "padded")).nonzero()[:, 0]
@@ -282,7 +284,7 @@ class Reader(TextRows):
                 positional=positional(inputs, length if has_tokens else None, model),
                 has_tokens=has_tokens,
             )
-            yield whole[int(kept[0]) : int(kept[-1]) + 1]
+            yield whole if len(kept) == length else whole[int(kept[0]) : int(kept[-1]) + 1]
 
     def _by_row(self, name: str | None, column: Any, rows: list[Tensor], alone: bool) -> list[Any]:
         """Split a column of masks, labels or marks by row. If the data lacks the column, the value of each row is None."""

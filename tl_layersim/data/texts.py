@@ -219,8 +219,9 @@ class TextRows:
                     yield item
 
     def _split(self, row: Row) -> Iterator[Row]:
-        length = self.data.seq_len or len(row.tokens)
-        parts = [row[start : start + length] for start in range(0, len(row.tokens), max(length, 1))]
+        count = len(row.tokens)
+        length = self.data.seq_len or count
+        parts = [row] if count <= length else [row[start : start + length] for start in range(0, count, length)]
         parts = [part for part in parts if part.attention.any()]
         if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
             raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")

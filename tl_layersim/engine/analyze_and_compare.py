@@ -232,7 +232,7 @@ def analyze(
     """
     data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
     how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
-    refuse_contradictions(how, blocking, opened[0].remote)
+    refuse_contradictions(how, blocking, opened[0])
     stage = None if first is None else merged_first(paths_of(first, "first"))
     prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
     if not blocking:

@@ -20,6 +20,7 @@ from ..data.data import DATA_OPTIONS
 from ..data.non_token_inputs import PIXELS
 from ..lens.exit_heads import ExitHeads
 from ..sources.model_description import Model
+from ..sources.open_local import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000
@@ -198,13 +199,13 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
             raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
 
 
-def refuse_contradictions(given: Mapping[str, Any], blocking: bool, remote: bool | str) -> None:
+def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: OpenedModel) -> None:
     """Raise an error for arguments of `analyze` that contradict each other, before a model is opened.
 
     Args:
         given: `shard`, `save_to`, `first`, `checkpoint` and `baseline` as given to `analyze`.
         blocking: see `analyze`.
-        remote: see `open_model`.
+        opened: the model, with the options of `open_model`.
 
     Raises:
         LayersimError: two arguments exclude each other, one lacks another, or no file can be written at `save_to`.
@@ -212,8 +213,8 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, remote: bool
     shard = given["shard"]
     if not blocking and shard is not None:
         raise LayersimError("`blocking=False` cannot be combined with `shard`.")
-    if not blocking and remote in (False, "local"):
-        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(remote)}.")
+    if not blocking and not opened.on_server:
+        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
     kind, why = ("`shard`", "the file `save_to` is the checkpoint") if shard else ("`blocking=False`", "use run.save(path)")
     for name in ("checkpoint", "baseline"):
         if given[name] is not None and (shard is not None or not blocking):

@@ -38,7 +38,7 @@ class PassReader:
         kernels: kernels by name.
         rule: the rule that selects the counted positions.
         mask_name: name of the attention mask among the arguments of the model's forward.
-        whole_rows: whether an analyzer takes rows as samples.
+        whole_rows: whether an analyzer needs whole rows.
         pads: padding ids that are no other special tokens.
         first: number of rows that were read before this trace.
     """

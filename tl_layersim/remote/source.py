@@ -29,7 +29,7 @@ from ..sources.without_weights import without_values
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus
-from .traces import narrowed, partial_sums, probe, submit
+from .traces import dtype_and_devices, narrowed, partial_sums, submit
 
 T = TypeVar("T")
 # The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
@@ -93,7 +93,7 @@ class RemoteSource(NNsightSource, OnServer):
         """Limits and properties of the server for this model, from its status and from a request with one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
-        facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
+        facts = self.ndif.request(lambda backend: dtype_and_devices(self.envoy, self.blocks, arguments, backend), patient=False)
         dtype = f"torch.{status.dtype}" if status.dtype else facts["dtype"]
         devices = tuple(dict.fromkeys(facts["devices"]))
         return replace(status, dtype=dtype, server=self.ndif.name, trusted=not facts["meta"], devices=devices)

@@ -114,8 +114,10 @@ def widened(value: Any) -> Any:
     return value.long() if isinstance(value, Tensor) and value.dtype == torch.int32 else value
 
 
-def probe(model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], dict[str, Any]], backend: Any) -> dict[str, Any]:
-    """Run one row in one request: dtype and devices of activations, and whether the weights are on the meta device."""
+def dtype_and_devices(
+    model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], dict[str, Any]], backend: Any
+) -> dict[str, Any]:
+    """Dtype and devices of the activations of one row, and whether the weights are on the meta device, from one request."""
     import nnsight
 
     args, options = arguments

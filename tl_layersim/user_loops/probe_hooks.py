@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -116,7 +116,7 @@ class Call:
         """Whether the positions are tokens: the call has token ids or a mask."""
         return self.tokens is not None or self.attention is not None
 
-    @property
+    @cached_property
     def attended(self) -> Tensor | None:
         """`batch pos`, the positions of the attention mask; None if there is no mask with one value for each position."""
         mask, (batch, pos) = self.attention, self.shape
@@ -133,7 +133,7 @@ class ForwardPassPositions:
     Attributes:
         rule: the rule of the run for positions.
         source: the model. If there is no mask, tokens with its padding id raise an error.
-        whole_rows: whether an analyzer takes rows as samples, so that forward passes of a single position raise an error.
+        whole_rows: whether an analyzer needs whole rows, so that forward passes of a single position raise an error.
         notes: the notes, which count the rows without a mask.
     """
 

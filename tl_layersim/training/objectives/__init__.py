@@ -2,7 +2,6 @@
 
 A new subclass of `Objective` goes into this file, or into a new module of this folder. No other file changes.
 
-
 An objective is a module, so that `DistributedDataParallel` and autocast can wrap its forward pass.
 
 Examples:
@@ -228,9 +227,6 @@ class CosineRegularisedObjective(RegularisedObjective):
     own_settings = ("beta", "cosine_over")
 
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
-        """Weighted sum over layers of the mean cosine distance between a layer's features `sample width` and the last
-        layer's.
-        """
         last = _direction(features[self.stream.n_layers])
         parts = [
             weight * (1 - nn.functional.cosine_similarity(_direction(features[layer]), last, dim=-1)).sum() / max(1, len(last))

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format as storage
+from tl_layersim.core import file_format
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import curve
@@ -30,7 +30,7 @@ def test_files_hold_no_pickle(report, tmp_path):
 
 
 def test_an_interrupt_while_a_file_is_read_is_an_interrupt(tmp_path, monkeypatch):
-    path, read = storage.write(tmp_path / "a", "checkpoint", {}, {"x": torch.ones(2), "y": torch.ones(3)}), []
+    path, read = file_format.write(tmp_path / "a", "checkpoint", {}, {"x": torch.ones(2), "y": torch.ones(3)}), []
 
     class Pressed:
         def __init__(self, *given, **options):
@@ -51,10 +51,10 @@ def test_an_interrupt_while_a_file_is_read_is_an_interrupt(tmp_path, monkeypatch
         def __getattr__(self, name):
             return getattr(self._opened, name)
 
-    monkeypatch.setattr(storage, "safe_open", Pressed)
+    monkeypatch.setattr(file_format, "safe_open", Pressed)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        storage.read(path, ("checkpoint",))
+        file_format.read(path, ("checkpoint",))
     assert sorted(read) == ["x", "y"]
     assert signal.getsignal(signal.SIGINT) is handler
 

@@ -1,6 +1,6 @@
-"""One small file of every kind, as this version writes it: python -m tests.files.write tests/files/written
+"""One small file of every kind, as this version writes it: python -m tests.files tests/files/written
 
-Run again with each version that changes what is written.
+Run again with each version that changes what is written. Processes of `tests.processes` do not import a `__main__.py`.
 """
 
 from __future__ import annotations
