@@ -45,7 +45,7 @@ def test_compare(tmp_path):
     assert "CKA(first model's embedding, second's last)" in found.output
     assert (tmp_path / "report.html").exists()
     message = refused("compare", "demo", "demo", "--analyzers", "saturation", "--out", tmp_path / "no")
-    assert message.startswith("`--analyzers` is saturation")
+    assert message.startswith("`--analyzers` contains saturation")
     assert not (tmp_path / "no").exists()
 
 

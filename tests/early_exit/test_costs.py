@@ -82,6 +82,7 @@ class TestCosts:
     def test_few_layers_without_a_curve(self):
         assert evenly_spread(12, 0.1 / 12.1) == evenly_spread(12, 0.0) == (1, 4, 6, 9)
         assert evenly_spread(12, 0.08) == (3, 7)
+        assert evenly_spread(12, 0.05) == (2, 5, 8)
         assert evenly_spread(12, 5 / 17) == (5,)
         assert evenly_spread(1, 5 / 6) == ()
         # Checks over three words, and of cosines, read next to nothing.
@@ -95,3 +96,8 @@ class TestCosts:
         costs = ExitCosts(block=1, check=0.1, head=0.1, blocks=12)
         assert EarlyExit(model, costs=costs).at == (1, 4, 6, 9)
         assert EarlyExit(model, costs=replace(costs, check=5.0, head=5.0)).at == (5,)
+        assert EarlyExit(model, costs=replace(costs, check=0.75, head=3.0)).at == (2, 5, 8)
+        # The head counts beside the blocks: as many words as cost a twelfth of both, and more than a twelfth of the blocks.
+        words = (3 * block + head) // (12 * 32)
+        assert words * 12 * 32 > 3 * block
+        assert EarlyExit(tiny_llama(3), shortlist=list(range(words))).at == (0, 1)

@@ -85,6 +85,16 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
     assert worst(resumed["cosine"], whole["cosine"]) == 0
 
 
+def test_a_checkpoint_of_other_marked_positions_is_refused(tmp_path):
+    tokens, model, path = random_tokens(4, 8), tiny_llama(), tmp_path / "run"
+    first, second = (torch.zeros(4, 8, dtype=torch.bool) for _ in range(2))
+    first[:, 1:4], second[:, 2:5] = True, True
+    marked = lambda mask: lsim.Data({"input_ids": tokens, "keep": mask}, positions="keep")  # noqa: E731
+    lsim.analyze(model, marked(first), lsim.Cosine(center="none"), checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match="`data`"):
+        lsim.analyze(model, marked(second), lsim.Cosine(center="none"), checkpoint=path)
+
+
 def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
     lsim.analyze(model, data, "cka", checkpoint=path)

@@ -209,8 +209,8 @@ def running(source: Source, calls: bool = False) -> Iterator[None]:
     """
     if calls and not isinstance(source, CanReplay):
         raise LayersimError(
-            f"{type(source).__name__}.model has calls={source.model.calls!r}, but the source does not inherit from CanReplay. "
-            "Inherit from it, or set calls='none'."
+            f"`calls` of {type(source).__name__}.model is {source.model.calls!r}, but the source does not inherit from "
+            "CanReplay. Inherit from it, or set calls='none'."
         )
     with source.evaluating() if isinstance(source, HasModule) else nullcontext():
         if not calls:
