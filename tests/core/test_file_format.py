@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tl_layersim as lsim
-from tl_layersim.core import file_format
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import curve
@@ -27,36 +24,6 @@ def test_files_hold_no_pickle(report, tmp_path):
     head = path.read_bytes()
     length = int.from_bytes(head[:8], "little")
     assert json.loads(head[8 : 8 + length])["__metadata__"]["tl_layersim"].startswith('{"format": 3')
-
-
-def test_an_interrupt_while_a_file_is_read_is_an_interrupt(tmp_path, monkeypatch):
-    path, read = file_format.write(tmp_path / "a", "checkpoint", {}, {"x": torch.ones(2), "y": torch.ones(3)}), []
-
-    class Pressed:
-        def __init__(self, *given, **options):
-            self._file = safe_open(*given, **options)
-
-        def __enter__(self):
-            self._opened = self._file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self._file.__exit__(*error)
-
-        def get_tensor(self, name):
-            signal.raise_signal(signal.SIGINT)
-            read.append(name)
-            return self._opened.get_tensor(name)
-
-        def __getattr__(self, name):
-            return getattr(self._opened, name)
-
-    monkeypatch.setattr(file_format, "safe_open", Pressed)
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        file_format.read(path, ("checkpoint",))
-    assert sorted(read) == ["x", "y"]
-    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_file_that_is_not_whole_is_refused(tmp_path):

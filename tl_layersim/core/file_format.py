@@ -7,63 +7,19 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import UnionType
-from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import LayersimError
 from .wording import brief
-
-
-def refuse_other_types(cls: type[Any], values: Mapping[str, Any]) -> None:
-    """Raise an error if a value, or an item of a tuple or mapping, does not have the declared type.
-
-    Args:
-        cls: the dataclass.
-        values: values by field.
-
-    Raises:
-        TypeError: names the field.
-    """
-    try:
-        hints = get_type_hints(cls)
-    except NameError:
-        # A class of another package, with annotations that were imported for type checkers only.
-        return
-    for name, value in values.items():
-        if name in hints and not _is_of_type(value, hints[name]):
-            raise TypeError(f"{name} is {str(value)[:100]!r}, not of type {hints[name]}")
-
-
-def _is_of_type(value: Any, hint: Any) -> bool:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is tuple and len(inner) == 2 and inner[1] is Ellipsis:
-        return isinstance(value, tuple) and all(_is_of_type(item, inner[0]) for item in value)
-    if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(inner) and all(map(_is_of_type, value, inner))
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            _is_of_type(key, inner[0]) and _is_of_type(item, inner[1]) for key, item in value.items()
-        )
-    if origin in (Union, UnionType):
-        return any(_is_of_type(value, one) for one in inner)
-    if origin is Literal:
-        return value in inner
-    if hint in (int, float):
-        # isinstance(True, int) holds in Python, and JSON has no difference between 1 and 1.0.
-        return type(value) is hint or (hint is float and type(value) is int)
-    return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
-
 
 FORMAT = 3
 # Name of the file of a report in the folder that the command line or the hub makes.
@@ -294,7 +250,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"
         raise FileNotFoundError(f"{path} is not a file: pass {what}.")
     try:
-        with _interrupts_deferred(), safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             text = metadata.get(HEADER, "null")
             header = json.loads(text)
@@ -323,23 +279,6 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             + "."
         )
     return header, tensors
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """A context manager that delays Ctrl-C to its end. torch would turn it into the ValueError of a damaged file."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
 # Axes whose labels are the sites of a model, in order of depth.
 SITE_AXES = ("row", "column", "residual", *BLOCK_AXES)
+# All axes whose labels are sites, also those that are not in order of depth.
+LAYER_AXES = (*SITE_AXES, "sublayer", "site", "centre", "vision_layer", "text_layer")
 # Names of columns, for axes whose labels are sites.
 COLUMNS = {
     "residual": "layer",
@@ -52,7 +54,7 @@ def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
         index=None if labels else [0],
     )
     for axis, own in labels.items():
-        if axis in (*COLUMNS, *BLOCK_AXES):
+        if axis in SITE_AXES:
             # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
             name = COLUMNS.get(axis, axis)
             table[name] = pandas.Categorical(table[name], categories=list(own), ordered=True)

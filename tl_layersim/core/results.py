@@ -56,7 +56,7 @@ UNTRAINED = "untrained "
 FOR_AUTHORS = {
     *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
     *("in_depth_order", "measure", "measured_on", "null_headline", "of_untrained", "partners", "pictures"),
-    *("refuse_other_shapes", "sites_headline", "tensor_fields", "to_last_headline"),
+    *("sites_headline", "tensor_fields", "to_last_headline"),
     *("transposed", "values_name", "with_halves", "with_replicates", "with_twins"),
 }
 
@@ -90,14 +90,6 @@ class Result(ABC):
     file_kind: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        self.refuse_other_shapes()
-
-    def refuse_other_shapes(self) -> None:
-        """Raise an error if the shape of a tensor does not match the labels of its axes.
-
-        Raises:
-            LayersimError: names the field.
-        """
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
             if tuple(getattr(self, name).shape) != sizes:
@@ -531,7 +523,7 @@ class Report(Mapping[str, Any]):
         Args:
             path: path of the file.
         """
-        return load_kind(path, ("report",), Result, Report)  # type: ignore[no-any-return]  # of this kind
+        return load_kind(path, ("report",))  # type: ignore[no-any-return]  # of this kind
 
     def to_frame(self) -> pandas.DataFrame:
         """All numbers of all results in one tidy table, one line for each number.
@@ -747,13 +739,11 @@ class Report(Mapping[str, Any]):
             The address of the repository's page.
 
         Raises:
-            LayersimError: the report is empty, or `private` is True and the repository is public.
+            LayersimError: `private` is True and the repository is public.
             OSError: an error of `huggingface_hub`: not logged in, no write access, or the hub cannot be reached.
         """
         from huggingface_hub import CommitOperationAdd, HfApi
 
-        if not self:
-            raise LayersimError("The report is empty, so there is nothing to upload.")
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
             found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
@@ -800,7 +790,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version.
         OSError: an error of `huggingface_hub`: the hub has no such file, or cannot be reached.
     """
-    return load_kind(path, ("result", "report"), Result, Report)
+    return load_kind(path, ("result", "report"))
 
 
 def _logger_name(text: str) -> str:
