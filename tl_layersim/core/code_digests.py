@@ -53,19 +53,6 @@ def digest_of_code(starts: Iterable[FunctionType]) -> str:
     return digest.hexdigest()[:12]
 
 
-def describe_function(function: Callable[..., Any]) -> str:
-    """Describe a function for the provenance: its qualified name, and a digest of its code and of the plain values it holds.
-
-    Args:
-        function: a function, a method, a `functools.partial`, or an object with `__call__`.
-
-    Examples:
-        >>> describe_function(describe_function).split(" ")[0]
-        'tl_layersim.core.code_digests.describe_function'
-    """
-    return ValueNames().function(function)
-
-
 def defined_in(function: Any) -> str:
     """Name of the module that defines a function; for another object, of the module that defines its class.
 
@@ -95,7 +82,15 @@ class ValueNames:
         self.unknown: list[str] = []
 
     def function(self, function: Callable[..., Any]) -> str:
-        """A function as text, see `describe_function`."""
+        """The qualified name of a function, with a digest of its code and of the values it holds.
+
+        Args:
+            function: a function, a method, a `functools.partial`, or an object with `__call__`.
+
+        Examples:
+            >>> ValueNames().function(defined_in).split(" ")[0]
+            'tl_layersim.core.code_digests.defined_in'
+        """
         values: list[Any] = []
         while isinstance(function, functools.partial):
             values += [function.args, function.keywords]
@@ -112,8 +107,10 @@ class ValueNames:
             # Not once more where it is reached through itself.
             self._known[id(own)] = name
             code = digest_of_code([own])
-            values += [*([] if bound is None else [self._object(bound)]), _closure(own), own.__defaults__, own.__kwdefaults__]
-            values += [_globals(one) for one in called_by([own])]
+            if bound is not None:
+                known = id(bound) in self._known or isinstance(bound, type | torch.nn.Module)
+                values.append(bound if known else [type(bound), getattr(bound, "__dict__", {})])
+            values += [_closure(own), own.__defaults__, own.__kwdefaults__, *map(_globals, called_by([own]))]
         else:
             # An object that can be called, or a function of C, which has no code to digest.
             self.unknown.append(name)
@@ -125,12 +122,6 @@ class ValueNames:
     def digest(self, text: str, values: Any) -> str:
         """A digest (12 hex digits) of a text and of values."""
         return hashlib.sha256(f"{text} {self.named(values)!r}".encode()).hexdigest()[:12]
-
-    def _object(self, bound: Any) -> Any:
-        """The class and the attributes of the object that a method is bound to; a class or a module is returned itself."""
-        if id(bound) in self._known or isinstance(bound, type | torch.nn.Module):
-            return bound
-        return [type(bound), getattr(bound, "__dict__", {})]
 
     def named(self, value: Any) -> Any:
         """A value as lists of numbers and texts, so that its `repr` is equal in every process."""

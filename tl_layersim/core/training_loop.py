@@ -168,19 +168,14 @@ class Descent(TrainingSteps):
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the state that `tensors` returned. If a tensor is missing or has another shape, nothing changes."""
-        own: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in self.parameters.items():
-            kinds = ("weight", *self.moments) if f"{self.moments[0]}/{name}" in tensors else ("weight",)
-            own[name] = {kind: tensors[f"{kind}/{name}"] for kind in kinds}
-            if any(value.shape != (() if kind == "step" else parameter.shape) for kind, value in own[name].items()):
-                raise ValueError(f"{name} has another shape")
+        """Load the state that `tensors` returned."""
         for name, parameter in self.parameters.items():
             with torch.no_grad():
-                parameter.copy_(own[name].pop("weight"))
-            if own[name]:
+                parameter.copy_(tensors[f"weight/{name}"])
+            if f"{self.moments[0]}/{name}" in tensors:
                 self.optimiser.state[parameter] = {
-                    kind: value.clone().to("cpu" if kind == "step" else parameter.device) for kind, value in own[name].items()
+                    kind: tensors[f"{kind}/{name}"].clone().to("cpu" if kind == "step" else parameter.device)
+                    for kind in self.moments
                 }
 
 

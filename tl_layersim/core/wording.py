@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
 
 def brief(value: object) -> str:
-    """A value as a short text: its `repr` if that is short, else its type and size. It never raises an error.
+    """A value as a short text: its `repr` if that is short, else its type and size.
 
     Examples:
         >>> brief([1, 2]), brief(["a long text"] * 40)
@@ -30,8 +29,6 @@ def brief(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if value is None or isinstance(value, bool | int | float | complex):
-        return repr(value)[:40]
     if isinstance(value, str):
         # Before a text is cut: half a login is not recognised.
         text = without_secrets(value)
@@ -39,22 +36,12 @@ def brief(value: object) -> str:
     kind = type(value).__name__
     if isinstance(value, list | tuple | dict | set | frozenset):
         flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)
-        if flat and len(value) <= 8 and 0 < len(_repr(value)) <= 60 and not isinstance(value, dict):
-            return _repr(value)
+        if flat and len(value) <= 8 and len(repr(value)) <= 60 and not isinstance(value, dict):
+            return repr(value)
         kinds = sorted({type(item).__name__ for item in list(value)[:100]})
         return f"{with_article(kind)} of {len(value)}" + (f" {' and '.join(kinds[:3])}" if kinds else "")
-    if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
-    text = _repr(value)
-    return text if 0 < len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
-
-
-def _repr(value: object) -> str:
-    """The `repr` of an object, "" if its class raises an error."""
-    try:
-        return repr(value)
-    except Exception:
-        return ""
+    text = repr(value)
+    return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
 
 
 def number_text(value: float) -> str:
@@ -88,21 +75,20 @@ def equation(name: str, text: str) -> str:
     return f"{name} {text}" if text.startswith("<") else f"{name} = {text}"
 
 
-def headed(title: str, lines: Sequence[str], *notes: str) -> str:
+def headed(title: str, lines: Sequence[str]) -> str:
     """Lines of numbers below a title, which explains ± if a number has a margin.
 
     Args:
         title: first line of the text.
         lines: one line for each number.
-        *notes: further parts of the title, such as how p-values are adjusted.
 
     Examples:
         >>> print(headed("Report(cka)", ["  cka: similarity = 0.638 ± 0.019"]))
         Report(cka); ± is half of the 95 % interval
           cka: similarity = 0.638 ± 0.019
     """
-    margins = [MEANING_OF_MARGINS] if any(" ± " in line for line in lines) else []
-    return "\n".join(["; ".join([title, *margins, *notes]), *lines])
+    margins = f"; {MEANING_OF_MARGINS}" if any(" ± " in line for line in lines) else ""
+    return "\n".join([title + margins, *lines])
 
 
 def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
@@ -121,16 +107,6 @@ def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
         return number_text(value), f"{margin:.2g}"
     # Two digits of 0.0998 are 0.10, not 0.1.
     return f"{value:.{decimals}f}", f"{margin:.{decimals}f}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A count with its noun, such as "no arguments" or "1 argument".
-
-    Args:
-        number: how many.
-        noun: the noun in the singular.
-    """
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:

@@ -111,7 +111,7 @@ class Jacobian:
             # A branch without any norm grows with its input, so the graph decides.
             if bool((~skips & own).any()) and not part.adds_input():
                 self.no_skip = True
-            self.differs = self.differs or not reproduces(part.value(), given, self.call.hidden.dtype)
+            self.differs = self.differs or not reproduces(part.value, given, self.call.hidden.dtype)
 
     def _token_products(self) -> list[TokenProducts | RowProducts]:
         """Products with the Jacobians by single-token replay; empty if the block cannot be replayed on single tokens."""
@@ -188,7 +188,7 @@ class Jacobian:
         out = torch.empty_like(directions)
         try:
             for part in self.parts:
-                out[part.which] = getattr(part, kind)(directions[part.which])
+                out[part.which] = part.in_chunks(directions[part.which], getattr(part, kind))
         except TokenReplayMismatch:
             # Many copies can exceed an attention window or a table of positions that one copy does not.
             self.whole_rows, self.parts = True, self._row_products()

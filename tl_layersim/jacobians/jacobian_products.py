@@ -109,12 +109,12 @@ class TokenProducts:
     Args:
         few: the block as a function of these tokens.
         which: indices of the samples.
-        given: `sample d_model`, the block's output in the full sequence at the tokens that are read.
+        value: `sample d_model`, the block's output in the full sequence at the tokens that are read.
         memory: bytes for one product.
     """
 
-    def __init__(self, few: FewTokens, which: Tensor, given: Tensor, memory: float) -> None:
-        self.few, self.which, self.given = few, which, given
+    def __init__(self, few: FewTokens, which: Tensor, value: Tensor, memory: float) -> None:
+        self.few, self.which, self.value = few, which, value
         samples, d = few.x.shape
         # Rough memory of a copy: some tens of residuals, and the attention scores of d / 64 heads.
         floats = samples * len(few.at[0]) * (48 * d + d // 16 * (few.pos + MOST_COPIES))
@@ -145,7 +145,7 @@ class TokenProducts:
             raise TokenReplayMismatch from error
 
     def _check(self, y: Tensor) -> None:
-        expected = self.given[:, None]
+        expected = self.value[:, None]
         update = (expected - self.few.out[:, None]).norm(dim=-1)
         allowed = UPDATE_TOLERANCE * update + RESIDUAL_TOLERANCE * expected.norm(dim=-1)
         if y.shape[::2] != expected.shape[::2] or not bool(((y - expected).norm(dim=-1) <= allowed).all()):
@@ -165,46 +165,27 @@ class TokenProducts:
         self._check(y[:, :1])
         return y[:, 2] - y[:, 1]
 
-    def value(self) -> Tensor:
-        """The block's output at the tokens that are read, `sample d_model`."""
-        return self.given
-
     def adds_input(self) -> bool:
         """Whether the block has a skip connection."""
         return adds_input(*self.graph(1))
 
-    def transposed(self, u: Tensor) -> Tensor:
-        """Products J'u with the block's Jacobian, skip connection included.
-
-        Args:
-            u: `sample d_model n`, n directions for each sample.
-        """
-        return self._in_chunks(u, self._transposed)
-
-    def forward(self, v: Tensor) -> Tensor:
-        """Products J v with the block's Jacobian, skip connection included.
-
-        Args:
-            v: `sample d_model n`, n directions for each sample.
-        """
-        return self._in_chunks(v, self._forward)
-
-    def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a product to directions `sample d_model n` in equal chunks; the last chunk is padded with zeros."""
+    def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `transposed` or `forward` to directions `sample d_model n` in equal chunks, the last padded with zeros."""
         m = directions.shape[-1]
         n = -(-m // -(-m // self.copies))
         chunks = [directions[..., start : start + n] for start in range(0, m, n)]
         images = [product(torch.nn.functional.pad(chunk, (0, n - chunk.shape[-1])).mT.contiguous()) for chunk in chunks]
         return torch.cat(images, 1)[:, :m].mT
 
-    def _transposed(self, u: Tensor) -> Tensor:
+    def transposed(self, u: Tensor) -> Tensor:
+        """Products J'u with the block's Jacobian, skip connection included; `sample n d_model`."""
         x, y = self.graph(u.shape[1])
         with plain_attention():
             [image] = torch.autograd.grad(y, x, u, retain_graph=True)
         return image
 
-    def _forward(self, v: Tensor) -> Tensor:
-        """J v by double backward: the derivative of J'u with respect to u, applied to v."""
+    def forward(self, v: Tensor) -> Tensor:
+        """Products J v by double backward: the derivative of J'u with respect to u, applied to v."""
         x, y = self.graph(v.shape[1])
         with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(y, requires_grad=True)
@@ -253,6 +234,7 @@ class RowProducts:
         memory = min(memory, CPU_MEMORY) if call.hidden.device.type == "cpu" else memory
         self.most = max(1, int(memory / (batch * pos * (48 * d + d // 16 * pos) * dtype.itemsize)))
         self._begin()
+        self.value = self.y.detach()
 
     def _begin(self) -> None:
         """Run the block, and keep its autograd graph."""
@@ -279,40 +261,25 @@ class RowProducts:
         with torch.no_grad(), plain_attention():
             return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
 
-    def value(self) -> Tensor:
-        """The block's output at each sample's token `t_out`, `sample d_model`."""
-        return self.y.detach()
-
     def adds_input(self) -> bool:
         """Whether the block has a skip connection; False without gradients, because it is then unknown."""
         return not self.differences and adds_input(self.x, self.y)
 
-    def transposed(self, u: Tensor) -> Tensor:
-        """Products J'u with the block's Jacobian, skip connection included.
-
-        Args:
-            u: `sample d_model n`, n directions for each sample.
-        """
-        return self._in_chunks(u, self._transposed)
-
-    def forward(self, v: Tensor) -> Tensor:
-        """Products J v with the block's Jacobian, skip connection included.
-
-        Args:
-            v: `sample d_model n`, n directions for each sample.
-        """
-        return self._in_chunks(v, self._by_differences if self.differences else self._forward)
-
-    def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `transposed` or `forward` to directions `sample d_model n` in chunks that fit into the memory."""
         images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
         return torch.cat(images).permute(1, 2, 0)
 
-    def _transposed(self, u: Tensor) -> Tensor:
+    def transposed(self, u: Tensor) -> Tensor:
+        """Products J'u with the block's Jacobian, skip connection included; `n sample d_model`."""
         with plain_attention():
             [image] = torch.autograd.grad(self.y, self.x, u, is_grads_batched=True, retain_graph=True)
         return image
 
-    def _forward(self, v: Tensor) -> Tensor:
+    def forward(self, v: Tensor) -> Tensor:
+        """Products J v, skip connection included; `n sample d_model`."""
+        if self.differences:
+            return self._by_differences(v)
         with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(self.y, requires_grad=True)
             [back] = torch.autograd.grad(self.y, self.x, u, create_graph=True)
@@ -357,10 +324,10 @@ class GraphProducts(RowProducts):
             # Plus zero, because an edit may replace the output by a constant, whose Jacobian is zero.
             self.y = graph[self.row, self.t_out] + 0 * self.x[self.row, self.t_out]
 
-    def _transposed(self, u: Tensor) -> Tensor:
-        return RowProducts._transposed(self, u)[:, self.row, self.t_in]
+    def transposed(self, u: Tensor) -> Tensor:
+        return RowProducts.transposed(self, u)[:, self.row, self.t_in]
 
-    def _forward(self, v: Tensor) -> Tensor:
+    def forward(self, v: Tensor) -> Tensor:
         whole = v.new_zeros(len(v), *self.x.shape)
         whole[:, self.row, self.t_in] = v
-        return RowProducts._forward(self, whole)
+        return RowProducts.forward(self, whole)

@@ -69,13 +69,8 @@ class ExitHeads:
         weights_hash: str = "",
     ) -> None:
         names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
-        if len(names) != len(weight) or not names:
-            raise LayersimError(
-                f"`layers` has {len(names)} names for {len(weight)} heads; it must name each layer that has a head, and at "
-                "least one."
-            )
-        if bias is not None and bias.dtype != weight.dtype:
-            raise LayersimError(f"`weight` is {weight.dtype} and `bias` is {bias.dtype}; they must have the same dtype.")
+        if len(names) != len(weight):
+            raise LayersimError(f"`layers` has {len(names)} names for {len(weight)} heads; it must name each head's layer.")
         if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):
             raise LayersimError("`weight` or `bias` holds values that are NaN or infinite.")
         self.weight = weight.detach().contiguous()
