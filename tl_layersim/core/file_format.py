@@ -38,12 +38,6 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# By kind of file that is no result: the call that reads it.
-READERS = {
-    "shard": "lsim.merge(files of all shards), or tl-layersim merge, which makes the report of them",
-    "remote_run": "lsim.load_run(path).result(), which waits for the server",
-    "sweep_folder": "lsim.sweep(..., checkpoint=...) with the folder that holds it, which continues the sweep",
-}
 # Files of the weights of a model, by which from_pretrained finds them, and of its heads.
 MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "heads.safetensors")
 # Seconds after which an unfinished file counts as left behind by a killed process.
@@ -273,11 +267,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             "Copy the file again, or run the analysis again; delete it if it is a checkpoint."
         )
     if header["kind"] not in kinds:
-        raise LayersimError(
-            f"{path} holds a {header['kind']}, not a {' or a '.join(kinds)}. Read it with "
-            + READERS.get(header["kind"], "`lsim.load` if it is a result or a report, or with `checkpoint=`")
-            + "."
-        )
+        raise LayersimError(f"{path} holds a {header['kind']}, not a {' or a '.join(kinds)}.")
     return header, tensors
 
 

@@ -111,10 +111,10 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
 
 def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], like: Any = None) -> Any:
     """Restore a result from the header and tensors of `pack`."""
-    from .results import Report, Result
+    from .results import Report
 
     kind = str(header["class"])
-    cls = class_of(kind, Result)
+    cls = class_of(kind)
     if cls is None:
         # A class is never imported because a file names it.
         raise LayersimError(
