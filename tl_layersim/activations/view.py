@@ -1,4 +1,4 @@
-"""View: the activations of one batch, as kernels read them; and the functions that run kernels on views."""
+"""The view: activations of one batch as kernels read them, and functions that run kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class View:
-    """The samples of one batch: its counted positions without padding, or one mean per row with positions="mean".
+    """The samples of one batch: its counted positions, without padding. With positions="mean" a sample is the mean of a row.
 
     Attributes:
         activations: `site sample width`, float32 (float64 if the model is). By default the sites are the residual layers,
@@ -60,13 +60,15 @@ class View:
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def token_fields(self) -> dict[str, Tensor]:
-        """The fields with one value per token that do not depend on the model, by name; fields that are None are left out."""
+        """The fields with one value per token, by name. They do not depend on the model. Fields that are None are left out."""
         names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Run kernels on views without autograd and autocast, with full-precision float32 matmuls; count non-finite values.
+    """Run kernels on views, and count activations that are not finite.
+
+    Kernels run without autograd and autocast, with full-precision float32 matmuls.
 
     Returns:
         For each view `layer`, the number of activations that are NaN or infinite; and the kernels' outputs by name, empty if
@@ -106,7 +108,7 @@ def _count_not_finite(activations: Tensor) -> Tensor:
 
 
 def _set_precision(values: list[str] | None) -> list[str]:
-    """Set the precision of float32 matmuls (None for full float32) and return the previous setting.
+    """Set the precision of float32 matmuls, and return the previous one. None is full float32.
 
     A user or a server may have allowed TF32 or bfloat16 for speed. This is not a decorator, because shipped source loses
     decorators.
@@ -124,7 +126,7 @@ def _set_precision(values: list[str] | None) -> list[str]:
 
 
 def tokens_alone(batch: Batch) -> View:
-    """A view of a batch with its tokens, but no activations."""
+    """A view of a batch that holds its tokens, but no activations."""
     index = batch.counted.nonzero()
     next_tokens = batch.next_tokens
     if batch.pooled:
@@ -156,7 +158,7 @@ def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -
 
 
 def some_sites(view: View, sites: tuple[int, ...]) -> View:
-    """The part of a view at some sites; kernels that read the same sites share this view and its memo.
+    """The part of a view at some sites. Kernels that read the same sites share this view and its memo.
 
     Args:
         view: the view of all sites.
@@ -189,7 +191,7 @@ def row_ends(view: View) -> Tensor:
 
 
 def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Arrange vectors of the view's tokens in rows.
+    """Arrange vectors of the view's tokens in padded rows.
 
     Args:
         view: the view of one batch.
@@ -208,7 +210,7 @@ def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Tensor:
-    """The target of each token, or of the tokens in `index`; NO_LABEL if a token has no target.
+    """The target of each token, or of the tokens in `index`. It is NO_LABEL if a token has no target.
 
     This function is shipped with the kernels that call it.
     """
@@ -234,7 +236,7 @@ def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Te
 
 
 class SiteBuffer:
-    """Activations `site sample width`, filled site by site.
+    """Buffer of activations, `site sample width`, filled site by site.
 
     Each site is copied as soon as it is read, so that the model can free its activations.
 
@@ -316,7 +318,7 @@ class SiteBuffer:
 
     @property
     def activations(self) -> Tensor:
-        """The activations `site sample width`; narrower sites are zero-padded to the widest."""
+        """The activations `site sample width`. Narrower sites are zero-padded to the widest."""
         assert self._buffer is not None
         return self._buffer
 
@@ -333,7 +335,7 @@ class SiteBuffer:
 
 
 def last_of_rows(keep: Tensor, pos: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The last counted position of each row, the row of each counted position, and the number of counted positions per row.
+    """The last counted position of each row, and the row of each counted position.
 
     Args:
         keep: indices of the counted positions in the flattened `batch pos`, ascending.

@@ -1,4 +1,4 @@
-"""Digests of the code and the values of functions, which show whether two runs used the same functions."""
+"""Digests of functions and values, which show whether two runs used the same code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The given functions and all functions of the same module that they call, directly or indirectly."""
+    """The given functions and the functions of the same module that they call, at any depth."""
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:
@@ -30,7 +30,7 @@ def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code object of a function or module and all code objects nested in it."""
+    """A code object and all code objects nested in it."""
     yield code
     for item in code.co_consts:
         if isinstance(item, CodeType):
@@ -38,14 +38,17 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def plain_constants(code: CodeType) -> list[str]:
-    """The constants of a code object, without nested code, as texts that are equal in every process."""
+    """Constants of a code object, without nested code, as texts that are equal in every process."""
     plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
     # The order of a set differs between processes.
     return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
 
 
 def digest_of_code(starts: Iterable[FunctionType]) -> str:
-    """A digest (12 hex digits) of the bytecode of the given functions and of those that they call, see `called_by`."""
+    """Digest (12 hex digits) of the bytecode of functions.
+
+    Functions of the same module that they call are included, see `called_by`.
+    """
     seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
     digest = hashlib.sha256()
     for name, code in sorted(seen.items()):
@@ -54,7 +57,7 @@ def digest_of_code(starts: Iterable[FunctionType]) -> str:
 
 
 def defined_in(function: Any) -> str:
-    """Name of the module that defines a function; for another object, of the module that defines its class.
+    """Name of the module that defines a function, or the class of another object.
 
     Args:
         function: any object; for a `functools.partial`, the function inside counts.
@@ -65,7 +68,7 @@ def defined_in(function: Any) -> str:
 
 
 class ValueNames:
-    """Assigns names to functions and values. Equal code or contents have equal names in every process.
+    """Names functions and values by their code and contents. Equal contents have equal names in every process.
 
     A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
     is named by its dtype, shape and bytes, a module by its class and its weights.
@@ -82,7 +85,7 @@ class ValueNames:
         self.unknown: list[str] = []
 
     def function(self, function: Callable[..., Any]) -> str:
-        """The qualified name of a function, with a digest of its code and of the values it holds.
+        """The qualified name of a function, with a digest of its code and of the values that it holds.
 
         Args:
             function: a function, a method, a `functools.partial`, or an object with `__call__`.
@@ -120,11 +123,11 @@ class ValueNames:
         return f"{name} sha256 {self.digest(code, values)}"
 
     def digest(self, text: str, values: Any) -> str:
-        """A digest (12 hex digits) of a text and of values."""
+        """Digest (12 hex digits) of a text and of values."""
         return hashlib.sha256(f"{text} {self.named(values)!r}".encode()).hexdigest()[:12]
 
     def named(self, value: Any) -> Any:
-        """A value as lists of numbers and texts, so that its `repr` is equal in every process."""
+        """A value as nested lists of numbers and texts. The `repr` of these lists is equal in every process."""
         if value is None or isinstance(value, str | bytes | bool | int | float | complex):
             return value
         if id(value) in self._known:
@@ -161,7 +164,7 @@ class ValueNames:
 
 
 def _closure(function: FunctionType) -> list[Any]:
-    """The values of a function's closure, without variables that are not set yet."""
+    """Values of a function's closure; variables that are not set yet are left out."""
     values = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):
@@ -170,7 +173,7 @@ def _closure(function: FunctionType) -> list[Any]:
 
 
 def _globals(function: FunctionType) -> dict[str, Any]:
-    """The global values that a function reads, without functions of its own module, which `digest_of_code` covers."""
+    """Global values that a function reads. Functions of its own module are left out: `digest_of_code` covers them."""
     read = {
         step.argval
         for code in codes_in(function.__code__)

@@ -1,4 +1,4 @@
-"""Data-parallel runs over several processes: each copy of the model runs a part of the batches, and sums are added."""
+"""Data-parallel runs: each process runs a part of the batches, and sums are added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sums import DataBlock, Sums, SumTree
 
 @dataclass(frozen=True)
 class Deal:
-    """Selects the batches of this process: every `copies`-th batch, starting at index `copy`.
+    """The batches of this process: every `copies`-th batch, starting at index `copy`.
 
     Attributes:
         copy: index of the model copy that this process holds, whole or in part.
@@ -32,14 +32,14 @@ ALONE = Deal(0, 1, True)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Rank of this process and number of processes; (0, 1) if no process group is initialised."""
+    """Rank of this process, and number of processes; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def weight_peers(module: torch.nn.Module) -> frozenset[int]:
-    """Ranks that hold shards of one model, including this rank. They must run the same batches.
+    """Ranks that hold shards of one model, this rank included. They must run the same batches.
 
     Weights are sharded by tensor parallelism (a `DeviceMesh`, transformers' `tp_plan`) and by FSDP.
 
@@ -68,7 +68,7 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
 
 def refuse_parts(module: torch.nn.Module) -> None:
-    """Raise an error if the weights of a model are sharded over processes, because each process would train on other rows.
+    """Raise an error if the weights of a model are sharded over processes. Each process would train on other rows.
 
     Raises:
         LayersimError: the weights are sharded.
@@ -82,7 +82,7 @@ def refuse_parts(module: torch.nn.Module) -> None:
 
 
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
-    """Assign batches to copies of the model; processes that share a copy get the same batches.
+    """Assign batches to copies of the model. Processes that share a copy get the same batches.
 
     Every process of the group must call this function.
 
@@ -140,7 +140,7 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """For each n, add the n-th blocks of rows of all ranks. Ranks take batches in turn.
+    """Add the n-th blocks of rows of all ranks, for each n. Ranks take batches in turn.
 
     Args:
         tree: sums of this rank.

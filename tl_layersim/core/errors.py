@@ -1,4 +1,4 @@
-"""Errors and warnings of this package. They name the argument, its value and the allowed values, and never show a login."""
+"""Errors, warnings and log of this package. Logins and tokens are removed from their texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an HTTP address without secrets other than a login."""
+    """Whether a text is an HTTP address whose only secret is a login."""
     try:
         parts = urlsplit(text)
         # A query, or an @ in the path, may be part of a secret.
@@ -24,7 +24,9 @@ def is_address(text: str) -> bool:
 
 
 def shown(remote: bool | str) -> str:
-    """The value of `remote` as error messages show it: an address loses its login, and any other text is hidden.
+    """The value of `remote` in error messages, without secrets.
+
+    An address loses its login; a text that is no address is hidden.
 
     Args:
         remote: the argument as the user passed it.
@@ -67,7 +69,7 @@ class LayersimWarning(UserWarning):
 
 
 class LayersimError(ValueError):
-    """Error in a call, its arguments or its data. It is also raised if a requested number is undefined.
+    """Error for arguments, data or a model that a call cannot use. It is also raised if a requested number is undefined.
 
     Args:
         message: one or two sentences with the argument, its value and the allowed values; secrets are removed.
@@ -83,7 +85,7 @@ class LayersimError(ValueError):
 
 
 def without_secrets(text: str) -> str:
-    """Remove logins, access tokens and signatures from the addresses in a text, before the text enters a file or a log.
+    """Remove logins, access tokens and signatures from a text. Texts pass through here before they enter a file or a log.
 
     Examples:
         >>> without_secrets("https://me:secret@host/model?token=abc")
@@ -131,7 +133,7 @@ def recorded_warnings(*, issued: bool = True) -> Iterator[list[str]]:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes as text with its unit.
+    """A number of bytes as text, such as "1.2 MB".
 
     Examples:
         >>> in_words(1234567)

@@ -1,4 +1,4 @@
-"""File format of results and checkpoints: safetensors with JSON and a checksum in its header, written atomically."""
+"""The file format: safetensors with a JSON header and a checksum, written atomically."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, Runtim
 
 
 def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write one file with its checksum; an interrupted write leaves the old file unchanged.
+    """Write a file with its checksum. An interrupted write leaves the old file unchanged.
 
     Args:
         path: path of the file.
@@ -77,7 +77,7 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
 
 
 def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex digits) over a header and the name, dtype, shape and bytes of every tensor.
+    """SHA-256 (hex digits) of a header and all tensors: their names, dtypes, shapes and bytes.
 
     Args:
         text: the header.
@@ -97,7 +97,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Group the tensors of a file, which have keys "part/name", by part.
+    """Group tensors by the part of their names before the first slash.
 
     Args:
         names: names of the parts.
@@ -115,7 +115,7 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A context manager that opens a new file, and replaces `path` by it atomically if no error occurs.
+    """Context manager that writes a new file and puts it in the place of `path` at its end.
 
     A killed process leaves a hidden file beside `path`, which a later write removes. A link at `path` is replaced; its target
     is not written to.
@@ -145,7 +145,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context manager that makes a temporary folder for a model's files, and moves them to `folder` at its end.
+    """Context manager that writes a model's files to a temporary folder and moves them at its end.
 
     Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
     `folder` is unchanged.
@@ -176,7 +176,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether `path` may be replaced: it is free, a file or a link, and not a device such as /dev/null."""
+    """Whether a path is free, a file or a link; a folder or a device such as /dev/null is not replaceable."""
     return path.is_symlink() or path.is_file() or not path.exists()
 
 
@@ -189,7 +189,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> None:
-    """Raise an error if a path cannot be written to, before a run begins.
+    """Raise an error before a run if a path cannot be written to.
 
     Args:
         path: path of the file; None is accepted.
@@ -207,7 +207,7 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:
-    """Raise an error if a folder cannot be written to, before a run begins.
+    """Raise an error before a run if a folder cannot be written to.
 
     Args:
         folder: the folder.
@@ -273,7 +273,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
 
 @contextmanager
 def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
-    """A context manager that translates exceptions of a malformed file into a `LayersimError` that names the file.
+    """Context manager that turns errors of a malformed file into a `LayersimError`.
 
     Args:
         path: path of the file.

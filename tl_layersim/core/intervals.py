@@ -1,4 +1,4 @@
-"""Confidence intervals of results by the delete-one-block jackknife with Student's t; and quantiles from histograms."""
+"""Confidence intervals by the delete-one-block jackknife and Student's t; quantiles of histograms."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ UNBOUNDED = (-math.inf, math.inf)
 
 
 class ConfidenceInterval(NamedTuple):
-    """A statistic with its confidence interval: float64 tensors of equal shape.
+    """A statistic with its confidence interval and standard error. All are float64 tensors of one shape.
 
     Attributes:
         value: the statistic on all data.
@@ -151,7 +151,7 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
 
 
 def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
-    """Degrees of freedom of a jackknife error: the number of blocks that change the statistic, minus one.
+    """Degrees of freedom of a jackknife error: number of blocks that change the statistic, minus one.
 
     A block without held-out rows changes none of their statistics.
 
@@ -185,7 +185,7 @@ def t_interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Student's t interval of a statistic, symmetric on a transformed scale without bounds, such as the log-odds.
+    """Student's t interval of a statistic, symmetric on a scale without bounds such as the log-odds.
 
     The scale is log((x - a) / (b - x)) for a quantity between a and b, and log(x - a) or -log(b - x) for one with a single
     bound. Errors are carried over by the derivative. So the interval of a rare fraction or of a similarity near 1 is longer on
@@ -244,7 +244,7 @@ def t_interval(
 
 
 def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
-    """Move x by a step on the transformed scale of `t_interval`."""
+    """Move x by a step on the scale of `t_interval`."""
     if math.isinf(high):
         return low + (x - low) * step.exp()
     if math.isinf(low):
@@ -255,7 +255,7 @@ def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
 
 
 def neighbour_correlation(replicates: Tensor) -> Tensor:
-    """Correlation between neighbouring blocks' contributions to a statistic; near 0 if blocks are independent.
+    """Correlation between neighbouring blocks in their effect on a statistic. It is near 0 if blocks are independent.
 
     Args:
         replicates: `block ...`, the statistic without each block, in the order of the data.
@@ -274,7 +274,7 @@ def neighbour_correlation(replicates: Tensor) -> Tensor:
 
 
 def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
-    """Two-sided p-value of Student's t test that a statistic is 0; NaN if the standard error is 0 or NaN.
+    """Two-sided p-value of a t test that a statistic is 0. NaN if the standard error is 0 or NaN.
 
     Args:
         value: the statistic.
@@ -313,7 +313,7 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
 
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
-    """The interval of a field, or of a function of the result, see `Result.interval`."""
+    """Confidence interval of a field, or of a function of the result; see `Result.interval`."""
     refuse_no_blocks(result)
     if isinstance(what, str):
         field, own = field_named(result, what), result.declared(what)
@@ -336,7 +336,9 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
 
 
 def function_interval(result: Any, function: Callable[[Any], Any], level: float) -> ConfidenceInterval | None:
-    """The interval of a function of a result. If the function returns an entry of a field, the field's interval is used.
+    """Confidence interval of a function of a result.
+
+    If the function returns an entry of a field, the interval of the field is used.
 
     Args:
         result: the result with its replicates.
@@ -353,7 +355,9 @@ def function_interval(result: Any, function: Callable[[Any], Any], level: float)
 
 
 def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: float) -> ConfidenceInterval | None:
-    """The interval of a number. If the number is the same entry of a field in all replicates, the field's interval is used.
+    """Confidence interval of one number.
+
+    If the number is the same entry of a field in all replicates, the interval of the field is used.
 
     Args:
         result: the result with its replicates.
@@ -403,7 +407,9 @@ def field_named(result: Any, name: str) -> str:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """A field of a jackknife replicate, at the labels of the full result; NaN at labels that occur only in the data left out.
+    """A field of a jackknife replicate, arranged by the labels of the full result.
+
+    Labels that occur only in the left-out data have NaN.
 
     Args:
         replicate: the result without one block, or the result itself.
@@ -432,7 +438,7 @@ def _interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Confidence interval of a statistic from its replicates, see `t_interval`."""
+    """Confidence interval of a statistic from its jackknife replicates."""
     error = standard_error(value, replicates)
     return t_interval(value, error, degrees_of_freedom(value, replicates), level, within, rows)
 
@@ -465,12 +471,12 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
 
 
 def headline_lines(result: Any) -> list[str]:
-    """The headline numbers of a result as lines of text, see `headline_texts`."""
+    """The headline numbers of a result as lines of text."""
     return [equation(name, text) for name, text in headline_texts(result).items()]
 
 
 def headline_texts(result: Any) -> dict[str, str]:
-    """The headline numbers of a result as text, each with half the width of its 95 % interval if it has one."""
+    """The headline numbers of a result as text, each with ± half its 95 % interval."""
     margins = headline_margins(result)
     texts = {
         name: p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
@@ -484,7 +490,7 @@ def headline_texts(result: Any) -> dict[str, str]:
 
 
 def margin_text(value: float, margin: float, percent: bool = False) -> str:
-    """A number as text, rounded to the precision of its margin if it has a margin larger than rounding error.
+    """A number as text, rounded to the precision of its margin. A margin of the size of rounding errors is left out.
 
     Args:
         value: the number.
@@ -503,7 +509,7 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
 
 
 def headline_margins(result: Any) -> dict[str, float]:
-    """Half the width of each headline number's 95 % interval; empty if the result has no intervals."""
+    """Half the width of each headline number's 95 % interval. Empty if the result has no intervals."""
     return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result).items()}
 
 
@@ -528,7 +534,7 @@ def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
 
 
 def has_margin(headline: str) -> bool:
-    """Whether a headline number may have an interval, by its name: p-values and extremes over layers have none."""
+    """Whether a headline number may have an interval, by its name. p-values and extremes over layers have none."""
     return not is_p_value(headline) and EXTREME.search(headline) is None
 
 
@@ -547,7 +553,7 @@ def refuse_no_blocks(result: Any) -> None:
 
 
 def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
-    """A number of a result as text, with half the width of its 95 % interval if the result has intervals.
+    """A number of a result as text, with ± half its 95 % interval if the result has intervals.
 
     Args:
         result: a result with or without intervals.

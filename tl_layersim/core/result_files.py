@@ -1,4 +1,4 @@
-"""Conversion of results and reports to the header and tensors of a file, and back."""
+"""Conversion of results and reports to files, and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALIKE = ("replicates", "untrained")
 
 
 def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a result. Tensors of nested results are named "field/key/name".
+    """The header and the tensors of a result, for its file. Tensors of nested results are named "field/key/name".
 
     Args:
         result: a `Result`.
@@ -48,7 +48,7 @@ def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _plain_fields(result: Any) -> dict[str, Any]:
-    """The fields of a result that are neither tensors nor provenance nor other results."""
+    """The fields that are neither tensors nor provenance nor nested results."""
     apart = {"provenance", *ALIKE, *result.tensor_fields()}
     values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in apart}
     return {name: value for name, value in values.items() if not hasattr(value, "to_html")}
@@ -57,7 +57,7 @@ def _plain_fields(result: Any) -> dict[str, Any]:
 def pack_report(
     report: Mapping[str, Any], likes: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of results by name, see `pack`."""
+    """The header and the tensors of several results, see `pack`."""
     packed = {name: pack(result, likes.get(name)) for name, result in report.items()}
     tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
     return {name: header for name, (header, _) in packed.items()}, tensors

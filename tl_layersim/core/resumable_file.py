@@ -1,4 +1,4 @@
-"""Resumable files: the state of an interrupted run on disk, from which the same call continues with the same numbers.
+"""Resumable files: the state of an interrupted run, from which the same call continues.
 
 Analyses, stitches, trainings and runs on servers keep their state in such files. This module writes and reads them, compares
 identities, spaces out saves, and says where to resume; only the caller knows the content of the state.
@@ -38,13 +38,13 @@ CONTENTS = {
 
 
 def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the identity of a run (model, data, settings) to the values that JSON stores: tuples become lists."""
+    """The identity of a run as JSON stores it: tuples become lists."""
     found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return found
 
 
 def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
-    """Raise an error if the file was written by another call.
+    """Raise an error if another call wrote the file.
 
     Args:
         path: path of the file.
@@ -106,7 +106,7 @@ class ResumableFile:
             return parse(header, tensors)
 
     def parsing(self) -> AbstractContextManager[None]:
-        """A context manager that turns exceptions of a malformed state into an error that names the file."""
+        """Context manager that turns errors of a malformed state into an error that names the file."""
         return reading(str(self.path), *CONTENTS[self._kind])
 
     def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
@@ -127,7 +127,7 @@ class ResumableFile:
         return True
 
     def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write the state and return whether it was written; a failed write only warns, as the state is still in memory."""
+        """Write the state, or warn if the write fails; return whether the state was written."""
         try:
             return self.write(notes, tensors)
         except OSError as error:
@@ -141,7 +141,7 @@ class ResumableFile:
 
     @contextmanager
     def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
-        """A context manager that saves the state if an exception is raised inside it, Ctrl-C included.
+        """Context manager that saves the state after an exception, Ctrl-C included.
 
         The exception gets a note of where the run can be resumed, or of why it cannot.
 
@@ -162,7 +162,7 @@ class ResumableFile:
 
 
 def differences(now: Any, then: Any) -> tuple[str, str]:
-    """The entries in which the identities of two runs differ, as one text for each run.
+    """The entries that differ between the identities of two runs, as one text for each run.
 
     Args:
         now: identity of this run.

@@ -1,4 +1,4 @@
-"""Sums over batches, the only state of a run: reproducible addition, blocks of rows for intervals, progress of a pass.
+"""Sums over batches, the only state of a run: reproducible addition, and blocks of rows for intervals.
 
 A request to a server may sum 1 or 64 batches, an interrupted run continues in the middle, and a shard may begin at any batch.
 Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as
@@ -36,7 +36,7 @@ def analyzer_of(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over rows: named CPU tensors that are added field by field, integers as int64 and other numbers as float64.
+    """Sums over rows: named CPU tensors that are added field by field. Integers become int64 and other numbers float64.
 
     `Sums()` is zero, and a field that only one of two sums has is kept. Batches, machines, ranks and resumed runs are all
     merged by `a + b`.
@@ -77,7 +77,7 @@ class Sums:
         return Sums({**self.fields, **other.fields, **both})
 
     def refuse_others(self, other: Sums) -> None:
-        """Raise an error if `other` cannot be added to these sums.
+        """Raise an error if the shapes of `other` differ.
 
         Raises:
             ValueError: the shapes differ.
@@ -96,7 +96,7 @@ class Sums:
 
 
 def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
-    """All sums of an analyzer, including sums over pools of rows.
+    """All sums of an analyzer, over single rows and over pools of rows.
 
     Args:
         sums: sums by analyzer.
@@ -135,7 +135,7 @@ class DataBlock:
 
 
 def rows_in_block(index: int, first: int) -> int:
-    """The number of rows per block when row `index` is added; it doubles whenever there are `MOST_BLOCKS` blocks.
+    """Number of rows per block when row `index` is added. It doubles whenever there are `MOST_BLOCKS` blocks.
 
     Args:
         index: index of the row.
@@ -152,7 +152,7 @@ def rows_in_block(index: int, first: int) -> int:
 
 
 def first_block_size(rows: int | None) -> int:
-    """The number of rows per block for data of a known size: a power of two that gives 16 to 32 blocks.
+    """Number of rows per block for data of a known size. It is a power of two that gives 16 to 32 blocks.
 
     Args:
         rows: number of rows in the data; None if unknown, which gives 1.
@@ -178,7 +178,9 @@ def push(
     start: int = 0,
     most: int | None = None,
 ) -> None:
-    """Push the sum of the next terms onto a stack, and add neighbouring sums that are siblings in the binary tree of all terms.
+    """Push the sum of the next terms onto a stack, and add neighbouring sums of equal size.
+
+    Two sums are added only if they are siblings in the binary tree of all terms.
 
     Args:
         stack: number of terms and sum of each group so far, changed in place.
@@ -211,7 +213,7 @@ def push(
 
 
 def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Term:
-    """The total of the partial sums on a stack, added from the last to the first.
+    """Total of the partial sums on a stack, added from the last to the first.
 
     Args:
         stack: a stack that `push` has filled.
@@ -228,7 +230,7 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
 
 
 def next_size(index: int, most: int) -> int:
-    """The largest number of terms that one request may sum without changing the order of additions: a power of two.
+    """Largest number of terms that one request may sum in the same order of additions. It is a power of two.
 
     Args:
         index: index of the request's first term, a multiple of the result.
@@ -245,7 +247,7 @@ def next_size(index: int, most: int) -> int:
 
 
 def most_nodes(leaves: int, intervals: bool) -> int:
-    """The largest number of `SumTree` nodes that a run holds, including the node that is added next.
+    """Largest number of `SumTree` nodes that a run holds. The node that is added next is included.
 
     Args:
         leaves: number of leaves, the groups of rows whose sums are added.
@@ -269,7 +271,7 @@ def most_nodes(leaves: int, intervals: bool) -> int:
 
 @dataclass(frozen=True)
 class SumTree:
-    """Sums of consecutive rows as nodes of a binary tree over all rows of the data, see `push`.
+    """Sums of consecutive rows, as nodes of a binary tree over all rows of the data; see `push`.
 
     A node holds the sums of `2 ** k` rows; the index of the first is a multiple of `2 ** k`. Two nodes with a common parent are
     added as soon as both exist. The sums of all data therefore depend on the number of rows alone: trees over parts of the
@@ -322,7 +324,7 @@ class SumTree:
         return tree.coarser(2 * self.size)
 
     def join(self, later: SumTree) -> SumTree:
-        """Join this tree with the tree of the rows that follow.
+        """This tree, joined with the tree of the rows that follow.
 
         Args:
             later: a tree that starts where this tree ends, with blocks if this tree has blocks.
@@ -338,7 +340,7 @@ class SumTree:
         return tree
 
     def coarser(self, size: int) -> SumTree:
-        """This tree with blocks of `size` rows; unchanged if its blocks are at least as large."""
+        """This tree with blocks of `size` rows. It is unchanged if its blocks are at least as large."""
         if self.size is None or self.size >= size:
             return self
         tree = SumTree(size, self.start)
@@ -353,7 +355,7 @@ class SumTree:
         return replace(self, nodes=tuple(node for _, node in stack))
 
     def blocks(self) -> tuple[DataBlock, ...]:
-        """All blocks in the order of the data, including an incomplete last block; the tree must start at row 0."""
+        """All blocks in the order of the data; the last may be incomplete. The tree must start at row 0."""
         whole = [node for node in self.nodes if node.rows == self.size]
         rest = [(node.rows, node) for node in self.nodes[len(whole) :]]
         return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
@@ -389,7 +391,7 @@ class Tally:
     tree: SumTree = SumTree()
 
     def sums(self, names: Iterable[str]) -> dict[str, Sums]:
-        """The sums of all rows, by name of the kernel.
+        """The sums of all rows, by kernel.
 
         Args:
             names: names of the kernels.

@@ -1,4 +1,4 @@
-"""Wording of messages and printed results: values, p-values, margins, calls and counts."""
+"""Wording of values, numbers, p-values and counts in messages and printed results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
 
 def brief(value: object) -> str:
-    """A value as a short text: its `repr` if that is short, else its type and size.
+    """A value as a short text: its `repr` if this is short, else its type and size.
 
     Examples:
         >>> brief([1, 2]), brief(["a long text"] * 40)
@@ -45,7 +45,7 @@ def brief(value: object) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number with four digits, or with six if four would round it to 1 or -1.
+    """A number with four digits, or with six if four digits would show 1 or -1.
 
     Examples:
         >>> number_text(0.123456), number_text(0.99999), number_text(1.0)
@@ -76,7 +76,7 @@ def equation(name: str, text: str) -> str:
 
 
 def headed(title: str, lines: Sequence[str]) -> str:
-    """Lines of numbers below a title, which explains ± if a number has a margin.
+    """Lines of numbers below a title; the title explains ± if a line contains it.
 
     Args:
         title: first line of the text.
@@ -92,7 +92,7 @@ def headed(title: str, lines: Sequence[str]) -> str:
 
 
 def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
-    """A number and its margin as text: the margin with two digits, and the number to the same decimal place.
+    """A number and its margin as text. The margin has two digits, and the number ends at the same decimal place.
 
     Args:
         value: the number.
@@ -110,7 +110,7 @@ def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
 
 
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """A number with thousands separators and its noun, such as "4,000 queries".
+    """A count with its noun, such as "4,000 queries".
 
     Args:
         number: how many.
@@ -130,7 +130,7 @@ def with_article(noun: str) -> str:
 
 
 def duration_in_words(seconds: float) -> str:
-    """A duration in seconds, minutes (from 2 minutes) or hours (from 2 hours).
+    """A duration in seconds, minutes or hours.
 
     Examples:
         >>> duration_in_words(35.2), duration_in_words(600), duration_in_words(9000)
@@ -142,7 +142,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""The first line of an exception's text without its full stop; the class name if there is no text.
+    r"""First line of an exception's text without its full stop; the class name if there is no text.
 
     Examples:
         >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())

@@ -1,4 +1,4 @@
-"""Products of a block's Jacobian with vectors, by replay on single tokens or on whole rows; and checks of the replay.
+"""Products of a block's Jacobian with vectors, by replay on single tokens or on whole rows.
 
 This module is serialised by value and runs on NDIF servers too, so it uses only torch and the standard library.
 """
@@ -26,7 +26,9 @@ IDENTITY_NODES = (*VIEWS, "Clone", "CopyBackwards", "CopySlices", "ToCopy")
 
 
 def lengthening(x: Tensor) -> Tensor:
-    """The factor by which each residual is scaled up: `LENGTHENING`, or less if the dtype would overflow.
+    """The factor that lengthens each residual for the skip-connection check.
+
+    It is `LENGTHENING`, or less if the dtype would overflow.
 
     Args:
         x: `sample d_model`, residuals.
@@ -40,7 +42,7 @@ def lengthening(x: Tensor) -> Tensor:
 
 
 def adds_input(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x (or elements of x) plus another term, according to the autograd graph.
+    """Whether the autograd graph of y adds x, or entries of x, to another term.
 
     The sums, reshapes and copies in the graph show it.
 
@@ -71,7 +73,7 @@ def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
 
 
 def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the residuals a and b are equal up to the rounding of a dtype, in every sample.
+    """Whether two residuals are equal in every sample, up to the rounding of a dtype.
 
     Args:
         a: `sample d_model`, output of the replayed block.
@@ -83,7 +85,7 @@ def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_remote(call: BlockCall) -> bool:
-    """Whether the block's weights are in another process, where their dtype cannot be changed."""
+    """Whether the weights of a block are in another process."""
     module = getattr(call.block, "_module", call.block)
     if not isinstance(module, torch.nn.Module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
         # Weights that accelerate has offloaded are brought into this process.
@@ -100,11 +102,11 @@ MOST_COPIES = 128
 
 
 class TokenReplayMismatch(Exception):
-    """Raised if single-token replay of a block fails, or differs from the block's output in the full sequence."""
+    """Raised if a block's replay on single tokens fails or gives another output."""
 
 
 class TokenProducts:
-    """Products with Jacobians by single-token replay, with one copy of the token per direction.
+    """Products with Jacobians by replay on single tokens. Each direction has a copy of the token.
 
     Args:
         few: the block as a function of these tokens.
@@ -122,7 +124,9 @@ class TokenProducts:
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
-        """`n` copies of the tokens and the block's output for them, with the autograd graph; cached by `n`.
+        """Copies of the tokens and the block's output for them, with the autograd graph.
+
+        They are cached by the number of copies, `n`.
 
         Raises:
             TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
@@ -152,7 +156,7 @@ class TokenProducts:
             raise TokenReplayMismatch
 
     def lengthened_difference(self) -> Tensor:
-        """Block output at 2cx minus block output at cx, with c the factor of `lengthening`, `sample d_model`.
+        """Block output at 2cx minus block output at cx, with c from `lengthening`; `sample d_model`.
 
         An unchanged copy of the token runs along and is checked.
 
@@ -170,7 +174,10 @@ class TokenProducts:
         return adds_input(*self.graph(1))
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `transposed` or `forward` to directions `sample d_model n` in equal chunks, the last padded with zeros."""
+        """Apply `transposed` or `forward` to directions `sample d_model n`, in equal chunks.
+
+        The last chunk is padded with zeros.
+        """
         m = directions.shape[-1]
         n = -(-m // -(-m // self.copies))
         chunks = [directions[..., start : start + n] for start in range(0, m, n)]
@@ -202,7 +209,7 @@ CPU_MEMORY = 3e8
 
 
 class RowProducts:
-    """Products with Jacobians by running the block on whole rows, with one sample per row.
+    """Products with Jacobians by replay on whole rows, with one sample per row.
 
     Every block allows this. `TokenProducts` does the same with less work if the block allows it.
 
@@ -256,17 +263,17 @@ class RowProducts:
         return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
 
     def lengthened_difference(self) -> Tensor:
-        """Block output at 2cx minus block output at cx, with c the factor of `lengthening`, `sample d_model`."""
+        """Block output at 2cx minus block output at cx, with c from `lengthening`; `sample d_model`."""
         x = self.x.detach()
         with torch.no_grad(), plain_attention():
             return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
 
     def adds_input(self) -> bool:
-        """Whether the block has a skip connection; False without gradients, because it is then unknown."""
+        """Whether the block has a skip connection. False for finite differences, which do not show it."""
         return not self.differences and adds_input(self.x, self.y)
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `transposed` or `forward` to directions `sample d_model n` in chunks that fit into the memory."""
+        """Apply `transposed` or `forward` to directions `sample d_model n`, in chunks that fit into the memory."""
         images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
         return torch.cat(images).permute(1, 2, 0)
 
@@ -287,7 +294,7 @@ class RowProducts:
         return image
 
     def _by_differences(self, v: Tensor) -> Tensor:
-        """J v by central differences; the first direction is repeated with twice the step, for `step_error`."""
+        """J v by central differences. The first direction is repeated with twice the step, for `step_error`."""
         length = self.x.norm(dim=-1)[None, :, None]
         relative = STEP if self.call.hidden.dtype in (torch.float32, torch.float64) else HALF_PRECISION_STEP
         size = relative * length / v.norm(dim=-1, keepdim=True).clamp(min=1e-30)
@@ -301,7 +308,7 @@ class RowProducts:
         return image
 
     def _difference(self, step: Tensor) -> Tensor:
-        """Central difference (block(x + step) - block(x - step)) / 2 for each of `n sample d_model` steps."""
+        """Central difference (block(x + step) - block(x - step)) / 2 for each step, `n sample d_model`."""
         if not self.batched:
             return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))
@@ -311,7 +318,7 @@ class RowProducts:
 
 
 class GraphProducts(RowProducts):
-    """Products with Jacobians from the autograd graph of the forward pass, `BlockCall.graph`: the block is not replayed.
+    """Products with Jacobians from the autograd graph of the forward pass. The block is not replayed, see `BlockCall.graph`.
 
     Without `super()`, which a server cannot resolve in a class that is shipped by value.
     """

@@ -13,7 +13,7 @@ TOO_COARSE = 0.1
 
 
 def refuse_post_norm(model: Model) -> None:
-    """Raise an error if the blocks of a model are post-norm, and so do not add to the residual stream.
+    """Raise an error if the blocks are post-norm, which have no residual branch.
 
     Raises:
         LayersimError: the blocks are post-norm.
@@ -26,7 +26,7 @@ def refuse_post_norm(model: Model) -> None:
 
 
 def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
-    """Raise an error if the blocks of a model have no derivatives, no residual branch, or fewer than `k` dimensions.
+    """Raise an error if a model's blocks have no derivatives or no residual branch, or d_model is below `k`.
 
     Args:
         model: the model.
@@ -60,7 +60,7 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Raise an error if a block's replay differs from the forward pass, has no skip connection, or has too coarse differences.
+    """Raise an error if the replay of a block differs, lacks a skip connection, or is too coarse.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.

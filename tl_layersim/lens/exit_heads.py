@@ -1,4 +1,4 @@
-"""ExitHeads: one linear output head for each layer below the last, as multi-exit training makes them."""
+"""Exit heads: one linear output head for each layer below the last."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ class ExitHeads:
     @staticmethod
     @typed
     def load(path: str | os.PathLike[str]) -> ExitHeads:
-        """Read heads that `save` wrote, or `heads.safetensors` in the folder that `AlignedTraining(save_to=)` names.
+        """Read heads from the file that `save` wrote.
+
+        `AlignedTraining(save_to=)` writes such a file, `heads.safetensors`, into its folder.
 
         Args:
             path: path of the file.
@@ -182,7 +184,7 @@ class ExitHeads:
 
 
 def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
-    """Convert the argument `heads` to `ExitHeads`, and read their file if it is a path.
+    """Convert the argument `heads` to `ExitHeads`; a path is read.
 
     Args:
         heads: `ExitHeads`, the path of a file, or None.

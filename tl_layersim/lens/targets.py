@@ -18,7 +18,7 @@ from ..sources.model_description import Model
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
-    """The targets of a batch, `batch pos`, or `batch` for a classifier; NO_LABEL if a target is missing.
+    """The targets of a batch, `batch pos`, or `batch` for a row classifier. A missing target is NO_LABEL.
 
     Raises:
         LayersimError: the data has positions="mean".
@@ -40,7 +40,7 @@ def gives_classes(model: Model) -> bool:
 
 
 def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
-    """The argument `labels`, converted by `as_labels`; its default depends on the models' heads.
+    """The argument `labels`, converted by `as_labels`. Its default depends on the models' heads.
 
     Args:
         labels: the argument as the user passed it; None for the next token, or for labels from the data if the models are
@@ -72,7 +72,7 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
 
 
 def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
-    """Raise an error if a batch has no labels, or its labels are evidently not targets.
+    """Raise an error if a batch has no labels, or labels that cannot be targets.
 
     Args:
         labels: output of `as_labels`.
