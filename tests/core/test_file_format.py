@@ -37,7 +37,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
 
 def test_a_file_that_is_not_ours_is_refused(tmp_path):
     save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
-    with pytest.raises(lsim.LayersimError, match="not one of tl_layersim"):
+    with pytest.raises(lsim.LayersimError, match="of another program"):
         lsim.load(tmp_path / "weights.safetensors")
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(lsim.LayersimError, match="is truncated"):
@@ -59,5 +59,5 @@ def test_a_folder_without_a_report_is_called_a_folder(tmp_path):
 def test_the_folder_of_a_report_names_its_file(report, tmp_path):
     """The command line writes a folder, and its name is what a user has at hand."""
     report.save(tmp_path / "report.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"is not a file: .*report\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"is not a file\. .*report\.safetensors"):
         lsim.load(tmp_path)

@@ -62,7 +62,7 @@ def first_tensor(output: Any) -> Tensor:
     for value in values:
         if isinstance(value, Tensor):
             return value
-    raise ValueError(f"a block gave {type(output).__name__} without a tensor in it, where its residual was expected")
+    raise ValueError(f"The input or output of a block is a {type(output).__name__} without a tensor.")
 
 
 def as_positions(hidden: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def record_call(
     after = first_tensor(output).detach()
     if places[key].dim() > 3:
         raise LayersimError(
-            f"Calls of {type(block).__name__} cannot be replayed: its input is a feature map of shape "
+            f"The block {type(block).__name__} cannot be replayed: its input has shape "
             f"{' x '.join(map(str, places[key].shape))}, but must be batch x pos x width."
         )
     if places[key].dim() == 2:

@@ -243,7 +243,7 @@ class BatchPlan:
             long = {output[f"samples {i}"].shape[-1] for output in outputs}
             if len(long) > 1:
                 raise LayersimError(
-                    f"`pool='flat'` needs equally many tokens in all rows, but these rows give samples of {min(long)} to "
+                    f"`pool` is 'flat', which needs equally many tokens in all rows; these rows give samples of {min(long)} to "
                     f"{max(long)} dimensions."
                 )
         sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]
@@ -268,7 +268,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
         ValueError: the shapes differ, which broadcasting would hide.
     """
     if a.shape != b.shape:
-        raise ValueError(f"the kernel returned tensors of shape {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(f"the kernel returned shape {tuple(a.shape)} for some rows and {tuple(b.shape)} for others")
     wide = torch.float64 if a.is_floating_point() else torch.int64
     return a.to(wide) + b.to(wide)
 

@@ -41,8 +41,7 @@ def need_classes(outputs: int) -> None:
     """
     if outputs == 1:
         raise LayersimError(
-            "The head has one output, so its predictions have no probabilities. lsim.TaskMetrics(labels=scores) measures "
-            "regression."
+            "The model's head has one output, which has no probabilities. lsim.TaskMetrics(labels=scores) measures regression."
         )
 
 

@@ -76,8 +76,8 @@ def refuse_parts(module: torch.nn.Module) -> None:
     peers = weight_peers(module)
     if peers:
         raise LayersimError(
-            "`model` is sharded over several processes, but training needs a full copy of it in each process. Ranks "
-            f"{sorted(peers)} hold its weights together; start with accelerate launch, without tp_plan=, a DeviceMesh or FSDP."
+            f"`model` is sharded over the ranks {sorted(peers)}, but training needs a full copy in each process. Start with "
+            "accelerate launch, without tp_plan=, a DeviceMesh or FSDP."
         )
 
 
@@ -102,9 +102,9 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(size)) or len({len(group) for group in groups}) > 1:
         raise LayersimError(
-            f"The weights of `model` are sharded over ranks {', '.join(str(list(group)) for group in groups)} of {size}; "
-            "groups of ranks must be equally large, and each must hold one whole copy of the model. Use one DeviceMesh for the "
-            "whole model, and for both models of `compare`."
+            f"`model` is sharded over ranks {', '.join(str(list(group)) for group in groups)} of {size}; groups of ranks must "
+            "be equally large, and each must hold one copy of the model. Use one DeviceMesh for the whole model, and for both "
+            "models of `compare`."
         )
     return Deal(groups.index(tuple(mine)), len(groups), rank == mine[0])
 

@@ -242,7 +242,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     if not path.is_file():
         inside = path / REPORT_FILE
         what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"
-        raise FileNotFoundError(f"{path} is not a file: pass {what}.")
+        raise FileNotFoundError(f"{path} is not a file. Pass {what}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -255,7 +255,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             f"({str(error)[:300]}). Copy the file again, or run the analysis again."
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
-        raise LayersimError(f"{path} is a safetensors file, but not one of tl_layersim: it holds {brief(list(tensors))}.")
+        raise LayersimError(f"{path} is a safetensors file of another program; it holds {brief(list(tensors))}.")
     if header["format"] != FORMAT:
         other = "a newer" if header["format"] > FORMAT else "an older"
         raise LayersimError(
@@ -267,7 +267,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             "Copy the file again, or run the analysis again; delete it if it is a checkpoint."
         )
     if header["kind"] not in kinds:
-        raise LayersimError(f"{path} holds a {header['kind']}, not a {' or a '.join(kinds)}.")
+        raise LayersimError(f"{path} is a file of kind {header['kind']!r}; the kind must be {' or '.join(map(repr, kinds))}.")
     return header, tensors
 
 
@@ -277,8 +277,8 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
 
     Args:
         path: path of the file.
-        what: the expected content, such as "a whole checkpoint".
-        do: the remedy.
+        what: the expected content, such as "a complete checkpoint".
+        do: the remedy, as a sentence without its full stop.
 
     Raises:
         LayersimError: a part of the file is missing, or of another type.
@@ -294,4 +294,4 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
 
 
 def _malformed(path: str | os.PathLike[str], what: str, do: str, reason: str) -> LayersimError:
-    return LayersimError(f"{path} is not {what} ({reason[:300]}): {do}.")
+    return LayersimError(f"{path} is not {what} ({reason[:300]}). {do}.")

@@ -319,8 +319,8 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
         field, own = field_named(result, what), result.declared(what)
         if own.within is None:
             raise LayersimError(
-                f"{type(result).__name__}.{what} has no interval, because the jackknife does not apply to it: it is a p-value, "
-                "a draw of a null, a maximum, a count, or a value of one prompt or of the first pass over the data."
+                f"{type(result).__name__}.{what} has no interval. The jackknife does not apply to p-values, draws of a null, "
+                "maxima, counts, values of one prompt, and values of the first pass over the data."
             )
         parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), own.out_of)
         low, high = (result.provenance.sequences if bound in own.by_chance else math.inf for bound in own.within)
@@ -328,9 +328,8 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            f"The function passed to `interval` returns {number_text(float(what(result)))}, a maximum, minimum, index or "
-            "count, which has no interval because it jumps if a part of the data is left out. Return an entry at a fixed "
-            "index, a mean or a difference."
+            f"The function `what` returns {number_text(float(what(result)))}, which has no interval: a maximum, minimum, index "
+            "or count jumps if a part of the data is left out. Return a mean, a difference, or an entry at a fixed index."
         )
     return found
 
@@ -459,8 +458,8 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
     for one in each:
         if one.shape != value.shape:
             raise LayersimError(
-                f"The function passed to `interval` returns shape {tuple(value.shape)} on all data and shape "
-                f"{tuple(one.shape)} without one block; the shape must not depend on the data."
+                f"The function `what` returns shape {tuple(value.shape)} on all data and shape {tuple(one.shape)} without one "
+                "block; the shape must not depend on the data."
             )
     if out_of:
         total, *rest = (
@@ -546,10 +545,7 @@ def is_p_value(headline: str) -> bool:
 def refuse_no_blocks(result: Any) -> None:
     """Raise an error if a result has no intervals."""
     if not result.has_intervals:
-        raise LayersimError(
-            f"{type(result).__name__} has no intervals: its run kept the sums of all data only. Pass `intervals=True` to "
-            "`analyze`."
-        )
+        raise LayersimError(f"{type(result).__name__} has no intervals. Pass `intervals=True` to `analyze`.")
 
 
 def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:

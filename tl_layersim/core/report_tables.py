@@ -317,7 +317,7 @@ def stack(runs: Mapping[Any, Any], dim: str = "run") -> Any:
     if not tables or not all(isinstance(table, xarray.Dataset) for table in tables.values()):
         kinds = ", ".join(sorted({type(run).__name__ for run in runs.values()}))
         raise LayersimError(
-            f"`runs` holds {kinds or 'no runs'}; it must hold reports, or results of one analyzer, or tables of either."
+            f"`runs` holds {kinds or 'no runs'}; it must hold reports, results of one analyzer, or their tables."
         )
     return _concatenated(tables, dim, "")
 

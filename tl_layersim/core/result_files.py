@@ -79,7 +79,7 @@ def downloaded(address: str) -> Path:
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@([^@]+?))?(?:/([^@]+))?", address)
     if match is None:
         raise LayersimError(
-            f"`path` is {address!r}; an address on the hub is hf://user/name, hf://user/name/file.safetensors or "
+            f"`path` is {address!r}; an address on the hub has the form hf://user/name, hf://user/name/file.safetensors or "
             "hf://user/name@revision."
         )
     repo, revision, file = match.groups()
@@ -103,7 +103,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
     if isinstance(path, str) and path.startswith(SCHEME):
         path = downloaded(path)
     header, tensors = read(path, kinds)
-    with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
+    with reading(path, f"a complete {header['kind']}", "Copy the file again, or run the analysis again"):
         if header["kind"] == "result":
             return _unpack(path, header, tensors)
         return Report(_unpack_each(path, header["results"], tensors))
@@ -118,8 +118,8 @@ def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Ma
     if cls is None:
         # A class is never imported because a file names it.
         raise LayersimError(
-            f"{path} holds a {kind}, a kind of result that no imported module defines. Import the module of its class first, "
-            "if you trust it, then load again."
+            f"{path} holds a result of class {kind}, which no imported module defines. If you trust the module of this class, "
+            "import it and load the file again."
         )
     values = {name: _as_tuple(value) for name, value in header["fields"].items()}
     if like is None or "provenance" in header:

@@ -94,8 +94,8 @@ class Result(ABC):
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
             if tuple(getattr(self, name).shape) != sizes:
                 raise LayersimError(
-                    f"{type(self).__name__}.{name} has shape {tuple(getattr(self, name).shape)}; its axes "
-                    f"{' x '.join(axis_names)} have {sizes} labels."
+                    f"{type(self).__name__}.{name} has shape {tuple(getattr(self, name).shape)}; the labels of its axes "
+                    f"{' x '.join(axis_names)} give shape {sizes}."
                 )
 
     def __repr__(self) -> str:
@@ -488,10 +488,7 @@ class Report(Mapping[str, Any]):
     @typed
     def __init__(self, results: Mapping[str, Result]) -> None:
         if broken := [name for name in results if not name or "/" in name]:
-            raise LayersimError(
-                f"A result of the report is named {broken[0]!r}; a name must not be empty or contain a slash, which separates "
-                "names in files and loggers."
-            )
+            raise LayersimError(f"A result of the report is named {broken[0]!r}; a name must not be empty or contain a slash.")
         self._results = dict(results)
 
     def __getitem__(self, name: str) -> Any:
@@ -626,7 +623,7 @@ class Report(Mapping[str, Any]):
 
         shown = [result.plot(width=width) for result in self.values() if result.pictures]
         if not shown:
-            raise LayersimError(f"No result of the report has a figure; it holds {', '.join(self) or 'no results'}.")
+            raise LayersimError(f"The report has no figures; its results are {', '.join(self) or 'none'}.")
         return panels(shown, width, title or "")
 
     @typed
@@ -758,8 +755,8 @@ class Report(Mapping[str, Any]):
             full = found.repo_id
             if private and not api.repo_info(full, repo_type=REPO_TYPE).private:
                 raise LayersimError(
-                    f"`private` is True, but the repository {full} exists and is public. Make it private at "
-                    f"{found}/settings, or pass another name."
+                    f"`private` is True, but the repository {full} exists and is public. Pass another name, or make the "
+                    f"repository private at {found}/settings."
                 )
             if revision is not None and revision != "main":
                 api.create_branch(full, repo_type=REPO_TYPE, branch=revision, exist_ok=True)

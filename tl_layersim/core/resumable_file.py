@@ -25,15 +25,15 @@ Snapshot = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 SECONDS_BETWEEN_SAVES = 30.0
 # A save takes place at most once in so many times the duration of the last one: large models take long to write.
 SAVE_SPACING = 20
-RESTART = "delete it, or pass another checkpoint path, and the run begins anew"
-# By kind of file: what it should contain, and what to do where it does not.
+RESTART = "Delete the file or pass another path, and the run starts again"
+# By kind of file: the expected content, and the remedy if the content is incomplete.
 CONTENTS = {
-    "checkpoint": ("a whole checkpoint of an analysis", RESTART),
-    "stitches": ("a whole checkpoint of stitches", RESTART),
-    "training": ("a whole checkpoint of a training", RESTART),
-    "sweep_folder": ("a whole record of a sweep", "pass another folder, and the sweep begins anew"),
-    "shard": ("a whole shard of an analysis", "delete it, and repeat the call that wrote it"),
-    "remote_run": ("a whole run", "pass the path that was given to save()"),
+    "checkpoint": ("a complete checkpoint of an analysis", RESTART),
+    "stitches": ("a complete checkpoint of stitches", RESTART),
+    "training": ("a complete checkpoint of a training", RESTART),
+    "sweep_folder": ("a complete record of a sweep", "Pass another folder, and the sweep starts again"),
+    "shard": ("a complete shard of an analysis", "Delete the file, and repeat the call that wrote it"),
+    "remote_run": ("a complete run", "Pass the path that was given to save()"),
 }
 
 
@@ -56,7 +56,7 @@ def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
     """
     if identity != found:
         now, then = differences(identity, found)
-        raise LayersimError(f"{path} belongs to another run. It holds {then}, and this call has {now}; pass another path.")
+        raise LayersimError(f"{path} belongs to another run, with {then}; this call has {now}. Pass another path.")
 
 
 class ResumableFile:

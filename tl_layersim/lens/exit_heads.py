@@ -139,7 +139,7 @@ class ExitHeads:
             LayersimError: the file is malformed or of another kind.
         """
         header, tensors = read_file(path, ("heads",))
-        with reading(path, "a whole file of heads", "copy the file again, or train again"):
+        with reading(path, "a complete file of heads", "Copy the file again, or train again"):
             return ExitHeads(
                 tensors["weight"],
                 tensors.get("bias"),
@@ -162,8 +162,8 @@ class ExitHeads:
         if self.layers != below:
             odd = next((a for a, b in zip(self.layers, below, strict=False) if a != b), "")
             raise LayersimError(
-                f"`heads` has {len(self)} heads{f', one of them of {odd}' if odd else ''}; this model needs one for each "
-                f"layer below the last: {len(below)}, of {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
+                f"`heads` has {len(self)} heads{f', one of them for {odd}' if odd else ''}; this model needs {len(below)}, one "
+                f"for each layer below the last: {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
             )
         # A part before the last one may change the width, and a head that reads rows may join several vectors.
         own: tuple[int | None, int | None] = (None, None)
@@ -179,7 +179,7 @@ class ExitHeads:
         if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
             raise LayersimError(
                 f"`heads` were trained with weights {self.weights_hash}, but {model.name} has weights {model.weights_hash}. "
-                "If these are the same weights, cast or converted, pass ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
+                "For a cast or converted copy of the same weights, pass ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
             )
 
 

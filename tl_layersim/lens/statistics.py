@@ -165,8 +165,8 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
     target_id = target.where(known, 0)[:, None].expand(z.shape[:2])
     if bool(((target_id < 0) | (target_id >= z.shape[-1])).any()):
         raise LayersimError(
-            f"`labels` holds ids from {int(target[known].min())} to {int(target[known].max())}, which the head cannot "
-            f"predict; its ids are 0 to {z.shape[-1] - 1}, and {NO_LABEL} means no label."
+            f"`labels` holds ids from {int(target[known].min())} to {int(target[known].max())}; the ids of the head are 0 to "
+            f"{z.shape[-1] - 1}, and {NO_LABEL} means no label."
         )
     target_logit = z.gather(-1, target_id[..., None])[..., 0].double()
     groups, total, expected, cross = _moments(z)
