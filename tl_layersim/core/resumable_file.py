@@ -109,14 +109,14 @@ class ResumableFile:
         """Context manager that turns errors of a malformed state into an error that names the file."""
         return reading(str(self.path), *CONTENTS[self._kind])
 
-    def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write the state atomically; return False if there is no path.
+    def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write the state atomically; without a path, do nothing.
 
         Raises:
             OSError: the file cannot be written; an older one is untouched.
         """
         if self.path is None:
-            return False
+            return
         began = time.monotonic()
         try:
             write(self.path, self._kind, {**({} if self.identity is None else {"identity": self.identity}), **notes}, tensors)
@@ -124,15 +124,13 @@ class ResumableFile:
             # After a failure too: the next attempt comes after a while, not at each step.
             now = time.monotonic()
             self._next = now + max(SECONDS_BETWEEN_SAVES, SAVE_SPACING * (now - began))
-        return True
 
-    def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write the state, or warn if the write fails; return whether the state was written."""
+    def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write the state, or warn if the write fails."""
         try:
-            return self.write(notes, tensors)
+            self.write(notes, tensors)
         except OSError as error:
             warn(f"The checkpoint could not be written, and the run continues without it. {error}")
-            return False
 
     @property
     def due(self) -> bool:
@@ -154,7 +152,8 @@ class ResumableFile:
         except BaseException as error:
             try:
                 state = None if self.path is None else snapshot()
-                if state is not None and self.write(*state):
+                if state is not None:
+                    self.write(*state)
                     error.add_note(f"{kept()} in {self.path}; the same call continues from there.")
             except OSError as full:
                 error.add_note(str(full))
