@@ -71,7 +71,7 @@ def as_positions(hidden: Tensor) -> Tensor:
 
 
 class VectorBlock:
-    """Wraps a block of single vectors so that it takes and returns rows of one position.
+    """A block of single vectors, wrapped to take rows of one position.
 
     Args:
         block: the module, or its nnsight envoy.
@@ -321,7 +321,7 @@ def by_name(call: BlockCall) -> dict[str, Any]:
 
 
 class FewTokens:
-    """A block as a function of one token per row; keys and values of all other tokens are fixed.
+    """A block as a function of one token per row. Keys and values of all other tokens are fixed.
 
     Tokens influence each other only through attention, so this function has the derivatives of the block, at the cost of one
     token. The copies of a token form one row; each copy attends to the other tokens and to itself, but to no other copy. If
@@ -371,7 +371,7 @@ class FewTokens:
         return value.expand(len(self.row), *value.shape[1:])
 
     def _mask(self, given: Any) -> Tensor:
-        """The attention mask of the tokens, `sample head token pos`: bools, or numbers to add to the scores."""
+        """The attention mask of the tokens, `sample head token pos`. It holds bools, or numbers to add to the scores."""
         pos, at = self.pos, self.at
         if given is None:
             later = torch.arange(pos, device=at.device) > at[:, :, None]

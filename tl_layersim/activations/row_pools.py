@@ -105,7 +105,7 @@ AnyKernel = Kernel | PoolKernel
 
 
 def pool_rows(size: int, density: float) -> int:
-    """Number of rows that have enough samples for a pool: 16 times a power of two.
+    """Number of rows with enough samples for a pool. It is 16 times a power of two.
 
     Args:
         size: samples that the pool needs.
@@ -369,7 +369,7 @@ def some_rows(view: View, start: int, stop: int) -> View:
 def drawn(
     *views: View, read: Callable[[View], Tensor], sites: tuple[tuple[int, ...], ...] | None, index: Tensor
 ) -> dict[str, Tensor]:
-    """The drawn samples of a forward pass, and the widths of the sites, for each model.
+    """Drawn samples of a forward pass and widths of the sites, for each model.
 
     Args:
         *views: views of the forward pass, one for each model.
@@ -389,7 +389,7 @@ def drawn(
 def run_batch(
     run: Callable[[Batch, Mapping[str, Kernel]], Reduced], batch: Batch, kernels: Mapping[str, AnyKernel]
 ) -> list[Reduced]:
-    """Run all forward passes of a batch, and return the sums of each leaf, a group of rows.
+    """Run all forward passes of a batch, and return the sums of each leaf. A leaf is a group of rows.
 
     Args:
         run: function that runs one forward pass, and `reduce` on its views.

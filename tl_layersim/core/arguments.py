@@ -52,7 +52,7 @@ def without_mounted_save() -> Iterator[None]:
 
 @functools.cache
 def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
-    """Import jaxtyping and beartype, and return the decorator that checks and the exception that it raises."""
+    """The decorator of jaxtyping with beartype, and the exception that the decorator raises."""
     # Here, so that kernels can be imported where neither library is installed.
     with without_mounted_save():
         from beartype import beartype

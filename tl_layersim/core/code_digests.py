@@ -15,7 +15,7 @@ import torch
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The given functions and the functions of the same module that they call, at any depth."""
+    """The given functions, and all functions that they call in the same module."""
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:
@@ -38,7 +38,7 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def plain_constants(code: CodeType) -> list[str]:
-    """Constants of a code object, without nested code, as texts that are equal in every process."""
+    """Constants of a code object as texts. Nested code is left out, and the texts are equal in every process."""
     plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
     # The order of a set differs between processes.
     return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
@@ -85,7 +85,7 @@ class ValueNames:
         self.unknown: list[str] = []
 
     def function(self, function: Callable[..., Any]) -> str:
-        """The qualified name of a function, with a digest of its code and of the values that it holds.
+        """Qualified name of a function, with a digest of its code and of the values it holds.
 
         Args:
             function: a function, a method, a `functools.partial`, or an object with `__call__`.

@@ -115,7 +115,7 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Context manager that writes a new file and puts it in the place of `path` at its end.
+    """Context manager that replaces a file atomically at its end.
 
     A killed process leaves a hidden file beside `path`, which a later write removes. A link at `path` is replaced; its target
     is not written to.
@@ -145,7 +145,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Context manager that writes a model's files to a temporary folder and moves them at its end.
+    """Context manager that replaces the files of a model at its end. The new files are written to a temporary folder first.
 
     Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
     `folder` is unchanged.
@@ -176,7 +176,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether a path is free, a file or a link; a folder or a device such as /dev/null is not replaceable."""
+    """Whether a path is free, a file or a link, and no folder or device."""
     return path.is_symlink() or path.is_file() or not path.exists()
 
 

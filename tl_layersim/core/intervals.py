@@ -151,7 +151,7 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
 
 
 def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
-    """Degrees of freedom of a jackknife error: number of blocks that change the statistic, minus one.
+    """Degrees of freedom of a jackknife error. This is the number of blocks that change the statistic, minus one.
 
     A block without held-out rows changes none of their statistics.
 
@@ -185,7 +185,7 @@ def t_interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Student's t interval of a statistic, symmetric on a scale without bounds such as the log-odds.
+    """Student's t interval of a statistic. It is symmetric on a scale without bounds, such as the log-odds.
 
     The scale is log((x - a) / (b - x)) for a quantity between a and b, and log(x - a) or -log(b - x) for one with a single
     bound. Errors are carried over by the derivative. So the interval of a rare fraction or of a similarity near 1 is longer on
@@ -293,7 +293,7 @@ def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
 
 
 def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor]) -> Tensor:
-    """Degrees of freedom of the difference of two independent statistics, after Welch and Satterthwaite.
+    """Welch-Satterthwaite degrees of freedom of a difference of two independent statistics.
 
     Args:
         errors: standard errors of the two.
@@ -313,7 +313,7 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
 
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
-    """Confidence interval of a field, or of a function of the result; see `Result.interval`."""
+    """Confidence interval of a field or of a function; see `Result.interval`."""
     refuse_no_blocks(result)
     if isinstance(what, str):
         field, own = field_named(result, what), result.declared(what)
@@ -475,7 +475,7 @@ def headline_lines(result: Any) -> list[str]:
 
 
 def headline_texts(result: Any) -> dict[str, str]:
-    """The headline numbers of a result as text, each with ± half its 95 % interval."""
+    """The headline numbers as text, with ± half their 95 % intervals."""
     margins = headline_margins(result)
     texts = {
         name: p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
@@ -549,7 +549,7 @@ def refuse_no_blocks(result: Any) -> None:
 
 
 def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
-    """A number of a result as text, with ± half its 95 % interval if the result has intervals.
+    """A number of a result as text, with ± half its 95 % interval. Without intervals, the number stands alone.
 
     Args:
         result: a result with or without intervals.

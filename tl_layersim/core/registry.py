@@ -1,4 +1,4 @@
-"""Registry of extensions: the subclasses of a base class that the modules of a package define."""
+"""Registry of extensions, found as subclasses in the modules of a package."""
 
 from __future__ import annotations
 

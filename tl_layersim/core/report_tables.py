@@ -1,4 +1,4 @@
-"""Tables of results, of reports and of several runs: pandas, xarray, LaTeX and Markdown."""
+"""Tables of results, reports and several runs: pandas, xarray, LaTeX, Markdown."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COLUMNS = {
 
 
 def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
-    """Labels of the entries of a tensor: a line for each entry, a column for each axis.
+    """Labels of a tensor's entries: one line for each entry, one column for each axis.
 
     Args:
         labels: for each axis, its labels in order.
@@ -217,7 +217,7 @@ def distinct_tests(result: Any, field: str) -> Tensor:
 
 
 def is_symmetric(values: Tensor) -> bool:
-    """Whether a tensor `row column ...` is symmetric in its first two axes, up to rounding."""
+    """Whether a tensor `row column ...` is symmetric, up to rounding."""
     square = values.dim() > 1 and values.shape[0] == values.shape[1]
     # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
     largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
@@ -382,7 +382,7 @@ def _provenance(result: Any) -> dict[str, str | int | float]:
 
 
 def _depths(result: Any, axis: str) -> list[float]:
-    """Relative depth of each site along an axis: 0 at the model's first site, 1 at its last. Empty without sites."""
+    """Relative depth of each site along an axis, from 0 to 1. 0 is the model's first site, 1 its last. Empty without sites."""
     sites = result.coordinates("column") if axis == "column" else result.layers
     labels = result.coordinates(axis)
     if not in_depth_order(sites) or not all(label in sites for label in labels):

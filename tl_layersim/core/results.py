@@ -234,7 +234,7 @@ class Result(ABC):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plotly figure of a field: a heat map over two axes of layers, lines over one.
+        """Plotly figure of a field: a heat map over two axes, lines over one.
 
         `figure.write_image("figure.pdf")` writes it as PDF, SVG or PNG, with the extra `png` (kaleido).
 
@@ -302,7 +302,7 @@ class Result(ABC):
 
     @typed
     def interval(self, what: str | Callable[[Any], Any] = "values", level: OpenFraction = 0.95) -> ConfidenceInterval:
-        """Standard error and confidence interval of a field, or of a number that a function computes from the result.
+        """Standard error and confidence interval of a field, or of a function of the result.
 
         The data was measured in 16 to 32 contiguous blocks, and the result is computed again without each of them: a
         delete-one-block jackknife, with Student's t. Tokens of one text are dependent, and texts in one block are together, so
@@ -438,7 +438,7 @@ class LayerCurve(Result):
 
 
 def card(report: Any, repo: str, revision: str | None = None) -> str:
-    """The card of a hub repository: models, data, headline numbers, and the call that reads the file.
+    """Card of a hub repository: models, data, headline numbers, and code that loads the file.
 
     Args:
         report: the report to upload.
@@ -557,7 +557,7 @@ class Report(Mapping[str, Any]):
         return joined_tables(tables)
 
     def to_xarray(self) -> xarray.DataTree:
-        """The labelled tables of all results, as a tree with a node for each result; see `Result.to_xarray`.
+        """The labelled tables of all results, one node for each; see `Result.to_xarray`.
 
         `tl_layersim.stack` makes one table of many reports.
 
@@ -642,7 +642,7 @@ class Report(Mapping[str, Any]):
         return Path(path)
 
     def to_latex(self) -> str:
-        """The headline numbers as a LaTeX table; with `intervals=True`, each has ± half its 95 % interval.
+        """The headline numbers as a LaTeX table. With `intervals=True`, each has ± half its 95 % interval.
 
         It uses the package booktabs. `result.to_latex(field)` is the table of a field.
 
@@ -655,7 +655,7 @@ class Report(Mapping[str, Any]):
         return latex(headline_table(self), 2)
 
     def to_markdown(self) -> str:
-        """The headline numbers as a Markdown table; with `intervals=True`, each has ± half its 95 % interval."""
+        """The headline numbers as a Markdown table. With `intervals=True`, each has ± half its 95 % interval."""
         return markdown(headline_table(self))
 
     @typed
@@ -784,7 +784,7 @@ class Report(Mapping[str, Any]):
 
 @typed
 def load(path: str | os.PathLike[str]) -> Any:
-    """Read a `Result` or a `Report` from a file on disk or on the Hugging Face hub.
+    """Read a `Result` or a `Report` from a file or from the Hugging Face hub.
 
     Args:
         path: path of the file; or hf://user/name for the report that `push_to_hub` uploaded, hf://user/name/file.safetensors

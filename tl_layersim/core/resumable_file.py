@@ -106,7 +106,7 @@ class ResumableFile:
             return parse(header, tensors)
 
     def parsing(self) -> AbstractContextManager[None]:
-        """Context manager that turns errors of a malformed state into an error that names the file."""
+        """Context manager that names the file in errors of a malformed state."""
         return reading(str(self.path), *CONTENTS[self._kind])
 
     def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -161,7 +161,7 @@ class ResumableFile:
 
 
 def differences(now: Any, then: Any) -> tuple[str, str]:
-    """The entries that differ between the identities of two runs, as one text for each run.
+    """Entries that differ between the identities of two runs, as a text for each.
 
     Args:
         now: identity of this run.

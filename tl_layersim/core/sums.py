@@ -1,4 +1,4 @@
-"""Sums over batches, the only state of a run: reproducible addition, and blocks of rows for intervals.
+"""Sums over batches, the only state of a run. Addition is reproducible, and blocks of rows are kept for intervals.
 
 A request to a server may sum 1 or 64 batches, an interrupted run continues in the middle, and a shard may begin at any batch.
 Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as
@@ -178,7 +178,9 @@ def push(
     start: int = 0,
     most: int | None = None,
 ) -> None:
-    """Push the sum of the next terms onto a stack, and add neighbouring sums of equal size.
+    """Push the sum of the next terms onto a stack of partial sums.
+
+    Neighbouring sums are added if they are siblings in the binary tree of all terms.
 
     Two sums are added only if they are siblings in the binary tree of all terms.
 
@@ -271,7 +273,7 @@ def most_nodes(leaves: int, intervals: bool) -> int:
 
 @dataclass(frozen=True)
 class SumTree:
-    """Sums of consecutive rows, as nodes of a binary tree over all rows of the data; see `push`.
+    """Sums of consecutive rows, as nodes of a binary tree; see `push`.
 
     A node holds the sums of `2 ** k` rows; the index of the first is a multiple of `2 ** k`. Two nodes with a common parent are
     added as soon as both exist. The sums of all data therefore depend on the number of rows alone: trees over parts of the

@@ -45,7 +45,7 @@ def brief(value: object) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number with four digits, or with six if four digits would show 1 or -1.
+    """A number with four digits, or with six close to 1 and -1.
 
     Examples:
         >>> number_text(0.123456), number_text(0.99999), number_text(1.0)
@@ -66,7 +66,7 @@ def p_value_text(p: float) -> str:
 
 
 def equation(name: str, text: str) -> str:
-    """A name and a value as an equation, such as "p = 0.039" or "p < 0.0001".
+    """A name with its value, such as "p = 0.039" or "p < 0.0001".
 
     Examples:
         >>> equation("p", p_value_text(0.03861)), equation("p", p_value_text(5e-10))
@@ -142,7 +142,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""First line of an exception's text without its full stop; the class name if there is no text.
+    r"""First line of an exception's text; the class name if there is no text. The full stop is left out.
 
     Examples:
         >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())

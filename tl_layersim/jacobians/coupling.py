@@ -378,7 +378,7 @@ def _decompose(
 def jacobian_of(
     calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, row: Tensor, sample: Tensor, connection: Tensor
 ) -> Jacobian:
-    """The Jacobians of some connections of one block, on the device of the block's input.
+    """The Jacobians of some connections of one block.
 
     Args:
         calls: the calls of all blocks.

@@ -34,7 +34,7 @@ def computing_dtype(call: BlockCall) -> torch.dtype:
 
 
 class Jacobian:
-    """The Jacobian of one block without its skip connection, as a linear map for each sample.
+    """The Jacobian of one block without its skip connection, for each sample.
 
     J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for each sample; 0 for t_in > t_out of a causal model. Use it as a
     context manager: on entry the block is replayed and its output compared with the forward pass.

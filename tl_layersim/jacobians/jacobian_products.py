@@ -1,4 +1,4 @@
-"""Products of a block's Jacobian with vectors, by replay on single tokens or on whole rows.
+"""Products of a block's Jacobian with vectors, on single tokens or on whole rows.
 
 This module is serialised by value and runs on NDIF servers too, so it uses only torch and the standard library.
 """
@@ -55,7 +55,7 @@ def adds_input(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient that reaches x through sums and `IDENTITY_NODES`; None if no such nodes lead to x."""
+    """Gradient that reaches x through sums and `IDENTITY_NODES`. None if no such nodes lead to x."""
     if node is None:
         return None
     if getattr(node, "variable", None) is x:
@@ -174,7 +174,9 @@ class TokenProducts:
         return adds_input(*self.graph(1))
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `transposed` or `forward` to directions `sample d_model n`, in equal chunks.
+        """Apply `transposed` or `forward` to equal chunks of directions `sample d_model n`.
+
+        The last chunk is padded with zeros.
 
         The last chunk is padded with zeros.
         """
@@ -192,7 +194,7 @@ class TokenProducts:
         return image
 
     def forward(self, v: Tensor) -> Tensor:
-        """Products J v by double backward: the derivative of J'u with respect to u, applied to v."""
+        """Products J v by double backward. They are the derivative of J'u with respect to u, applied to v."""
         x, y = self.graph(v.shape[1])
         with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(y, requires_grad=True)
@@ -273,7 +275,7 @@ class RowProducts:
         return not self.differences and adds_input(self.x, self.y)
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `transposed` or `forward` to directions `sample d_model n`, in chunks that fit into the memory."""
+        """Apply `transposed` or `forward` to chunks of directions `sample d_model n`."""
         images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
         return torch.cat(images).permute(1, 2, 0)
 
@@ -308,7 +310,7 @@ class RowProducts:
         return image
 
     def _difference(self, step: Tensor) -> Tensor:
-        """Central difference (block(x + step) - block(x - step)) / 2 for each step, `n sample d_model`."""
+        """Central difference of the block, for each of `n sample d_model` steps."""
         if not self.batched:
             return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))

@@ -26,7 +26,7 @@ def refuse_post_norm(model: Model) -> None:
 
 
 def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
-    """Raise an error if a model's blocks have no derivatives or no residual branch, or d_model is below `k`.
+    """Raise an error if a model's blocks cannot be differentiated.
 
     Args:
         model: the model.
@@ -60,7 +60,7 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Raise an error if the replay of a block differs, lacks a skip connection, or is too coarse.
+    """Raise an error if a block was not replayed exactly.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.

@@ -1,4 +1,4 @@
-"""Statistics of the logit lens at every layer: logits are reduced to a few numbers per token.
+"""Statistics of the logit lens at every layer and token.
 
 These are plain functions of torch, which are shipped with the kernels that call them.
 """
@@ -191,7 +191,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maxima of groups of logits, and three moments of the logits minus their largest one.
+    """Group maxima of logits, and three moments of the logits minus their largest.
 
     The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
     layer's distribution.
@@ -284,7 +284,7 @@ def _key_of(normed: bool, heads: LayerHeads | None) -> str:
 
 
 def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
-    """First block from which on the top-1 prediction equals that of the last layer, `token`.
+    """First block whose top-1 prediction stays the same until the last layer, `token`.
 
     Layers are read from the last one down, and only at tokens that have agreed so far.
 
@@ -313,7 +313,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
 
 
 def first_final(best: Tensor) -> Tensor:
-    """First block from which on the most likely id equals that of the last block, `token`.
+    """First block whose most likely id stays the same until the last block, `token`.
 
     Args:
         best: `layer token`, the most likely ids.
