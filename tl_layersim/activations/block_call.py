@@ -19,7 +19,7 @@ from ..core.errors import LayersimError
 
 # Arguments for a cache of keys and values: of most Hugging Face blocks; of GPT-NeoX, GPT-J, Bloom, Falcon; of older blocks.
 CACHES = ("past_key_values", "layer_past", "past_key_value")
-# Arguments with positions on their second axis, of which those of the chosen tokens are taken.
+# Arguments with positions on their second axis; the positions of the chosen tokens are taken.
 BY_POSITION = ("position_embeddings", "position_ids")
 Block = Callable[[Tensor], Tensor]
 
@@ -154,7 +154,7 @@ def record_call(
     places = _places(args, kwargs)
     key = _residual_key(places)
     if differentiated:
-        # A copy, because an edit of the next block's input may change the output in place.
+        # The output is copied, because an edit of the next block's input may change it in place.
         graph = as_positions(first_tensor(output).clone())
         return BlockCall(block, args, kwargs, key, graph.detach(), graph)
     after = first_tensor(output).detach()

@@ -102,7 +102,7 @@ def _sizes(view: View) -> dict[str, Tensor]:
     if "sizes" not in view.memo:
         device = view.activations.device
         place = view.position.to(device).clamp(max=FIRST_PLACES)
-        # On the CPU, because the numbers of rows and of later positions are values, of which the meta device has none.
+        # On the CPU, because numbers of rows and positions are values, which the meta device lacks.
         sequence, later = view.sequence.cpu(), (view.position.cpu() >= FIRST_PLACES).nonzero()[:, 0]
         rows, rows_of_later = _numbered(sequence, device), _numbered(sequence[later], device)
         sites = [_sizes_of(x, place, rows, later.to(device), rows_of_later) for x in view.activations]
@@ -123,7 +123,7 @@ def _sizes_of(
 ) -> dict[str, Tensor]:
     unit, norm = unit_vectors(x)
     out = {f"norm^{2 * power}": _by_group(norm ** (2 * power), place, FIRST_PLACES + 1) for power in (1, 2)}
-    # Relative to their mean norm; there may be no such samples.
+    # Samples are divided by their mean norm. There may be no samples.
     size = norm[later].sum() / max(len(later), 1)
     size = size.where(size > 0, 1)
     x = x[later] / size.to(x.dtype)

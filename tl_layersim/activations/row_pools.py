@@ -21,9 +21,9 @@ from .view import Kernel, Reduced, View, in_full_precision, some_sites, tokens_a
 if TYPE_CHECKING:
     from ..data.batches import Batch
 
-# Rows of a pool at least, and of a leaf at most.
+# Smallest number of rows in a pool, and largest number of rows in a leaf.
 ROWS = 16
-# Samples of one row at most. On SmolLM2 and 126 tokens a row, all of them make the error of CKA smaller by a tenth.
+# Largest number of samples of one row. On SmolLM2 and 126 tokens a row, all samples reduce the error of CKA by a tenth.
 SAMPLES_OF_ROW = 64
 
 
@@ -312,7 +312,7 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
         leaf: number of rows in a leaf.
     """
     own = samples.some(inside)
-    # Counted from the pool's first row, so that draws do not depend on the rows of a batch.
+    # Rows are counted from the pool's first row, so that draws do not depend on the rows of a batch.
     own = replace(own, row=own.row - first)
     draws = kernel.draw(own)
     used = [one.flatten() for own in draws.values() for one in own]

@@ -93,7 +93,7 @@ def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
     """
     before = _set_precision(None)
     try:
-        # Outside inference mode too, in which a kernel could not differentiate a block.
+        # Inference mode is off too, because a kernel could not differentiate a block in it.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device.type, enabled=False):
             return call()
     finally:
@@ -101,7 +101,7 @@ def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
 
 
 def _count_not_finite(activations: Tensor) -> Tensor:
-    # A sum is finite only if all its terms are. Terms are counted only where it is not.
+    # A sum is finite only if all its terms are. Terms are counted only if the sum is not finite.
     if bool(torch.isfinite(activations.sum())):
         return torch.zeros(activations.shape[0], dtype=torch.int64)
     return (~torch.isfinite(activations)).sum((1, 2)).cpu()
@@ -119,7 +119,7 @@ def _set_precision(values: list[str] | None) -> list[str]:
         for backend, value in zip(backends, values or ["ieee", "ieee"], strict=True):
             backend.fp32_precision = value
         return before
-    # Older torch, where this one setting covers both.
+    # Older torch has one setting for both.
     before = [torch.get_float32_matmul_precision()]
     torch.set_float32_matmul_precision(values[0] if values else "highest")
     return before
@@ -169,7 +169,7 @@ def some_sites(view: View, sites: tuple[int, ...]) -> View:
     key = f"sites {sites}"
     if key not in view.memo:
         start, stop = sites[0], sites[-1] + 1
-        # Neighbours need no copy.
+        # Neighbouring sites need no copy.
         together = sites == tuple(range(start, stop))
         widths = tuple(view.widths[site] for site in sites)
         some = view.activations[start:stop] if together else view.activations[list(sites)]
@@ -228,7 +228,7 @@ def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Te
         return torch.full_like(view.tokens, NO_LABEL)
     if view.next_token is not None:
         return view.next_token
-    # A source without next tokens: the next counted token, where it is the next position of the same row.
+    # Without next tokens, the target is the next counted token, if it is at the next position of the row.
     following = torch.full_like(view.tokens, NO_LABEL)
     pair = (view.sequence[1:] == view.sequence[:-1]) & (view.position[1:] == view.position[:-1] + 1)
     following[:-1] = torch.where(pair, view.tokens[1:], NO_LABEL)
@@ -268,7 +268,7 @@ class SiteBuffer:
         self.sites, self.keep, self.shape = names, keep, shape
         self.samples, self.row_of, self.lengths = keep, keep, keep
         self.pooled = pooled
-        # A mean over positions of their own leaves none of them out.
+        # A site with positions of its own has its mean over all of them.
         self.own_positions = pooled and not has_tokens and keep.numel() == shape[0] * shape[1]
         self.token_positions = shape[1] if has_tokens else None
         self._buffer: Tensor | None = None
@@ -292,9 +292,9 @@ class SiteBuffer:
         hidden = at_point(hidden, part, None if own else self.shape, self.sites[site], remedy)
         width = hidden.shape[-1]
         rows = hidden.detach() if own else hidden.detach().reshape(-1, width)
-        # Positions are ascending, so that as many as there are is all of them.
+        # Positions are ascending, so equal numbers mean that all positions are kept.
         if not own and len(rows) != self.keep.numel():
-            # Moved once: a copy to a GPU at every site would wait for the blocks before it.
+            # The indices are moved once: a copy to a GPU at every site would wait for the blocks before it.
             self.keep = self.keep.to(rows.device)
             rows = rows.index_select(0, self.keep)
         buffer = self._buffer
@@ -302,7 +302,7 @@ class SiteBuffer:
             # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.
             device = torch.device("cpu") if hidden.device.type == "mps" else hidden.device
             dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-            # NaN, so that a site that is never read is noticed.
+            # The buffer starts as NaN, so that a site that is never read is noticed.
             buffer = torch.full((len(self.sites), self.samples.numel(), width), torch.nan, dtype=dtype, device=device)
         if width > buffer.shape[-1]:
             buffer = torch.nn.functional.pad(buffer, (0, width - buffer.shape[-1]))

@@ -25,7 +25,7 @@ from .wording import brief, with_article
 _T = TypeVar("_T", bound=Callable[..., Any])
 # A block, by its number (an int, or an integer of NumPy) or by its name.
 Layer: TypeAlias = SupportsIndex | str
-# Of jaxtyping's message: the argument, none for the returned value, and the type that it should have.
+# Parts of jaxtyping's message: the expected type, and the argument, if the value is not the returned one.
 _MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
 
 
@@ -53,7 +53,7 @@ def without_mounted_save() -> Iterator[None]:
 @functools.cache
 def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
     """The decorator of jaxtyping with beartype, and the exception that the decorator raises."""
-    # Here, so that kernels can be imported where neither library is installed.
+    # Imported here, so that kernels can be imported where neither library is installed.
     with without_mounted_save():
         from beartype import beartype
         from jaxtyping import TypeCheckError, jaxtyped
@@ -117,7 +117,7 @@ def _in_words(expected: str) -> str:
         expected,
     )
     expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
-    # Types without their modules.
+    # Names of modules are removed from types.
     expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 

@@ -98,7 +98,7 @@ class ValueNames:
         while isinstance(function, functools.partial):
             values += [function.args, function.keywords]
             function = function.func
-        # torch.no_grad() and other decorators hold objects of their own, so that of them the code alone counts.
+        # Decorators such as torch.no_grad() hold objects of their own, so only their code counts.
         while (inner := getattr(function, "__wrapped__", None)) is not None:
             values += [digest_of_code([function])] if isinstance(function, FunctionType) else []
             function = inner
@@ -107,7 +107,7 @@ class ValueNames:
         name = f"{defined_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
         code = ""
         if isinstance(own, FunctionType):
-            # Not once more where it is reached through itself.
+            # A function that reaches itself is digested once.
             self._known[id(own)] = name
             code = digest_of_code([own])
             if bound is not None:

@@ -51,13 +51,13 @@ def without_login(host: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-# The login in an address, the value of a secret parameter in an address, and an access token of the Hugging Face hub.
+# A login in an address, a secret parameter in an address, and an access token of the Hugging Face hub.
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@|^[^/\s:@]+:[^/\s@]+@")
 _VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 
-# Where the warnings of a block of `recorded_warnings` are listed, and whether they are issued. Of one thread: filters of the
-# standard library are of the whole process, and threads that change them at the same time leave them changed.
+# The warnings that `recorded_warnings` lists, and whether they are issued. The variable belongs to one thread. Filters of the
+# standard library belong to the process, and threads that change them at the same time leave them changed.
 _record: ContextVar[tuple[list[str], bool] | None] = ContextVar("_record", default=None)
 
 # Messages of this package that are no warnings about results, such as retries of requests.
@@ -80,7 +80,7 @@ class LayersimError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        # Not super(): a class that was serialised as source for a server has no `__class__` cell.
+        # super() needs a `__class__` cell, which a class that was serialised as source for a server lacks.
         ValueError.__init__(self, without_secrets(message))
 
 

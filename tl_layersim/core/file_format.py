@@ -25,7 +25,7 @@ FORMAT = 3
 # Name of the file of a report in the folder that the command line or the hub makes.
 REPORT_FILE = "report.safetensors"
 HEADER, CHECKSUM = "tl_layersim", "tl_layersim.sha256"
-# As safetensors names them.
+# Names of dtypes in safetensors.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,7 +38,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Files of the weights of a model, by which from_pretrained finds them, and of its heads.
+# Files of a model's weights, as from_pretrained finds them, and of its heads.
 MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "heads.safetensors")
 # Seconds after which an unfinished file counts as left behind by a killed process.
 ABANDONED = 3600.0
@@ -68,7 +68,7 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     front = json.dumps(entries).encode()
     front += b" " * (-len(front) % 8)
-    # Not safetensors' own writer: when killed, it leaves a temporary file whose name is unknown.
+    # safetensors' own writer would leave a temporary file of unknown name when killed.
     with replacing(path) as file:
         file.write(len(front).to_bytes(8, "little") + front)
         for tensor in held.values():

@@ -143,10 +143,10 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
     count = len(replicates)
     if count < 2:
         return torch.full_like(value, math.nan)
-    # Differences from the statistic first: what no block changes has an error of exactly 0.
+    # Differences from the statistic come first: a statistic that no block changes has an error of exactly 0.
     deviation = replicates - value
     error: Tensor = ((deviation - deviation.mean(0)).square().sum(0) * ((count - 1) / count)).sqrt()
-    # Where the value is not finite, no deviation from it is.
+    # A value that is not finite has no error.
     return error.where(error.isfinite(), math.nan)
 
 
@@ -249,7 +249,7 @@ def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
         return low + (x - low) * step.exp()
     if math.isinf(low):
         return high - (high - x) * (-step).exp()
-    # Of log odds; the form keeps the digits of small fractions.
+    # The scale is log-odds. This form keeps the digits of small fractions.
     odds = (x - low) / (high - x) * step.exp()
     return torch.where(odds.isinf(), high, low + (high - low) * odds / (1 + odds))
 
@@ -347,7 +347,7 @@ def function_interval(result: Any, function: Callable[[Any], Any], level: float)
     Returns:
         None for a number that jumps when a part of the data is left out: a maximum, an index or a whole number.
     """
-    # An index or a count; one that no block changes would have an interval without width.
+    # An index or a count has no interval, also if no block changes it.
     if not torch.as_tensor(function(result)).is_floating_point():
         return None
     return _number_interval(result, *with_and_without_blocks(result, function), level)
@@ -382,7 +382,7 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
             jumps |= bool(equal.any(1).all())
     if not places:
         return None if jumps else _interval(value, replicates, level)
-    # A number at a bound may be in several fields; the interval of one in which it is there by chance has a width.
+    # A number at a bound may be in several fields. Fields that reach the bound by chance have intervals with a width.
     field, place = min(places, key=lambda one: float(value) not in result.declared(one[0]).by_chance)
     if result.declared(field).within is None:
         return _interval(value, replicates, level)
@@ -526,7 +526,7 @@ def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
         found = _number_interval(result, whole, own, 0.95)
-        # Without a width it is a count; a fraction that is 0 or 1 by chance has the interval of its field.
+        # A number without a width is a count. A fraction that is 0 or 1 by chance has the interval of its field.
         if found is not None and bool(found.low < found.high):
             intervals[name] = found
     return intervals

@@ -61,7 +61,7 @@ def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
     return table
 
 
-# Columns of labels that come first, and the columns of numbers.
+# Label columns that come first, and number columns.
 SITE_COLUMNS = ("layer", "row_layer", "column_layer")
 NUMBERS = ("value", "low", "high", "se", "untrained")
 
@@ -135,7 +135,7 @@ def merged_labels(lists: list[list[Any]]) -> list[Any]:
                 merged.insert(place, label)
                 place += 1
     if all(depth_key(label) is not None for label in merged) and all(map(in_depth_order, lists)):
-        # Of sites that no run has together, the number of the block says the order.
+        # Sites that no run has together are ordered by the number of their block.
         merged.sort(key=depth_key)
     return merged
 
@@ -219,7 +219,7 @@ def distinct_tests(result: Any, field: str) -> Tensor:
 def is_symmetric(values: Tensor) -> bool:
     """Whether a tensor `row column ...` is symmetric, up to rounding."""
     square = values.dim() > 1 and values.shape[0] == values.shape[1]
-    # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
+    # A sum over a transposed matrix adds in another order. Its rounding error scales with the largest value.
     largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
     return square and torch.allclose(values, values.transpose(0, 1), rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
@@ -240,7 +240,7 @@ def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Te
     tested = [(~p.isnan()).triu() if symmetric else ~p.isnan() for p, symmetric in each]
     known = torch.cat([p[own] for own, (p, _) in zip(tested, each, strict=True)])
     if method == "holm":
-        # Not by statsmodels, which collects the garbage of the whole process at each call.
+        # statsmodels would collect the garbage of the whole process at each call.
         ordered, order = known.sort()
         steps = ordered * torch.arange(len(known), 0, -1)
         found = torch.empty_like(known).scatter(0, order, steps.cummax(0).values.clamp(max=1)) if len(known) else known

@@ -181,7 +181,7 @@ def class_of(kind: str) -> type[Any] | None:
 
 
 def _imported(kind: str) -> type[Any] | None:
-    # Here, because results import this module.
+    # Imported here, because results import this module.
     from .results import Result
 
     found = [cls for cls in below(Result) if kind_of(cls) == kind]
@@ -208,7 +208,7 @@ def below(cls: type[Any]) -> Iterator[type[Any]]:
 
 # Fields that describe a model; those of several models are joined.
 OF_MODELS = ("model", "config_hash", "weights_hash", "changes", "source", "basis", "dtype", "attention")
-# Those that are empty for some models.
+# Fields that are empty for some models.
 OF_SOME = ("changes", "attention")
 JOINT = " | "
 

@@ -97,7 +97,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
         FileNotFoundError: the file does not exist.
         LayersimError: the file is damaged, of another kind, or of another version.
     """
-    # Here, because results import this module.
+    # Imported here, because results import this module.
     from .results import Report
 
     if isinstance(path, str) and path.startswith(SCHEME):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 # Axes without labels whose entries are numbered from 1.
 COUNTED_FROM_1 = ("step", "direction", "left", "right")
-# Before the name of a field in `plot`.
+# Prefix of a field's name in `plot`, for the untrained models.
 UNTRAINED = "untrained "
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {

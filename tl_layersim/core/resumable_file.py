@@ -23,7 +23,7 @@ T = TypeVar("T")
 # Named notes, which JSON can hold, and named tensors.
 Snapshot = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 SECONDS_BETWEEN_SAVES = 30.0
-# A save takes place at most once in so many times the duration of the last one: large models take long to write.
+# Pause between saves, as a multiple of the last save's duration: large models take long to write.
 SAVE_SPACING = 20
 RESTART = "Delete the file or pass another path, and the run starts again"
 # By kind of file: the expected content, and the remedy if the content is incomplete.

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .errors import LayersimError
 
-# Before the name of an analyzer: its sums over pools of rows, beside those over views.
+# Prefix of a kernel's name: its sums are over pools of rows.
 POOL = "pools of "
-# Before the name of an analyzer: sums of the sizes of the activations that it reads.
+# Prefix of a kernel's name: its sums are sizes of the activations that the analyzer reads.
 SIZES = "sizes of "
 
 
@@ -111,7 +111,7 @@ def _widen(value: Tensor) -> Tensor:
     return value.detach().cpu().to(torch.int64 if is_integer else torch.float64)
 
 
-# So many blocks are held at most. Then neighbours are added, and half of them remain.
+# Largest number of blocks. With more, neighbours are added and half of them remain.
 MOST_BLOCKS = 32
 
 
@@ -266,7 +266,7 @@ def most_nodes(leaves: int, intervals: bool) -> int:
         return leaves.bit_length()
     size = rows_in_block(leaves - 1, 1)
     whole, rest = divmod(leaves - 1, size)
-    # Of the last block half the size, before blocks doubled.
+    # Number of nodes just before blocks doubled.
     before = MOST_BLOCKS - 1 + (size // 2).bit_length() if size > 1 else 0
     return max(whole + (rest + 1).bit_length(), before)
 

@@ -11,7 +11,7 @@ from .errors import without_secrets
 
 # Numbers whose margin begins at a later decimal place are written with four digits.
 MOST_DECIMALS = 6
-# p-values below it are printed as "< 0.0001": t tests with 16 blocks say nothing about smaller ones.
+# Smaller p-values are printed as "< 0.0001": t tests with 16 blocks say nothing about them.
 SMALLEST_P = 1e-4
 MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
@@ -30,7 +30,7 @@ def brief(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, str):
-        # Before a text is cut: half a login is not recognised.
+        # Secrets are removed before the text is cut: half a login is not recognised.
         text = without_secrets(value)
         return repr(text) if len(text) <= 40 else f"{text[:30]!r}... ({len(text)} characters)"
     kind = type(value).__name__

@@ -288,7 +288,7 @@ def couple(
     for (row, sample, connection), dense in chunks:
         # `sample d_model (connection k)`, followed by the random frames.
         bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
-        # Residuals apart from the bases, whose products would have other roundings with more columns.
+        # Residuals are multiplied apart from the bases: further columns would change the rounding of products.
         directions = [bases] if linear is None else [bases, linear.directions(row, sample, connection)]
         if dense is not None:
             products = [(dense @ one.to(dense.device)).to(bases) for one in directions]

@@ -88,7 +88,7 @@ def is_remote(call: BlockCall) -> bool:
     """Whether the weights of a block are in another process."""
     module = getattr(call.block, "_module", call.block)
     if not isinstance(module, torch.nn.Module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
-        # Weights that accelerate has offloaded are brought into this process.
+        # Weights that accelerate has offloaded are loaded into this process.
         return False
     first = next(module.parameters(), None)
     return first is not None and first.is_meta
@@ -330,7 +330,7 @@ class GraphProducts(RowProducts):
         assert graph is not None
         self.x = self.call.hidden
         with torch.enable_grad():
-            # Plus zero, because an edit may replace the output by a constant, whose Jacobian is zero.
+            # Zero is added, because an edit may replace the output by a constant, whose Jacobian is zero.
             self.y = graph[self.row, self.t_out] + 0 * self.x[self.row, self.t_out]
 
     def transposed(self, u: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
     unembed = view.unembed
     if unembed is None or unembed.pool is None:
         return read_vectors(view, x), True
-    # One layer at a time: the rows of a layer are a copy of its tokens.
+    # One layer at a time, because the rows of a layer are a copy of its tokens.
     last = len(x) - 1
     return torch.stack([unembed.pooled(*padded_rows(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
 

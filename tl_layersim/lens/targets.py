@@ -113,7 +113,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
     if batch.pooled or (model is not None and model.head is not None and model.head.reads == "rows"):
-        # NaN, a score that is missing, differs from itself.
+        # NaN is a missing score, and differs from itself.
         rows = (row[kept].nan_to_num(torch.inf) for row, kept in zip(own_labels.cpu(), batch.counted, strict=True))
         if any(not torch.equal(row, row[:1].expand_as(row)) for row in rows):
             raise LayersimError(
