@@ -58,14 +58,13 @@ class Sums:
 
         Args:
             output: tensors that a kernel returned; they are moved to the CPU and converted to int64 or float64.
-
-        Raises:
-            ValueError: a value is not a tensor.
         """
-        for name, value in output.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name!r} is a {type(value).__name__}, not a tensor")
-        return Sums({name: _widen(value) for name, value in output.items()})
+        return Sums(
+            {
+                name: value.detach().cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
+                for name, value in output.items()
+            }
+        )
 
     def __add__(self, other: Sums) -> Sums:
         if not self.fields:
@@ -104,11 +103,6 @@ def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
     """
     pools = sums.get(POOL + name, Sums())
     return Sums({**sums.get(name, Sums()).fields, **pools.fields})
-
-
-def _widen(value: Tensor) -> Tensor:
-    is_integer = not value.is_floating_point()
-    return value.detach().cpu().to(torch.int64 if is_integer else torch.float64)
 
 
 # Largest number of blocks. With more, neighbours are added and half of them remain.
