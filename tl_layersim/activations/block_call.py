@@ -36,8 +36,8 @@ class BlockCall:
         kwargs: the keyword arguments.
         key: the argument that is the residual: an index of `args` or a name in `kwargs`.
         output: `batch pos d_model`, the residual after the block.
-        graph: `output` with its autograd graph, of which `hidden` is a leaf, for a block that cannot be replayed because edits
-            of the model apply only in the forward pass; else None.
+        graph: `output` with its autograd graph, whose leaf is `hidden`. It serves blocks that cannot be replayed, because edits
+            of the model apply only in the forward pass. None for other blocks.
     """
 
     block: Any
@@ -146,7 +146,7 @@ def record_call(
         args: the positional arguments.
         kwargs: the keyword arguments.
         output: output of the block.
-        differentiated: whether the arguments are those of `with_leaf`, and the autograd graph of the output is kept.
+        differentiated: whether the arguments come from `with_leaf`, and the autograd graph of the output is kept.
 
     Raises:
         LayersimError: the residual is a feature map.

@@ -134,7 +134,7 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
         Wolter 2007, Introduction to Variance Estimation, chapter 4.
 
     Examples:
-        The standard error of a mean of 1, 2, 3 is that of the textbook, 1 / sqrt(3).
+        The mean of 1, 2, 3 has the textbook's standard error, 1 / sqrt(3).
 
         >>> replicates = torch.tensor([2.5, 2.0, 1.5]).double()
         >>> round(float(standard_error(torch.tensor(2.0).double(), replicates)) * 3 ** 0.5, 9)
@@ -225,7 +225,7 @@ def t_interval(
     plain = ((value - margin).clamp(min=low), (value + margin).clamp(max=high))
     inside = (value > low) & (value < high)
     if math.isfinite(low) or math.isfinite(high):
-        # The derivative of the scale is the sum over both bounds; that of no bound is 0.
+        # The derivative of the scale is a sum over both bounds; an infinite bound adds 0.
         step = margin * (1 / (value - low) + 1 / (high - value))
         plain = (
             _moved(value, -step, low, high).where(inside, plain[0]),

@@ -662,7 +662,7 @@ class Report(Mapping[str, Any]):
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the table of `to_frame`, the headline numbers and the provenance as strict JSON.
 
-        Entries `schema` and `data` are those of pandas' layout "table", so that `pandas.read_json(path, orient="table",
+        Entries `schema` and `data` have pandas' layout "table", so that `pandas.read_json(path, orient="table",
         precise_float=True)` is the table again. Entries `headline`, `results` (classes) and `provenance` stand beside them.
         JSON has no NaN and no infinite numbers: they are null. `save` writes a file that `load` reads exactly.
 

@@ -226,7 +226,7 @@ class LinearPath:
         return torch.stack([self.y[sample], x], -1)
 
     def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
-        """Add a block to the path. `products` are those of its Jacobian with `directions`, `sample d_model 2`."""
+        """Add a block to the path. `products`, `sample d_model 2`, are its Jacobian times `directions`."""
         self.y[sample] += products[..., 0]
         before, after = (self._residual(row, sample, connection, of).double() for of in ("hidden", "output"))
         update, at = after - before, (sample, connection)

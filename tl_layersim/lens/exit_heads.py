@@ -156,7 +156,7 @@ class ExitHeads:
             linear: the last part of the model's head, if it is a linear layer in this process.
 
         Raises:
-            LayersimError: the model's layers, head size or weights differ from those of the heads.
+            LayersimError: the heads have other layers, another size or other weights than the model.
         """
         below = model.layers[1:-1]
         if self.layers != below:
