@@ -328,8 +328,9 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            f"The function `what` returns {number_text(float(what(result)))}, which has no interval: a maximum, minimum, index "
-            "or count jumps if a part of the data is left out. Return a mean, a difference, or an entry at a fixed index."
+            f"The function passed to `interval` returns {number_text(float(what(result)))}, which has no interval: a maximum, "
+            "minimum, index or count jumps if a part of the data is left out. Return a mean, a difference, or an entry at a "
+            "fixed index."
         )
     return found
 
@@ -458,8 +459,8 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
     for one in each:
         if one.shape != value.shape:
             raise LayersimError(
-                f"The function `what` returns shape {tuple(value.shape)} on all data and shape {tuple(one.shape)} without one "
-                "block; the shape must not depend on the data."
+                f"The function passed to `interval` returns shape {tuple(value.shape)} on all data and shape "
+                f"{tuple(one.shape)} without one block; the shape must not depend on the data."
             )
     if out_of:
         total, *rest = (
