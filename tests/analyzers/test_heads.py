@@ -135,7 +135,7 @@ def test_heads_of_another_model_are_refused(name):
         (random_heads(3, 100, 32), r"`heads`.* 3 .* 2\b"),
         (random_heads(2, 100, 16), r"`heads`.*\(2, 100, 16\)"),
         (random_heads(2, 99, 32), r"`heads`.*\(2, 99, 32\)"),
-        (random_heads(2, 100, 32, layers=["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"]), "one of them of blocks.1"),
+        (random_heads(2, 100, 32, layers=["blocks.1.hook_resid_post", "blocks.2.hook_resid_post"]), "one of them for blocks.1"),
         (random_heads(2, 100, 32, weights_hash="0123456789ab"), "`heads`.*0123456789ab"),
     ):
         with pytest.raises(lsim.LayersimError, match=says):

@@ -12,7 +12,7 @@ from .family_functions import FUNCTIONS
 ERRORS = {
     "no head": r"but none is known|has no known head|has no head",
     "post-norm": r"no residual branch: each block ends in a layer norm",
-    "no skip": r"does not add its input to its output, so it has no residual branch",
+    "no skip": r"do not add their input to their output",
     "two stacks": r"is an encoder-decoder",
     "own model": r"must be a Hugging Face model",
     "feature maps": r"these modules do not pass it on|are not batch x pos x width|are not known|images of unknown size",

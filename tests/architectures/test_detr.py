@@ -148,7 +148,7 @@ def test_the_setting_of_auxiliary_losses_is_a_part_of_the_model():
 
 
 def test_queries_have_no_next_token():
-    with pytest.raises(lsim.LayersimError, match="`labels='next_token'` needs rows of token ids") as error:
+    with pytest.raises(lsim.LayersimError, match="`labels` is 'next_token'") as error:
         lsim.analyze(tiny_detr(), images(), lsim.LogitLens())
     assert "labels='none'" in str(error.value)
     assert "detection_by_layer" in str(error.value)

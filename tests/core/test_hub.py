@@ -23,7 +23,6 @@ from huggingface_hub.errors import (
 from markdown_it import MarkdownIt
 
 import tl_layersim as lsim
-from tl_layersim.core.result_files import is_hub_address
 from tl_layersim.core.results import card
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -183,13 +182,6 @@ def test_an_error_is_that_of_the_hub(hub, report):
             call()
     with pytest.raises(lsim.LayersimError, match="`path` is 'hf://layers'"):
         lsim.load("hf://layers")
-
-
-def test_an_empty_report_is_not_uploaded_and_a_path_is_no_address(hub):
-    with pytest.raises(lsim.LayersimError, match="The report is empty"):
-        lsim.Report({}).push_to_hub("me/layers", token=TOKEN)
-    assert not hub.seen
-    assert not is_hub_address("report.safetensors")
 
 
 def test_another_process_reads_by_its_environment(hub, report, tmp_path):

@@ -192,7 +192,7 @@ def test_a_lens_over_a_model_in_parts_is_that_of_the_whole_model(group):
 
 def test_training_of_a_model_in_parts_is_refused(group):
     for rank in range(RANKS):
-        assert any(line.startswith("training refused: `model` is sharded over several") for line in said(group, rank))
+        assert any(line.startswith("training refused: `model` is sharded over the ranks") for line in said(group, rank))
 
 
 def test_processes_that_form_no_whole_copies_are_refused(group):

@@ -68,9 +68,7 @@ def test_heads_read_what_the_model_s_head_joins():
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
-        ((torch.zeros(0, 5, 3),), {}, "0 names for 0 heads"),
         ((torch.zeros(2, 5, 3),), {"layers": ["a"]}, "1 names for 2 heads"),
-        ((torch.zeros(2, 5, 3), torch.zeros(2, 5).double()), {}, "`weight`.*float32.*`bias`.*float64"),
         ((torch.full((2, 5, 3), torch.nan),), {}, "NaN or infinite"),
         ((torch.zeros(2, 5, 3),), {"norm": "last"}, "norm"),
     ],
@@ -94,7 +92,7 @@ def test_an_analyzer_takes_a_file_of_heads_and_reads_with_their_norm(analyzer, t
 def test_files_that_hold_no_heads_are_refused(tmp_path):
     with pytest.raises(lsim.LayersimError, match=r"/x .*result"):
         ExitHeads.load(file_format.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))
-    with pytest.raises(lsim.LayersimError, match="whole file of heads"):
+    with pytest.raises(lsim.LayersimError, match="complete file of heads"):
         ExitHeads.load(file_format.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
     with pytest.raises(FileNotFoundError):
         ExitHeads.load(tmp_path / "nothing")

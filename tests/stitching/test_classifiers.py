@@ -88,7 +88,7 @@ class TestClassifiers:
             lsim.stitch(base, base, {"input_ids": rows(4), "labels": [0, 1, 2, 7]}, at=(0, 0), adapter="identity")
 
     def test_a_language_model_beside_a_classifier(self):
-        with pytest.raises(lsim.LayersimError, match="all language models or all classifiers"):
+        with pytest.raises(lsim.LayersimError, match="mix of language models and classifiers"):
             lsim.stitch_grid({"a": self.build("llama", 0), "b": tiny_llama()}, rows(4), adapter="identity")
 
     def test_the_last_token_is_the_one_that_the_back_reads(self):

@@ -111,7 +111,7 @@ def test_labels_beside_rows_without_tokens_are_the_default():
     assert float(final) == pytest.approx(loss, rel=1e-5)
     settings = lsim.AlignedTraining(steps=2, lr=1e-3)
     assert called(lsim.finetune_aligned, model, {"x": x, "label": y}, settings, batch_size=8, **paths).loss.isfinite().all()
-    with pytest.raises(lsim.LayersimError, match="needs rows of token ids") as error:
+    with pytest.raises(lsim.LayersimError, match="`labels` is 'next_token'") as error:
         called(lsim.evaluate_layers, model, model, x, **paths)
     assert "labels='data'" in str(error.value)
     assert "DETR" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Activations of one batch: the view that kernels read, buffers of sites, pools of rows, and recorded block calls."""
+"""Activations of one batch: views, buffers of sites, pools of rows, recorded block calls."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Replay of a block call: with another residual, in float32, or for single tokens (other tokens' keys and values are fixed).
+"""Recorded block calls, and their replay: with another residual, in float32, or for single tokens.
 
 This file is shipped to NDIF servers by value, as source: it uses torch and the standard library alone, and decorators are lost.
 """
@@ -19,14 +19,14 @@ from ..core.errors import LayersimError
 
 # Arguments for a cache of keys and values: of most Hugging Face blocks; of GPT-NeoX, GPT-J, Bloom, Falcon; of older blocks.
 CACHES = ("past_key_values", "layer_past", "past_key_value")
-# Arguments with positions on their second axis, of which those of the chosen tokens are taken.
+# Arguments with positions on their second axis; the positions of the chosen tokens are taken.
 BY_POSITION = ("position_embeddings", "position_ids")
 Block = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A recorded call of a block in a forward pass: its arguments and output.
+    """A recorded call of a block in a forward pass.
 
     `again(call, hidden)` repeats the call with another residual.
 
@@ -36,8 +36,8 @@ class BlockCall:
         kwargs: the keyword arguments.
         key: the argument that is the residual: an index of `args` or a name in `kwargs`.
         output: `batch pos d_model`, the residual after the block.
-        graph: `output` with its autograd graph, of which `hidden` is a leaf, for a block that cannot be replayed because edits
-            of the model apply only in the forward pass; else None.
+        graph: `output` with its autograd graph, whose leaf is `hidden`. It serves blocks that cannot be replayed, because edits
+            of the model apply only in the forward pass. None for other blocks.
     """
 
     block: Any
@@ -55,23 +55,23 @@ class BlockCall:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The residual in a block's input or output: the tensor itself, or the first tensor of a tuple, list or mapping."""
+    """The residual in a block's input or output. It is the tensor itself, or the first tensor of a tuple, list or mapping."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
     for value in values:
         if isinstance(value, Tensor):
             return value
-    raise ValueError(f"a block gave {type(output).__name__} without a tensor in it, where its residual was expected")
+    raise ValueError(f"The input or output of a block is a {type(output).__name__} without a tensor.")
 
 
 def as_positions(hidden: Tensor) -> Tensor:
-    """Reshape single vectors, `batch d_model`, to rows of one position; other residuals are unchanged."""
+    """Reshape single vectors, `batch d_model`, to rows of one position. Other residuals are unchanged."""
     return hidden[:, None] if hidden.dim() == 2 else hidden
 
 
 class VectorBlock:
-    """Wraps a block that maps one vector per row, so that it can be called with rows of one position.
+    """A block of single vectors, wrapped to take rows of one position.
 
     Args:
         block: the module, or its nnsight envoy.
@@ -89,14 +89,13 @@ class VectorBlock:
 
 
 def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
-    """All arguments of a call, by index or name."""
     places: dict[int | str, Any] = dict(enumerate(args))
     places.update(kwargs)
     return places
 
 
 def _split(places: Mapping[int | str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments of a call, from its arguments by index or name."""
+    """Positional and keyword arguments of a call, from its arguments by index or name."""
     named = {name: value for name, value in places.items() if isinstance(name, str)}
     return tuple(places[number] for number in range(len(places) - len(named))), named
 
@@ -107,7 +106,7 @@ def _residual_key(places: Mapping[int | str, Any]) -> int | str:
 
 
 def with_leaf(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The block's arguments, with the residual as a leaf tensor that autograd tracks.
+    """The arguments of a block, with the residual as a leaf of the autograd graph.
 
     Returns:
         The arguments to record and the arguments to run the block on, each as a tuple and a dict. The block runs on a copy of
@@ -121,7 +120,7 @@ def with_leaf(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[A
 
 
 def gradients(on: bool) -> ExitStack:
-    """A context manager that turns autograd on or off. If on, attention has second and batched derivatives."""
+    """Context manager that turns autograd on or off. If on, attention has second and batched derivatives."""
     stack = ExitStack()
     stack.enter_context(torch.set_grad_enabled(on))
     if on:
@@ -130,21 +129,24 @@ def gradients(on: bool) -> ExitStack:
 
 
 def plain_attention() -> Any:
-    """A context manager in which attention is computed by matmuls and a softmax, for second and batched derivatives."""
+    """Context manager in which attention is computed by matmuls and a softmax.
+
+    Only this form has second and batched derivatives.
+    """
     return attention.sdpa_kernel([attention.SDPBackend.MATH])
 
 
 def record_call(
     block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, differentiated: bool = False
 ) -> BlockCall:
-    """Record a call of a block; the residual is the first tensor among the arguments.
+    """Record a call of a block. The residual is the first tensor among the arguments.
 
     Args:
         block: the module, or its nnsight envoy.
         args: the positional arguments.
         kwargs: the keyword arguments.
         output: output of the block.
-        differentiated: whether the arguments are those of `with_leaf`, and the autograd graph of the output is kept.
+        differentiated: whether the arguments come from `with_leaf`, and the autograd graph of the output is kept.
 
     Raises:
         LayersimError: the residual is a feature map.
@@ -152,13 +154,13 @@ def record_call(
     places = _places(args, kwargs)
     key = _residual_key(places)
     if differentiated:
-        # A copy, because an edit of the next block's input may change the output in place.
+        # The output is copied, because an edit of the next block's input may change it in place.
         graph = as_positions(first_tensor(output).clone())
         return BlockCall(block, args, kwargs, key, graph.detach(), graph)
     after = first_tensor(output).detach()
     if places[key].dim() > 3:
         raise LayersimError(
-            f"Calls of {type(block).__name__} cannot be replayed: its input is a feature map of shape "
+            f"The block {type(block).__name__} cannot be replayed: its input has shape "
             f"{' x '.join(map(str, places[key].shape))}, but must be batch x pos x width."
         )
     if places[key].dim() == 2:
@@ -183,7 +185,10 @@ def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = No
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating-point tensor inside a value to a dtype. Inference tensors are cloned: autograd cannot keep them."""
+    """Cast every floating-point tensor inside a value to a dtype.
+
+    Inference tensors are cloned, because autograd cannot keep them.
+    """
     if isinstance(value, Tensor):
         value = value.clone() if value.is_inference() else value
         return value.to(dtype) if value.is_floating_point() else value
@@ -195,7 +200,10 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(value: Any, batch: int, times: int) -> Any:
-    """Repeat the arguments that have one row per batch row, to fit several copies of the batch."""
+    """Repeat the arguments of a block for several copies of the batch.
+
+    Only arguments with one row per batch row are repeated.
+    """
     if isinstance(value, Tensor):
         many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
         return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
@@ -207,7 +215,7 @@ def copied(value: Any, batch: int, times: int) -> Any:
 
 
 class Widened:
-    """A context manager in which a block's weights have another dtype.
+    """Context manager in which the weights of a block have another dtype.
 
     The modules hold converted copies inside the context. The weights themselves are unchanged, so their gradients, hooks and
     optimisers are not affected. Weights on the meta device and integer weights are not converted. Weights that accelerate has
@@ -256,7 +264,7 @@ class Widened:
 
 
 class RecordingCache:
-    """Stand-in for a key-value cache that records what a block writes to it."""
+    """Stand-in for a key-value cache; it records what a block writes to it."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[Tensor, Tensor]] = []
@@ -270,7 +278,7 @@ class RecordingCache:
 
 
 class FixedCache(RecordingCache):
-    """Stand-in for a key-value cache that holds the keys and values of all tokens; a block call adds its own.
+    """Stand-in for a key-value cache with fixed keys and values of all tokens. A block call adds its own.
 
     Args:
         key: `sample head pos d_head`.
@@ -313,7 +321,7 @@ def by_name(call: BlockCall) -> dict[str, Any]:
 
 
 class FewTokens:
-    """A block as a function of one token per row; the keys and values of all other tokens are fixed.
+    """A block as a function of one token per row. Keys and values of all other tokens are fixed.
 
     Tokens influence each other only through attention, so this function has the derivatives of the block, at the cost of one
     token. The copies of a token form one row; each copy attends to the other tokens and to itself, but to no other copy. If
@@ -357,13 +365,13 @@ class FewTokens:
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """Select the row of an argument for each sample. An argument with a single row, shared by all samples, is expanded."""
+        """Select the row of an argument for each sample. A single row, shared by all samples, is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
 
     def _mask(self, given: Any) -> Tensor:
-        """The attention mask of the tokens, `sample head token pos`: bools, or numbers to add to the scores."""
+        """The attention mask of the tokens, `sample head token pos`. It holds bools, or numbers to add to the scores."""
         pos, at = self.pos, self.at
         if given is None:
             later = torch.arange(pos, device=at.device) > at[:, :, None]
@@ -392,7 +400,7 @@ class FewTokens:
         return torch.cat([seen[:, :, :, None].expand(-1, -1, -1, n, -1), columns], -1).flatten(2, 3)
 
     def block(self, n: int) -> Block:
-        """The block as a function from `sample n d_model` (n variants of each sample's token) to `sample n d_model`."""
+        """The block as a function of n variants of each sample's token. It maps `sample n d_model` to `sample n d_model`."""
         at = self.at.repeat_interleave(n, 1)
         arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
         for name, value in self.named.items():

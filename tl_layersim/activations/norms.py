@@ -1,4 +1,4 @@
-"""Sizes of activations: overflow-safe norms, comparison with rounding error, and sums by position and dimension.
+"""Norms of activations, comparison with rounding error, and sums of sizes by position and dimension.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """
@@ -12,7 +12,7 @@ from .view import View
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide vectors by their largest absolute entry; return the results and these entries, `... 1`. Zero vectors stay zero.
+    """Divide vectors by their largest absolute entry, and return both. The entries have shape `... 1`. Zero vectors stay zero.
 
     The entries are constants to autograd, which does not change the gradient of a cosine.
 
@@ -31,7 +31,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide vectors by their norm; return unit vectors in x's dtype and norms in float64. Zero vectors stay zero.
+    """Divide vectors by their norm, and return both. Unit vectors have x's dtype, norms are float64. Zero vectors stay zero.
 
     Args:
         x: `... width`.
@@ -48,7 +48,7 @@ def unit_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms(x: Tensor) -> Tensor:
-    """Norms of vectors `... width`, in float64.
+    """Norms of vectors, in float64.
 
     Args:
         x: `... width`.
@@ -59,7 +59,7 @@ def norms(x: Tensor) -> Tensor:
 
 
 def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
-    """Whether centred samples differ from zero by more than rounding, `layer sample`.
+    """Whether centred samples differ from zero by more than rounding error, `layer sample`.
 
     A difference within rounding error has no direction: its cosine, or its weight in CKA, would be arbitrary.
 
@@ -82,7 +82,9 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """For each model, sums of squared norms by position, and the share of the largest dimension in the squared norm.
+    """Sums of the sizes of activations, for each model.
+
+    They are squared norms by position, and the share of the largest dimension in the squared norm.
 
     Args:
         *views: views of the same tokens, one for each model.
@@ -100,7 +102,7 @@ def _sizes(view: View) -> dict[str, Tensor]:
     if "sizes" not in view.memo:
         device = view.activations.device
         place = view.position.to(device).clamp(max=FIRST_PLACES)
-        # On the CPU, because the numbers of rows and of later positions are values, of which the meta device has none.
+        # On the CPU, because numbers of rows and positions are values, which the meta device lacks.
         sequence, later = view.sequence.cpu(), (view.position.cpu() >= FIRST_PLACES).nonzero()[:, 0]
         rows, rows_of_later = _numbered(sequence, device), _numbered(sequence[later], device)
         sites = [_sizes_of(x, place, rows, later.to(device), rows_of_later) for x in view.activations]
@@ -121,7 +123,7 @@ def _sizes_of(
 ) -> dict[str, Tensor]:
     unit, norm = unit_vectors(x)
     out = {f"norm^{2 * power}": _by_group(norm ** (2 * power), place, FIRST_PLACES + 1) for power in (1, 2)}
-    # Relative to their mean norm; there may be no such samples.
+    # Samples are divided by their mean norm. There may be no samples.
     size = norm[later].sum() / max(len(later), 1)
     size = size.where(size > 0, 1)
     x = x[later] / size.to(x.dtype)
@@ -136,5 +138,4 @@ def _sizes_of(
 
 
 def _by_group(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Sum values by group."""
     return values.new_zeros(groups, *values.shape[1:]).index_add_(0, group, values)

@@ -1,4 +1,4 @@
-"""Pools of rows: samples drawn from several forward passes, for measures over pairs of samples.
+"""Pools of rows: samples from several forward passes, for measures over pairs of samples.
 
 The sums of a batch are computed for its leaves (groups of 1 to 16 rows) and its pools. `BatchPlan` runs all kernels on a batch
 whose rows need several forward passes. Plain functions of torch and small classes: they are serialised by value with the
@@ -21,15 +21,15 @@ from .view import Kernel, Reduced, View, in_full_precision, some_sites, tokens_a
 if TYPE_CHECKING:
     from ..data.batches import Batch
 
-# Rows of a pool at least, and of a leaf at most.
+# Smallest number of rows in a pool, and largest number of rows in a leaf.
 ROWS = 16
-# Samples of one row at most. On SmolLM2 and 126 tokens a row, all of them make the error of CKA smaller by a tenth.
+# Largest number of samples of one row. On SmolLM2 and 126 tokens a row, all samples reduce the error of CKA by a tenth.
 SAMPLES_OF_ROW = 64
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Origin of samples: the row of each sample, and its place in that row.
+    """The row of each sample in a pool, and its place in that row.
 
     Attributes:
         row: `sample`, index of its row in the batch or pool, ascending.
@@ -53,7 +53,7 @@ Draws = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class PoolKernel:
-    """Kernel of a measure over pairs of samples: it draws samples from a pool of rows and sums over their pairs.
+    """Kernel of a measure over pairs of samples. It draws samples from a pool of rows and sums over their pairs.
 
     Attributes:
         read: function from a view to its samples, `site sample width`.
@@ -81,7 +81,7 @@ class PoolKernel:
         return pool_rows(self.size, 1 if self.whole_rows else density)
 
     def __call__(self, *views: View) -> dict[str, Tensor]:
-        """Compute the sums. The views are taken as a single pool.
+        """Compute the sums, with all rows of the views as a single pool.
 
         Args:
             *views: views of the same tokens, one for each model.
@@ -105,7 +105,7 @@ AnyKernel = Kernel | PoolKernel
 
 
 def pool_rows(size: int, density: float) -> int:
-    """Number of rows that have enough samples for a pool: 16 times a power of two.
+    """Number of rows with enough samples for a pool. It is 16 times a power of two.
 
     Args:
         size: samples that the pool needs.
@@ -122,7 +122,7 @@ def pool_rows(size: int, density: float) -> int:
 
 
 def samples_of(view: View, whole_rows: bool) -> Samples:
-    """Origin of the samples of a view: their rows and places.
+    """The rows and places of the samples of a view.
 
     Args:
         view: a view with `tokens`, `sequence` and `row`.
@@ -169,7 +169,9 @@ class _Pool:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Plan of a batch: the kernels of each forward pass, and how their outputs are summed by leaf (a group of rows).
+    """Plan of a batch: the kernels of each forward pass, and how outputs are summed.
+
+    Outputs are summed by leaf, a group of consecutive rows.
 
     Attributes:
         starts: index of the first row of each forward pass, and of the row after the last.
@@ -187,7 +189,7 @@ class BatchPlan:
 
     @property
     def leaves(self) -> int:
-        """Number of leaves of the batch: groups of consecutive rows that are summed together."""
+        """Number of leaves of the batch. A leaf is a group of consecutive rows that are summed together."""
         return -(-self.starts[-1] // self.leaf)
 
     def kernels_of(self, number: int) -> dict[str, Kernel]:
@@ -209,7 +211,7 @@ class BatchPlan:
         return out
 
     def finish(self, passes: Sequence[Reduced]) -> list[Reduced]:
-        """Combine the outputs of all forward passes into the sums of each leaf (group of rows).
+        """Combine the outputs of all forward passes into sums. Each leaf, a group of rows, has sums of its own.
 
         Args:
             passes: output of `reduce` for each forward pass.
@@ -241,7 +243,7 @@ class BatchPlan:
             long = {output[f"samples {i}"].shape[-1] for output in outputs}
             if len(long) > 1:
                 raise LayersimError(
-                    f"`pool='flat'` needs equally many tokens in all rows, but these rows give samples of {min(long)} to "
+                    f"`pool` is 'flat', which needs equally many tokens in all rows; these rows give samples of {min(long)} to "
                     f"{max(long)} dimensions."
                 )
         sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]
@@ -256,7 +258,7 @@ class BatchPlan:
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:
-    """Add two outputs of a kernel, int64 or float64.
+    """Add two outputs of a kernel, as int64 or float64.
 
     Args:
         a: the output on some rows.
@@ -266,7 +268,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
         ValueError: the shapes differ, which broadcasting would hide.
     """
     if a.shape != b.shape:
-        raise ValueError(f"the kernel returned tensors of shape {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ValueError(f"the kernel returned shape {tuple(a.shape)} for some rows and {tuple(b.shape)} for others")
     wide = torch.float64 if a.is_floating_point() else torch.int64
     return a.to(wide) + b.to(wide)
 
@@ -310,7 +312,7 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
         leaf: number of rows in a leaf.
     """
     own = samples.some(inside)
-    # Counted from the pool's first row, so that draws do not depend on the rows of a batch.
+    # Rows are counted from the pool's first row, so that draws do not depend on the rows of a batch.
     own = replace(own, row=own.row - first)
     draws = kernel.draw(own)
     used = [one.flatten() for own in draws.values() for one in own]
@@ -321,7 +323,7 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
 
 
 def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> dict[str, Tensor]:
-    """Run a kernel on each leaf (group of rows) of a forward pass. Names of outputs begin with the index of the leaf.
+    """Run a kernel on each leaf of a forward pass, a group of rows. Names of outputs begin with the index of the leaf.
 
     Views with block calls are not divided, because a call replays all rows of a forward pass.
 
@@ -367,7 +369,7 @@ def some_rows(view: View, start: int, stop: int) -> View:
 def drawn(
     *views: View, read: Callable[[View], Tensor], sites: tuple[tuple[int, ...], ...] | None, index: Tensor
 ) -> dict[str, Tensor]:
-    """The drawn samples of a forward pass and the widths of the sites, for each model.
+    """Drawn samples of a forward pass and widths of the sites, for each model.
 
     Args:
         *views: views of the forward pass, one for each model.
@@ -387,7 +389,7 @@ def drawn(
 def run_batch(
     run: Callable[[Batch, Mapping[str, Kernel]], Reduced], batch: Batch, kernels: Mapping[str, AnyKernel]
 ) -> list[Reduced]:
-    """Run all forward passes of a batch and return the sums of each leaf (group of rows).
+    """Run all forward passes of a batch, and return the sums of each leaf. A leaf is a group of rows.
 
     Args:
         run: function that runs one forward pass, and `reduce` on its views.

@@ -1,4 +1,4 @@
-"""View: the activations of one batch, as kernels read them; and the functions that run kernels on views."""
+"""The view: activations of one batch as kernels read them, and functions that run kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class View:
-    """The samples of one batch: its counted positions without padding, or one mean per row with positions="mean".
+    """The samples of one batch: its counted positions, without padding. With positions="mean" a sample is the mean of a row.
 
     Attributes:
         activations: `site sample width`, float32 (float64 if the model is). By default the sites are the residual layers,
@@ -60,13 +60,15 @@ class View:
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def token_fields(self) -> dict[str, Tensor]:
-        """The fields with one value per token that do not depend on the model, by name; fields that are None are left out."""
+        """The fields with one value per token, by name. They do not depend on the model. Fields that are None are left out."""
         names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Run kernels on views without autograd and autocast, with full-precision float32 matmuls; count non-finite values.
+    """Run kernels on views, and count activations that are not finite.
+
+    Kernels run without autograd and autocast, with full-precision float32 matmuls.
 
     Returns:
         For each view `layer`, the number of activations that are NaN or infinite; and the kernels' outputs by name, empty if
@@ -91,7 +93,7 @@ def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
     """
     before = _set_precision(None)
     try:
-        # Outside inference mode too, in which a kernel could not differentiate a block.
+        # Inference mode is off too, because a kernel could not differentiate a block in it.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device.type, enabled=False):
             return call()
     finally:
@@ -99,14 +101,14 @@ def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
 
 
 def _count_not_finite(activations: Tensor) -> Tensor:
-    # A sum is finite only if all its terms are. Terms are counted only where it is not.
+    # A sum is finite only if all its terms are. Terms are counted only if the sum is not finite.
     if bool(torch.isfinite(activations.sum())):
         return torch.zeros(activations.shape[0], dtype=torch.int64)
     return (~torch.isfinite(activations)).sum((1, 2)).cpu()
 
 
 def _set_precision(values: list[str] | None) -> list[str]:
-    """Set the precision of float32 matmuls (None for full float32) and return the previous setting.
+    """Set the precision of float32 matmuls, and return the previous one. None is full float32.
 
     A user or a server may have allowed TF32 or bfloat16 for speed. This is not a decorator, because shipped source loses
     decorators.
@@ -117,14 +119,14 @@ def _set_precision(values: list[str] | None) -> list[str]:
         for backend, value in zip(backends, values or ["ieee", "ieee"], strict=True):
             backend.fp32_precision = value
         return before
-    # Older torch, where this one setting covers both.
+    # Older torch has one setting for both.
     before = [torch.get_float32_matmul_precision()]
     torch.set_float32_matmul_precision(values[0] if values else "highest")
     return before
 
 
 def tokens_alone(batch: Batch) -> View:
-    """A view of a batch with its tokens, but no activations."""
+    """A view of a batch that holds its tokens, but no activations."""
     index = batch.counted.nonzero()
     next_tokens = batch.next_tokens
     if batch.pooled:
@@ -156,7 +158,7 @@ def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -
 
 
 def some_sites(view: View, sites: tuple[int, ...]) -> View:
-    """The part of a view at some sites; kernels that read the same sites share this view and its memo.
+    """The part of a view at some sites. Kernels that read the same sites share this view and its memo.
 
     Args:
         view: the view of all sites.
@@ -167,7 +169,7 @@ def some_sites(view: View, sites: tuple[int, ...]) -> View:
     key = f"sites {sites}"
     if key not in view.memo:
         start, stop = sites[0], sites[-1] + 1
-        # Neighbours need no copy.
+        # Neighbouring sites need no copy.
         together = sites == tuple(range(start, stop))
         widths = tuple(view.widths[site] for site in sites)
         some = view.activations[start:stop] if together else view.activations[list(sites)]
@@ -189,7 +191,7 @@ def row_ends(view: View) -> Tensor:
 
 
 def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Arrange vectors of the view's tokens in rows.
+    """Arrange vectors of the view's tokens in padded rows.
 
     Args:
         view: the view of one batch.
@@ -208,7 +210,7 @@ def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Tensor:
-    """The target of each token, or of the tokens in `index`; NO_LABEL if a token has no target.
+    """The target of each token, or of the tokens in `index`. It is NO_LABEL if a token has no target.
 
     This function is shipped with the kernels that call it.
     """
@@ -226,7 +228,7 @@ def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Te
         return torch.full_like(view.tokens, NO_LABEL)
     if view.next_token is not None:
         return view.next_token
-    # A source without next tokens: the next counted token, where it is the next position of the same row.
+    # Without next tokens, the target is the next counted token, if it is at the next position of the row.
     following = torch.full_like(view.tokens, NO_LABEL)
     pair = (view.sequence[1:] == view.sequence[:-1]) & (view.position[1:] == view.position[:-1] + 1)
     following[:-1] = torch.where(pair, view.tokens[1:], NO_LABEL)
@@ -234,7 +236,7 @@ def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Te
 
 
 class SiteBuffer:
-    """Activations `site sample width`, filled site by site.
+    """Buffer of activations, `site sample width`, filled site by site.
 
     Each site is copied as soon as it is read, so that the model can free its activations.
 
@@ -266,7 +268,7 @@ class SiteBuffer:
         self.sites, self.keep, self.shape = names, keep, shape
         self.samples, self.row_of, self.lengths = keep, keep, keep
         self.pooled = pooled
-        # A mean over positions of their own leaves none of them out.
+        # A site with positions of its own has its mean over all of them.
         self.own_positions = pooled and not has_tokens and keep.numel() == shape[0] * shape[1]
         self.token_positions = shape[1] if has_tokens else None
         self._buffer: Tensor | None = None
@@ -290,9 +292,9 @@ class SiteBuffer:
         hidden = at_point(hidden, part, None if own else self.shape, self.sites[site], remedy)
         width = hidden.shape[-1]
         rows = hidden.detach() if own else hidden.detach().reshape(-1, width)
-        # Positions are ascending, so that as many as there are is all of them.
+        # Positions are ascending, so equal numbers mean that all positions are kept.
         if not own and len(rows) != self.keep.numel():
-            # Moved once: a copy to a GPU at every site would wait for the blocks before it.
+            # The indices are moved once: a copy to a GPU at every site would wait for the blocks before it.
             self.keep = self.keep.to(rows.device)
             rows = rows.index_select(0, self.keep)
         buffer = self._buffer
@@ -300,7 +302,7 @@ class SiteBuffer:
             # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.
             device = torch.device("cpu") if hidden.device.type == "mps" else hidden.device
             dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-            # NaN, so that a site that is never read is noticed.
+            # The buffer starts as NaN, so that a site that is never read is noticed.
             buffer = torch.full((len(self.sites), self.samples.numel(), width), torch.nan, dtype=dtype, device=device)
         if width > buffer.shape[-1]:
             buffer = torch.nn.functional.pad(buffer, (0, width - buffer.shape[-1]))
@@ -316,7 +318,7 @@ class SiteBuffer:
 
     @property
     def activations(self) -> Tensor:
-        """The activations `site sample width`; narrower sites are zero-padded to the widest."""
+        """The activations `site sample width`. Narrower sites are zero-padded to the widest."""
         assert self._buffer is not None
         return self._buffer
 
@@ -333,7 +335,7 @@ class SiteBuffer:
 
 
 def last_of_rows(keep: Tensor, pos: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The last counted position of each row, the row of each counted position, and the number of counted positions per row.
+    """The last counted position of each row, and the row of each counted position.
 
     Args:
         keep: indices of the counted positions in the flattened `batch pos`, ascending.

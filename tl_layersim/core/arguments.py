@@ -1,4 +1,4 @@
-"""Arguments of public calls: their types, bounds and shapes, checked with jaxtyping and beartype.
+"""Checks of the types, bounds and shapes of arguments, with jaxtyping and beartype.
 
 A check costs tens of microseconds per call. It belongs on public functions and on results, never inside a kernel:
 kernels run on servers that have neither jaxtyping nor beartype.
@@ -25,7 +25,7 @@ from .wording import brief, with_article
 _T = TypeVar("_T", bound=Callable[..., Any])
 # A block, by its number (an int, or an integer of NumPy) or by its name.
 Layer: TypeAlias = SupportsIndex | str
-# Of jaxtyping's message: the argument, none for the returned value, and the type that it should have.
+# Parts of jaxtyping's message: the expected type, and the argument, if the value is not the returned one.
 _MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
 
 
@@ -52,8 +52,8 @@ def without_mounted_save() -> Iterator[None]:
 
 @functools.cache
 def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
-    """Returns beartype's decorator and the exception class that it raises."""
-    # Here, so that kernels can be imported where neither library is installed.
+    """The decorator of jaxtyping with beartype, and the exception that the decorator raises."""
+    # Imported here, so that kernels can be imported where neither library is installed.
     with without_mounted_save():
         from beartype import beartype
         from jaxtyping import TypeCheckError, jaxtyped
@@ -61,7 +61,7 @@ def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
 
 
 def typed(call: _T) -> _T:
-    """Check the arguments of a function, or of a dataclass when it is instantiated, against its annotations.
+    """Check the arguments of a function or dataclass against its annotations, at each call.
 
     Annotations are read at the first call, which also imports jaxtyping and beartype.
 
@@ -97,7 +97,7 @@ def typed(call: _T) -> _T:
 
 
 def _resolve_inherited(cls: type, init: Any) -> None:
-    """Replace the string annotations of inherited fields by types, because they may use names from another module."""
+    """Replace inherited string annotations by types. Their names may be known only in the module of the base class."""
     annotations = init.__annotations__
     inherited = [field for field in annotations if field not in inspect.get_annotations(cls) and field != "return"]
     if inherited:
@@ -110,14 +110,14 @@ _TENSORS = {"Float": "a floating-point tensor", "Integer": "an integer tensor", 
 
 
 def _in_words(expected: str) -> str:
-    """Describe in words a type that jaxtyping printed, with its shape and its bounds."""
+    """Wording of a type that jaxtyping printed."""
     expected = re.sub(
         r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]",
         lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
         expected,
     )
     expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
-    # Types without their modules.
+    # Names of modules are removed from types.
     expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
@@ -153,7 +153,7 @@ with without_mounted_save():
 
 @dataclass(frozen=True)
 class _Within:
-    """Bounds of a number; the `repr` is the wording in errors. A bool is not a number, and NaN is outside all bounds."""
+    """Bounds of a numeric argument. Errors print its `repr`. A bool is not a number, and NaN is outside all bounds."""
 
     words: str
     holds: Callable[[float], bool]

@@ -1,4 +1,4 @@
-"""Digests of the code and the values of functions, which show whether two runs used the same functions."""
+"""Digests of functions and values, which show whether two runs used the same code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The given functions and all functions of the same module that they call, directly or indirectly."""
+    """The given functions, and all functions that they call in the same module."""
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:
@@ -30,7 +30,7 @@ def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code object of a function or module and all code objects nested in it."""
+    """A code object and all code objects nested in it."""
     yield code
     for item in code.co_consts:
         if isinstance(item, CodeType):
@@ -38,14 +38,17 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def plain_constants(code: CodeType) -> list[str]:
-    """The constants of a code object, without nested code, as texts that are equal in every process."""
+    """Constants of a code object as texts. Nested code is left out, and the texts are equal in every process."""
     plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
     # The order of a set differs between processes.
     return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
 
 
 def digest_of_code(starts: Iterable[FunctionType]) -> str:
-    """A digest (12 hex digits) of the bytecode of the given functions and of those that they call, see `called_by`."""
+    """Digest (12 hex digits) of the bytecode of functions.
+
+    Functions of the same module that they call are included, see `called_by`.
+    """
     seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
     digest = hashlib.sha256()
     for name, code in sorted(seen.items()):
@@ -53,21 +56,8 @@ def digest_of_code(starts: Iterable[FunctionType]) -> str:
     return digest.hexdigest()[:12]
 
 
-def describe_function(function: Callable[..., Any]) -> str:
-    """Describe a function for the provenance: its qualified name, and a digest of its code and of the plain values it holds.
-
-    Args:
-        function: a function, a method, a `functools.partial`, or an object with `__call__`.
-
-    Examples:
-        >>> describe_function(describe_function).split(" ")[0]
-        'tl_layersim.core.code_digests.describe_function'
-    """
-    return ValueNames().function(function)
-
-
 def defined_in(function: Any) -> str:
-    """Name of the module that defines a function; for another object, of the module that defines its class.
+    """Name of the module that defines a function, or the class of another object.
 
     Args:
         function: any object; for a `functools.partial`, the function inside counts.
@@ -78,7 +68,7 @@ def defined_in(function: Any) -> str:
 
 
 class ValueNames:
-    """Assigns names to functions and values. Equal code or contents have equal names in every process.
+    """Names functions and values by their code and contents. Equal contents have equal names in every process.
 
     A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
     is named by its dtype, shape and bytes, a module by its class and its weights.
@@ -95,12 +85,20 @@ class ValueNames:
         self.unknown: list[str] = []
 
     def function(self, function: Callable[..., Any]) -> str:
-        """A function as text, see `describe_function`."""
+        """Qualified name of a function, with a digest of its code and of the values it holds.
+
+        Args:
+            function: a function, a method, a `functools.partial`, or an object with `__call__`.
+
+        Examples:
+            >>> ValueNames().function(defined_in).split(" ")[0]
+            'tl_layersim.core.code_digests.defined_in'
+        """
         values: list[Any] = []
         while isinstance(function, functools.partial):
             values += [function.args, function.keywords]
             function = function.func
-        # torch.no_grad() and other decorators hold objects of their own, so that of them the code alone counts.
+        # Decorators such as torch.no_grad() hold objects of their own, so only their code counts.
         while (inner := getattr(function, "__wrapped__", None)) is not None:
             values += [digest_of_code([function])] if isinstance(function, FunctionType) else []
             function = inner
@@ -109,11 +107,13 @@ class ValueNames:
         name = f"{defined_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
         code = ""
         if isinstance(own, FunctionType):
-            # Not once more where it is reached through itself.
+            # A function that reaches itself is digested once.
             self._known[id(own)] = name
             code = digest_of_code([own])
-            values += [*([] if bound is None else [self._object(bound)]), _closure(own), own.__defaults__, own.__kwdefaults__]
-            values += [_globals(one) for one in called_by([own])]
+            if bound is not None:
+                known = id(bound) in self._known or isinstance(bound, type | torch.nn.Module)
+                values.append(bound if known else [type(bound), getattr(bound, "__dict__", {})])
+            values += [_closure(own), own.__defaults__, own.__kwdefaults__, *map(_globals, called_by([own]))]
         else:
             # An object that can be called, or a function of C, which has no code to digest.
             self.unknown.append(name)
@@ -123,17 +123,11 @@ class ValueNames:
         return f"{name} sha256 {self.digest(code, values)}"
 
     def digest(self, text: str, values: Any) -> str:
-        """A digest (12 hex digits) of a text and of values."""
+        """Digest (12 hex digits) of a text and of values."""
         return hashlib.sha256(f"{text} {self.named(values)!r}".encode()).hexdigest()[:12]
 
-    def _object(self, bound: Any) -> Any:
-        """The class and the attributes of the object that a method is bound to; a class or a module is returned itself."""
-        if id(bound) in self._known or isinstance(bound, type | torch.nn.Module):
-            return bound
-        return [type(bound), getattr(bound, "__dict__", {})]
-
     def named(self, value: Any) -> Any:
-        """A value as lists of numbers and texts, so that its `repr` is equal in every process."""
+        """A value as nested lists of numbers and texts. The `repr` of these lists is equal in every process."""
         if value is None or isinstance(value, str | bytes | bool | int | float | complex):
             return value
         if id(value) in self._known:
@@ -170,7 +164,7 @@ class ValueNames:
 
 
 def _closure(function: FunctionType) -> list[Any]:
-    """The values of a function's closure, without variables that are not set yet."""
+    """Values of a function's closure; variables that are not set yet are left out."""
     values = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):
@@ -179,7 +173,7 @@ def _closure(function: FunctionType) -> list[Any]:
 
 
 def _globals(function: FunctionType) -> dict[str, Any]:
-    """The global values that a function reads, without functions of its own module, which `digest_of_code` covers."""
+    """Global values that a function reads. Functions of its own module are left out: `digest_of_code` covers them."""
     read = {
         step.argval
         for code in codes_in(function.__code__)

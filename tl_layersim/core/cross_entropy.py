@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, its gradient, and confidence, summed in float64 a few rows at a time.
+"""Cross-entropy, its gradient and confidence, computed from logits in float64.
 
 These are plain functions of torch, which are shipped with the kernels that call them. `torch.nn.functional.cross_entropy` sums
 a float32 vocabulary in float32, which biases it: by -6e-5 nats for 152,000 ids.
@@ -19,7 +19,7 @@ LEAST = {torch.float64: -700.0, torch.float32: -80.0}
 
 
 def on_float64_device(x: Tensor) -> Tensor:
-    """Move a tensor from an Apple GPU, which has no float64, to the CPU; other tensors stay where they are."""
+    """Move a tensor from an Apple GPU, which has no float64, to the CPU. Other tensors stay where they are."""
     return x.cpu() if x.device.type == "mps" else x
 
 
@@ -29,7 +29,7 @@ def block_size(z: Tensor) -> int:
 
 
 def need_classes(outputs: int) -> None:
-    """Raise an error if a head has a single output, because its softmax is always 1.
+    """Raise an error if a head has a single output, whose softmax is always 1.
 
     Every layer would agree with the last one.
 
@@ -41,13 +41,12 @@ def need_classes(outputs: int) -> None:
     """
     if outputs == 1:
         raise LayersimError(
-            "The head has one output, so its predictions have no probabilities. lsim.TaskMetrics(labels=scores) measures "
-            "regression."
+            "The model's head has one output, which has no probabilities. lsim.TaskMetrics(labels=scores) measures regression."
         )
 
 
 def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy -ln softmax(z)[target] in nats, float64, of logits in any dtype; without gradients.
+    """Cross-entropy -ln softmax(z)[target] in nats, float64, without gradients.
 
     Args:
         z: logits.
@@ -68,7 +67,7 @@ def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each row, and the gradient of its weighted sum with respect to the logits, without autograd.
+    """Cross-entropy of each row, and the gradient of its weighted sum, without autograd.
 
     Exponentials are computed in the dtype of z, which is much faster on a GPU, and summed in float64. The result differs from a
     float64 computation by about 1e-7.
@@ -93,7 +92,7 @@ def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Ten
 
 
 def _shifted(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy `row`, and softmax denominators `row 1`; z is overwritten with the numerators exp(z - max z)."""
+    """Cross-entropy and softmax denominator of each row; z becomes the numerators exp(z - max z)."""
     wide = torch.float32 if z.device.type == "mps" else torch.float64
     z.sub_(z.amax(-1, keepdim=True))
     target_logit = z.gather(-1, target[:, None])[:, 0].to(wide)
@@ -102,7 +101,7 @@ def _shifted(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def confidence(z: Tensor, margin: bool = False) -> Tensor:
-    """Confidence `row`, float64: the largest softmax probability, or its margin over the second largest.
+    """Largest softmax probability of each row, or its margin over the second largest; float64.
 
     Args:
         z: logits `row vocabulary`, in any dtype.

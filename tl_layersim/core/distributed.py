@@ -1,4 +1,4 @@
-"""Data-parallel runs over several processes: each copy of the model runs a part of the batches, and sums are added."""
+"""Data-parallel runs: each process runs a part of the batches, and sums are added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sums import DataBlock, Sums, SumTree
 
 @dataclass(frozen=True)
 class Deal:
-    """Selects the batches of this process: every `copies`-th batch, starting at index `copy`.
+    """The batches of this process: every `copies`-th batch, starting at index `copy`.
 
     Attributes:
         copy: index of the model copy that this process holds, whole or in part.
@@ -32,14 +32,14 @@ ALONE = Deal(0, 1, True)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Rank of this process and number of processes; (0, 1) if no process group is initialised."""
+    """Rank of this process, and number of processes; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def weight_peers(module: torch.nn.Module) -> frozenset[int]:
-    """Ranks that hold shards of one model, including this rank. They must run the same batches.
+    """Ranks that hold shards of one model, this rank included. They must run the same batches.
 
     Weights are sharded by tensor parallelism (a `DeviceMesh`, transformers' `tp_plan`) and by FSDP.
 
@@ -68,7 +68,7 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
 
 def refuse_parts(module: torch.nn.Module) -> None:
-    """Raise an error if the weights of a model are sharded over processes, because each process would train on other rows.
+    """Raise an error if the weights of a model are sharded over processes. Each process would train on other rows.
 
     Raises:
         LayersimError: the weights are sharded.
@@ -76,13 +76,13 @@ def refuse_parts(module: torch.nn.Module) -> None:
     peers = weight_peers(module)
     if peers:
         raise LayersimError(
-            "`model` is sharded over several processes, but training needs a full copy of it in each process. Ranks "
-            f"{sorted(peers)} hold its weights together; start with accelerate launch, without tp_plan=, a DeviceMesh or FSDP."
+            f"`model` is sharded over the ranks {sorted(peers)}, but training needs a full copy in each process. Start with "
+            "accelerate launch, without tp_plan=, a DeviceMesh or FSDP."
         )
 
 
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
-    """Assign batches to copies of the model; processes that share a copy get the same batches.
+    """Assign batches to copies of the model. Processes that share a copy get the same batches.
 
     Every process of the group must call this function.
 
@@ -102,9 +102,9 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(size)) or len({len(group) for group in groups}) > 1:
         raise LayersimError(
-            f"The weights of `model` are sharded over ranks {', '.join(str(list(group)) for group in groups)} of {size}; "
-            "groups of ranks must be equally large, and each must hold one whole copy of the model. Use one DeviceMesh for the "
-            "whole model, and for both models of `compare`."
+            f"`model` is sharded over ranks {', '.join(str(list(group)) for group in groups)} of {size}; groups of ranks must "
+            "be equally large, and each must hold one copy of the model. Use one DeviceMesh for the whole model, and for both "
+            "models of `compare`."
         )
     return Deal(groups.index(tuple(mine)), len(groups), rank == mine[0])
 
@@ -140,7 +140,7 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """For each n, add the n-th blocks of rows of all ranks. Ranks take batches in turn.
+    """Add the n-th blocks of rows of all ranks, for each n. Ranks take batches in turn.
 
     Args:
         tree: sums of this rank.

@@ -1,4 +1,4 @@
-"""Errors and warnings of this package. They name the argument, its value and the allowed values, and never show a login."""
+"""Errors, warnings and log of this package. Logins and tokens are removed from their texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an HTTP address without secrets other than a login."""
+    """Whether a text is an HTTP address whose only secret is a login."""
     try:
         parts = urlsplit(text)
         # A query, or an @ in the path, may be part of a secret.
@@ -24,7 +24,9 @@ def is_address(text: str) -> bool:
 
 
 def shown(remote: bool | str) -> str:
-    """The value of `remote` as error messages show it: an address loses its login, and any other text is hidden.
+    """The value of `remote` in error messages, without secrets.
+
+    An address loses its login; a text that is no address is hidden.
 
     Args:
         remote: the argument as the user passed it.
@@ -49,13 +51,13 @@ def without_login(host: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-# The login in an address, the value of a secret parameter in an address, and an access token of the Hugging Face hub.
+# A login in an address, a secret parameter in an address, and an access token of the Hugging Face hub.
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@|^[^/\s:@]+:[^/\s@]+@")
 _VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 
-# Where the warnings of a block of `recorded_warnings` are listed, and whether they are issued. Of one thread: filters of the
-# standard library are of the whole process, and threads that change them at the same time leave them changed.
+# The warnings that `recorded_warnings` lists, and whether they are issued. The variable belongs to one thread. Filters of the
+# standard library belong to the process, and threads that change them at the same time leave them changed.
 _record: ContextVar[tuple[list[str], bool] | None] = ContextVar("_record", default=None)
 
 # Messages of this package that are no warnings about results, such as retries of requests.
@@ -67,7 +69,7 @@ class LayersimWarning(UserWarning):
 
 
 class LayersimError(ValueError):
-    """Error in a call, its arguments or its data. It is also raised if a requested number is undefined.
+    """Error for arguments, data or a model that a call cannot use. It is also raised if a requested number is undefined.
 
     Args:
         message: one or two sentences with the argument, its value and the allowed values; secrets are removed.
@@ -78,12 +80,12 @@ class LayersimError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        # Not super(): a class that was serialised as source for a server has no `__class__` cell.
+        # super() needs a `__class__` cell, which a class that was serialised as source for a server lacks.
         ValueError.__init__(self, without_secrets(message))
 
 
 def without_secrets(text: str) -> str:
-    """Remove logins, access tokens and signatures from the addresses in a text, before the text enters a file or a log.
+    """Remove logins, access tokens and signatures from a text. Texts pass through here before they enter a file or a log.
 
     Examples:
         >>> without_secrets("https://me:secret@host/model?token=abc")
@@ -131,14 +133,16 @@ def recorded_warnings(*, issued: bool = True) -> Iterator[list[str]]:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes as text with its unit.
+    """A number of bytes as text, such as "1.2 MB".
 
     Examples:
         >>> in_words(1234567)
         '1.2 MB'
     """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    for unit in ("kB", "MB"):
         size /= 1000
-    raise AssertionError
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} GB"

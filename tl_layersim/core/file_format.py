@@ -1,4 +1,4 @@
-"""File format of results and checkpoints: safetensors with JSON and a checksum in its header, written atomically."""
+"""The file format: safetensors with a JSON header and a checksum, written atomically."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import UnionType
-from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,52 +21,11 @@ from safetensors import SafetensorError, safe_open
 from .errors import LayersimError
 from .wording import brief
 
-
-def refuse_other_types(cls: type[Any], values: Mapping[str, Any]) -> None:
-    """Raise an error if a value, or an item of a tuple or mapping, does not have the declared type.
-
-    Args:
-        cls: the dataclass.
-        values: values by field.
-
-    Raises:
-        TypeError: names the field.
-    """
-    try:
-        hints = get_type_hints(cls)
-    except NameError:
-        # A class of another package, with annotations that were imported for type checkers only.
-        return
-    for name, value in values.items():
-        if name in hints and not _is_of_type(value, hints[name]):
-            raise TypeError(f"{name} is {str(value)[:100]!r}, not of type {hints[name]}")
-
-
-def _is_of_type(value: Any, hint: Any) -> bool:
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is tuple and len(inner) == 2 and inner[1] is Ellipsis:
-        return isinstance(value, tuple) and all(_is_of_type(item, inner[0]) for item in value)
-    if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(inner) and all(map(_is_of_type, value, inner))
-    if origin is dict:
-        return isinstance(value, dict) and all(
-            _is_of_type(key, inner[0]) and _is_of_type(item, inner[1]) for key, item in value.items()
-        )
-    if origin in (Union, UnionType):
-        return any(_is_of_type(value, one) for one in inner)
-    if origin is Literal:
-        return value in inner
-    if hint in (int, float):
-        # isinstance(True, int) holds in Python, and JSON has no difference between 1 and 1.0.
-        return type(value) is hint or (hint is float and type(value) is int)
-    return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
-
-
 FORMAT = 3
 # Name of the file of a report in the folder that the command line or the hub makes.
 REPORT_FILE = "report.safetensors"
 HEADER, CHECKSUM = "tl_layersim", "tl_layersim.sha256"
-# As safetensors names them.
+# Names of dtypes in safetensors.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -82,13 +38,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# By kind of file that is no result: the call that reads it.
-READERS = {
-    "shard": "lsim.merge(files of all shards), or tl-layersim merge, which makes the report of them",
-    "remote_run": "lsim.load_run(path).result(), which waits for the server",
-    "sweep_folder": "lsim.sweep(..., checkpoint=...) with the folder that holds it, which continues the sweep",
-}
-# Files of the weights of a model, by which from_pretrained finds them, and of its heads.
+# Files of a model's weights, as from_pretrained finds them, and of its heads.
 MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "heads.safetensors")
 # Seconds after which an unfinished file counts as left behind by a killed process.
 ABANDONED = 3600.0
@@ -97,7 +47,7 @@ MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, Runtim
 
 
 def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write one file with its checksum; an interrupted write leaves the old file unchanged.
+    """Write a file with its checksum. An interrupted write leaves the old file unchanged.
 
     Args:
         path: path of the file.
@@ -118,7 +68,7 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     front = json.dumps(entries).encode()
     front += b" " * (-len(front) % 8)
-    # Not safetensors' own writer: when killed, it leaves a temporary file whose name is unknown.
+    # safetensors' own writer would leave a temporary file of unknown name when killed.
     with replacing(path) as file:
         file.write(len(front).to_bytes(8, "little") + front)
         for tensor in held.values():
@@ -127,7 +77,7 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
 
 
 def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex digits) over a header and the name, dtype, shape and bytes of every tensor.
+    """SHA-256 (hex digits) of a header and all tensors: their names, dtypes, shapes and bytes.
 
     Args:
         text: the header.
@@ -147,7 +97,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Group the tensors of a file, which have keys "part/name", by part.
+    """Group tensors by the part of their names before the first slash.
 
     Args:
         names: names of the parts.
@@ -165,7 +115,7 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A context manager that opens a new file, and replaces `path` by it atomically if no error occurs.
+    """Context manager that replaces a file atomically at its end.
 
     A killed process leaves a hidden file beside `path`, which a later write removes. A link at `path` is replaced; its target
     is not written to.
@@ -195,7 +145,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context manager that makes a temporary folder for a model's files, and moves them to `folder` at its end.
+    """Context manager that replaces the files of a model at its end. The new files are written to a temporary folder first.
 
     Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
     `folder` is unchanged.
@@ -226,7 +176,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether `path` may be replaced: it is free, a file or a link, and not a device such as /dev/null."""
+    """Whether a path is free, a file or a link, and no folder or device."""
     return path.is_symlink() or path.is_file() or not path.exists()
 
 
@@ -239,7 +189,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> None:
-    """Raise an error if a path cannot be written to, before a run begins.
+    """Raise an error before a run if a path cannot be written to.
 
     Args:
         path: path of the file; None is accepted.
@@ -257,7 +207,7 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:
-    """Raise an error if a folder cannot be written to, before a run begins.
+    """Raise an error before a run if a folder cannot be written to.
 
     Args:
         folder: the folder.
@@ -292,9 +242,9 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     if not path.is_file():
         inside = path / REPORT_FILE
         what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"
-        raise FileNotFoundError(f"{path} is not a file: pass {what}.")
+        raise FileNotFoundError(f"{path} is not a file. Pass {what}.")
     try:
-        with _interrupts_deferred(), safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             text = metadata.get(HEADER, "null")
             header = json.loads(text)
@@ -305,7 +255,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             f"({str(error)[:300]}). Copy the file again, or run the analysis again."
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
-        raise LayersimError(f"{path} is a safetensors file, but not one of tl_layersim: it holds {brief(list(tensors))}.")
+        raise LayersimError(f"{path} is a safetensors file of another program; it holds {brief(list(tensors))}.")
     if header["format"] != FORMAT:
         other = "a newer" if header["format"] > FORMAT else "an older"
         raise LayersimError(
@@ -317,39 +267,18 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             "Copy the file again, or run the analysis again; delete it if it is a checkpoint."
         )
     if header["kind"] not in kinds:
-        raise LayersimError(
-            f"{path} holds a {header['kind']}, not a {' or a '.join(kinds)}. Read it with "
-            + READERS.get(header["kind"], "`lsim.load` if it is a result or a report, or with `checkpoint=`")
-            + "."
-        )
+        raise LayersimError(f"{path} is a file of kind {header['kind']!r}; the kind must be {' or '.join(map(repr, kinds))}.")
     return header, tensors
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """A context manager that delays Ctrl-C to its end. torch would turn it into the ValueError of a damaged file."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
-
-
-@contextmanager
 def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
-    """A context manager that translates exceptions of a malformed file into a `LayersimError` that names the file.
+    """Context manager that turns errors of a malformed file into a `LayersimError`.
 
     Args:
         path: path of the file.
-        what: the expected content, such as "a whole checkpoint".
-        do: the remedy.
+        what: the expected content, such as "a complete checkpoint".
+        do: the remedy, as a sentence without its full stop.
 
     Raises:
         LayersimError: a part of the file is missing, or of another type.
@@ -365,4 +294,4 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
 
 
 def _malformed(path: str | os.PathLike[str], what: str, do: str, reason: str) -> LayersimError:
-    return LayersimError(f"{path} is not {what} ({reason[:300]}): {do}.")
+    return LayersimError(f"{path} is not {what} ({reason[:300]}). {do}.")

@@ -1,4 +1,4 @@
-"""Confidence intervals of results by the delete-one-block jackknife with Student's t; and quantiles from histograms."""
+"""Confidence intervals by the delete-one-block jackknife and Student's t; quantiles of histograms."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ UNBOUNDED = (-math.inf, math.inf)
 
 
 class ConfidenceInterval(NamedTuple):
-    """A statistic with its confidence interval: float64 tensors of equal shape.
+    """A statistic with its confidence interval and standard error. All are float64 tensors of one shape.
 
     Attributes:
         value: the statistic on all data.
@@ -134,7 +134,7 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
         Wolter 2007, Introduction to Variance Estimation, chapter 4.
 
     Examples:
-        The standard error of a mean of 1, 2, 3 is that of the textbook, 1 / sqrt(3).
+        The mean of 1, 2, 3 has the textbook's standard error, 1 / sqrt(3).
 
         >>> replicates = torch.tensor([2.5, 2.0, 1.5]).double()
         >>> round(float(standard_error(torch.tensor(2.0).double(), replicates)) * 3 ** 0.5, 9)
@@ -143,15 +143,15 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
     count = len(replicates)
     if count < 2:
         return torch.full_like(value, math.nan)
-    # Differences from the statistic first: what no block changes has an error of exactly 0.
+    # Differences from the statistic come first: a statistic that no block changes has an error of exactly 0.
     deviation = replicates - value
     error: Tensor = ((deviation - deviation.mean(0)).square().sum(0) * ((count - 1) / count)).sqrt()
-    # Where the value is not finite, no deviation from it is.
+    # A value that is not finite has no error.
     return error.where(error.isfinite(), math.nan)
 
 
 def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
-    """Degrees of freedom of a jackknife error: the number of blocks that change the statistic, minus one.
+    """Degrees of freedom of a jackknife error. This is the number of blocks that change the statistic, minus one.
 
     A block without held-out rows changes none of their statistics.
 
@@ -185,7 +185,7 @@ def t_interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Student's t interval of a statistic, symmetric on a transformed scale without bounds, such as the log-odds.
+    """Student's t interval of a statistic. It is symmetric on a scale without bounds, such as the log-odds.
 
     The scale is log((x - a) / (b - x)) for a quantity between a and b, and log(x - a) or -log(b - x) for one with a single
     bound. Errors are carried over by the derivative. So the interval of a rare fraction or of a similarity near 1 is longer on
@@ -225,7 +225,7 @@ def t_interval(
     plain = ((value - margin).clamp(min=low), (value + margin).clamp(max=high))
     inside = (value > low) & (value < high)
     if math.isfinite(low) or math.isfinite(high):
-        # The derivative of the scale is the sum over both bounds; that of no bound is 0.
+        # The derivative of the scale is a sum over both bounds; an infinite bound adds 0.
         step = margin * (1 / (value - low) + 1 / (high - value))
         plain = (
             _moved(value, -step, low, high).where(inside, plain[0]),
@@ -244,18 +244,18 @@ def t_interval(
 
 
 def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
-    """Move x by a step on the transformed scale of `t_interval`."""
+    """Move x by a step on the scale of `t_interval`."""
     if math.isinf(high):
         return low + (x - low) * step.exp()
     if math.isinf(low):
         return high - (high - x) * (-step).exp()
-    # Of log odds; the form keeps the digits of small fractions.
+    # The scale is log-odds. This form keeps the digits of small fractions.
     odds = (x - low) / (high - x) * step.exp()
     return torch.where(odds.isinf(), high, low + (high - low) * odds / (1 + odds))
 
 
 def neighbour_correlation(replicates: Tensor) -> Tensor:
-    """Correlation between neighbouring blocks' contributions to a statistic; near 0 if blocks are independent.
+    """Correlation between neighbouring blocks in their effect on a statistic. It is near 0 if blocks are independent.
 
     Args:
         replicates: `block ...`, the statistic without each block, in the order of the data.
@@ -274,7 +274,7 @@ def neighbour_correlation(replicates: Tensor) -> Tensor:
 
 
 def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
-    """Two-sided p-value of Student's t test that a statistic is 0; NaN if the standard error is 0 or NaN.
+    """Two-sided p-value of a t test that a statistic is 0. NaN if the standard error is 0 or NaN.
 
     Args:
         value: the statistic.
@@ -293,7 +293,7 @@ def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
 
 
 def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor]) -> Tensor:
-    """Degrees of freedom of the difference of two independent statistics, after Welch and Satterthwaite.
+    """Welch-Satterthwaite degrees of freedom of a difference of two independent statistics.
 
     Args:
         errors: standard errors of the two.
@@ -313,14 +313,14 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
 
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
-    """The interval of a field, or of a function of the result, see `Result.interval`."""
+    """Confidence interval of a field or of a function; see `Result.interval`."""
     refuse_no_blocks(result)
     if isinstance(what, str):
         field, own = field_named(result, what), result.declared(what)
         if own.within is None:
             raise LayersimError(
-                f"{type(result).__name__}.{what} has no interval, because the jackknife does not apply to it: it is a p-value, "
-                "a draw of a null, a maximum, a count, or a value of one prompt or of the first pass over the data."
+                f"{type(result).__name__}.{what} has no interval. The jackknife does not apply to p-values, draws of a null, "
+                "maxima, counts, values of one prompt, and values of the first pass over the data."
             )
         parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), own.out_of)
         low, high = (result.provenance.sequences if bound in own.by_chance else math.inf for bound in own.within)
@@ -328,15 +328,17 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
-            f"The function passed to `interval` returns {number_text(float(what(result)))}, a maximum, minimum, index or "
-            "count, which has no interval because it jumps if a part of the data is left out. Return an entry at a fixed "
-            "index, a mean or a difference."
+            f"The function passed to `interval` returns {number_text(float(what(result)))}, which has no interval: a maximum, "
+            "minimum, index or count jumps if a part of the data is left out. Return a mean, a difference, or an entry at a "
+            "fixed index."
         )
     return found
 
 
 def function_interval(result: Any, function: Callable[[Any], Any], level: float) -> ConfidenceInterval | None:
-    """The interval of a function of a result. If the function returns an entry of a field, the field's interval is used.
+    """Confidence interval of a function of a result.
+
+    If the function returns an entry of a field, the interval of the field is used.
 
     Args:
         result: the result with its replicates.
@@ -346,14 +348,16 @@ def function_interval(result: Any, function: Callable[[Any], Any], level: float)
     Returns:
         None for a number that jumps when a part of the data is left out: a maximum, an index or a whole number.
     """
-    # An index or a count; one that no block changes would have an interval without width.
+    # An index or a count has no interval, also if no block changes it.
     if not torch.as_tensor(function(result)).is_floating_point():
         return None
     return _number_interval(result, *with_and_without_blocks(result, function), level)
 
 
 def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: float) -> ConfidenceInterval | None:
-    """The interval of a number. If the number is the same entry of a field in all replicates, the field's interval is used.
+    """Confidence interval of one number.
+
+    If the number is the same entry of a field in all replicates, the interval of the field is used.
 
     Args:
         result: the result with its replicates.
@@ -379,7 +383,7 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
             jumps |= bool(equal.any(1).all())
     if not places:
         return None if jumps else _interval(value, replicates, level)
-    # A number at a bound may be in several fields; the interval of one in which it is there by chance has a width.
+    # A number at a bound may be in several fields. Fields that reach the bound by chance have intervals with a width.
     field, place = min(places, key=lambda one: float(value) not in result.declared(one[0]).by_chance)
     if result.declared(field).within is None:
         return _interval(value, replicates, level)
@@ -403,7 +407,9 @@ def field_named(result: Any, name: str) -> str:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """A field of a jackknife replicate, at the labels of the full result; NaN at labels that occur only in the data left out.
+    """A field of a jackknife replicate, arranged by the labels of the full result.
+
+    Labels that occur only in the left-out data have NaN.
 
     Args:
         replicate: the result without one block, or the result itself.
@@ -432,7 +438,7 @@ def _interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Confidence interval of a statistic from its replicates, see `t_interval`."""
+    """Confidence interval of a statistic from its jackknife replicates."""
     error = standard_error(value, replicates)
     return t_interval(value, error, degrees_of_freedom(value, replicates), level, within, rows)
 
@@ -465,12 +471,12 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
 
 
 def headline_lines(result: Any) -> list[str]:
-    """The headline numbers of a result as lines of text, see `headline_texts`."""
+    """The headline numbers of a result as lines of text."""
     return [equation(name, text) for name, text in headline_texts(result).items()]
 
 
 def headline_texts(result: Any) -> dict[str, str]:
-    """The headline numbers of a result as text, each with half the width of its 95 % interval if it has one."""
+    """The headline numbers as text, with ± half their 95 % intervals."""
     margins = headline_margins(result)
     texts = {
         name: p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
@@ -484,7 +490,7 @@ def headline_texts(result: Any) -> dict[str, str]:
 
 
 def margin_text(value: float, margin: float, percent: bool = False) -> str:
-    """A number as text, rounded to the precision of its margin if it has a margin larger than rounding error.
+    """A number as text, rounded to the precision of its margin. A margin of the size of rounding errors is left out.
 
     Args:
         value: the number.
@@ -503,7 +509,7 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
 
 
 def headline_margins(result: Any) -> dict[str, float]:
-    """Half the width of each headline number's 95 % interval; empty if the result has no intervals."""
+    """Half the width of each headline number's 95 % interval. Empty if the result has no intervals."""
     return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result).items()}
 
 
@@ -521,14 +527,14 @@ def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
         found = _number_interval(result, whole, own, 0.95)
-        # Without a width it is a count; a fraction that is 0 or 1 by chance has the interval of its field.
+        # A number without a width is a count. A fraction that is 0 or 1 by chance has the interval of its field.
         if found is not None and bool(found.low < found.high):
             intervals[name] = found
     return intervals
 
 
 def has_margin(headline: str) -> bool:
-    """Whether a headline number may have an interval, by its name: p-values and extremes over layers have none."""
+    """Whether a headline number may have an interval, by its name. p-values and extremes over layers have none."""
     return not is_p_value(headline) and EXTREME.search(headline) is None
 
 
@@ -540,14 +546,11 @@ def is_p_value(headline: str) -> bool:
 def refuse_no_blocks(result: Any) -> None:
     """Raise an error if a result has no intervals."""
     if not result.has_intervals:
-        raise LayersimError(
-            f"{type(result).__name__} has no intervals: its run kept the sums of all data only. Pass `intervals=True` to "
-            "`analyze`."
-        )
+        raise LayersimError(f"{type(result).__name__} has no intervals. Pass `intervals=True` to `analyze`.")
 
 
 def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
-    """A number of a result as text, with half the width of its 95 % interval if the result has intervals.
+    """A number of a result as text, with ± half its 95 % interval. Without intervals, the number stands alone.
 
     Args:
         result: a result with or without intervals.

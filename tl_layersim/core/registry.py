@@ -1,4 +1,4 @@
-"""Registry of the extensions of one kind: all classes with a common base that a package and its modules define."""
+"""Registry of extensions, found as subclasses in the modules of a package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The extensions of one kind: the concrete subclasses of a class that a package and its modules define.
+    """The concrete subclasses of a base class that a package and its modules define.
 
     A new module in the package, or in a folder that is added to its `__path__`, needs no other edit.
 

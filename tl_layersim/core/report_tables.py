@@ -1,4 +1,4 @@
-"""Tables of results and reports: tidy tables, labelled tables (xarray), tables of several runs, LaTeX and Markdown."""
+"""Tables of results, reports and several runs: pandas, xarray, LaTeX, Markdown."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
 # Axes whose labels are the sites of a model, in order of depth.
 SITE_AXES = ("row", "column", "residual", *BLOCK_AXES)
+# All axes whose labels are sites, also those that are not in order of depth.
+LAYER_AXES = (*SITE_AXES, "sublayer", "site", "centre", "vision_layer", "text_layer")
 # Names of columns, for axes whose labels are sites.
 COLUMNS = {
     "residual": "layer",
@@ -39,7 +41,7 @@ COLUMNS = {
 
 
 def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
-    """A table of labels: one line for each entry of a tensor in memory order, one column for each axis.
+    """Labels of a tensor's entries: one line for each entry, one column for each axis.
 
     Args:
         labels: for each axis, its labels in order.
@@ -52,14 +54,14 @@ def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
         index=None if labels else [0],
     )
     for axis, own in labels.items():
-        if axis in (*COLUMNS, *BLOCK_AXES):
+        if axis in SITE_AXES:
             # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
             name = COLUMNS.get(axis, axis)
             table[name] = pandas.Categorical(table[name], categories=list(own), ordered=True)
     return table
 
 
-# Columns of labels that come first, and the columns of numbers.
+# Label columns that come first, and number columns.
 SITE_COLUMNS = ("layer", "row_layer", "column_layer")
 NUMBERS = ("value", "low", "high", "se", "untrained")
 
@@ -83,7 +85,7 @@ def joined_tables(tables: Sequence[pandas.DataFrame]) -> pandas.DataFrame:
 
 
 def field_lines(name: str, result: Any, field: str) -> pandas.DataFrame:
-    """The table of one field in a report: `analyzer`, `field`, labels and numbers, one line for each entry.
+    """One field of a report as a table with a line for each entry. Columns: `analyzer`, `field`, labels and numbers.
 
     Args:
         name: name of the result.
@@ -98,7 +100,7 @@ def field_lines(name: str, result: Any, field: str) -> pandas.DataFrame:
 
 
 def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
-    """The number columns of a field (`NUMBERS`): its values and, if the run has them, its intervals and untrained baseline.
+    """The number columns of a field, named as in `NUMBERS`. Values and, if the run has them, intervals and untrained baseline.
 
     Args:
         result: the result that has the field.
@@ -114,7 +116,7 @@ def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
 
 
 def merged_labels(lists: list[list[Any]]) -> list[Any]:
-    """Merge lists of labels into one list that keeps the order of each.
+    """Merge lists of labels; the order within each list stays.
 
     Args:
         lists: lists of labels, in order.
@@ -133,13 +135,13 @@ def merged_labels(lists: list[list[Any]]) -> list[Any]:
                 merged.insert(place, label)
                 place += 1
     if all(depth_key(label) is not None for label in merged) and all(map(in_depth_order, lists)):
-        # Of sites that no run has together, the number of the block says the order.
+        # Sites that no run has together are ordered by the number of their block.
         merged.sort(key=depth_key)
     return merged
 
 
 def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
-    """The headline numbers of all results as a table of texts, with ± half the interval; see `Report.to_latex`."""
+    """The headline numbers of all results as texts, with ± half the interval; see `Report.to_latex`."""
     import pandas
 
     lines = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
@@ -147,7 +149,7 @@ def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
 
 
 def field_table(result: Any, field: str) -> pandas.DataFrame:
-    """A field as a table of texts, with ± half the interval and one line per label of the first axis; see `Result.to_latex`.
+    """A field as a table of texts, with ± half the interval. One line per label of the first axis; see `Result.to_latex`.
 
     Args:
         result: the result that has the field.
@@ -174,7 +176,7 @@ def field_table(result: Any, field: str) -> pandas.DataFrame:
 
 
 def latex(table: pandas.DataFrame, labels: int) -> str:
-    """A table of texts as LaTeX with the lines of the package booktabs, escaped.
+    """A table of texts as LaTeX in the style of booktabs; special characters are escaped.
 
     Args:
         table: a table of texts.
@@ -185,7 +187,7 @@ def latex(table: pandas.DataFrame, labels: int) -> str:
 
 
 def markdown(table: pandas.DataFrame) -> str:
-    """A table of texts as Markdown, escaped."""
+    """A table of texts as Markdown; special characters are escaped."""
     marks = re.compile(r"([|*_<\\`])")
     escaped = table.map(lambda text: marks.sub(r"\\\1", text)).rename(columns=lambda text: marks.sub(r"\\\1", text))
     text: str = escaped.to_markdown(index=False, disable_numparse=True)
@@ -196,7 +198,7 @@ Correction: TypeAlias = Literal["holm", "fdr_bh"]
 
 
 def distinct_tests(result: Any, field: str) -> Tensor:
-    """Mask of the entries of a p-value field that count as separate tests; all False if the run had no permutations.
+    """Mask of the p-values of a field that count as separate tests. All False if the run had no permutations.
 
     For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.
 
@@ -215,15 +217,15 @@ def distinct_tests(result: Any, field: str) -> Tensor:
 
 
 def is_symmetric(values: Tensor) -> bool:
-    """Whether a tensor, `row column ...`, is symmetric in its first two axes up to rounding."""
+    """Whether a tensor `row column ...` is symmetric, up to rounding."""
     square = values.dim() > 1 and values.shape[0] == values.shape[1]
-    # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
+    # A sum over a transposed matrix adds in another order. Its rounding error scales with the largest value.
     largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
     return square and torch.allclose(values, values.transpose(0, 1), rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
 
 def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Tensor]:
-    """p-values of one or several fields, corrected together for multiple tests; NaN does not count as a test.
+    """p-values of one or several fields, corrected together for multiple tests. NaN does not count as a test.
 
     Args:
         each: for each field, its p-values, and whether they form a symmetric matrix, whose two halves count once.
@@ -238,7 +240,7 @@ def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Te
     tested = [(~p.isnan()).triu() if symmetric else ~p.isnan() for p, symmetric in each]
     known = torch.cat([p[own] for own, (p, _) in zip(tested, each, strict=True)])
     if method == "holm":
-        # Not by statsmodels, which collects the garbage of the whole process at each call.
+        # statsmodels would collect the garbage of the whole process at each call.
         ordered, order = known.sort()
         steps = ordered * torch.arange(len(known), 0, -1)
         found = torch.empty_like(known).scatter(0, order, steps.cummax(0).values.clamp(max=1)) if len(known) else known
@@ -252,7 +254,7 @@ def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Te
 
 
 def result_table(result: Any) -> xarray.Dataset:
-    """The measured fields of a result; see `Result.to_xarray`."""
+    """The measured fields of a result as a labelled table; see `Result.to_xarray`."""
     import xarray
 
     variables: dict[str, Any] = {}
@@ -315,13 +317,13 @@ def stack(runs: Mapping[Any, Any], dim: str = "run") -> Any:
     if not tables or not all(isinstance(table, xarray.Dataset) for table in tables.values()):
         kinds = ", ".join(sorted({type(run).__name__ for run in runs.values()}))
         raise LayersimError(
-            f"`runs` holds {kinds or 'no runs'}; it must hold reports, or results of one analyzer, or tables of either."
+            f"`runs` holds {kinds or 'no runs'}; it must hold reports, results of one analyzer, or their tables."
         )
     return _concatenated(tables, dim, "")
 
 
 def _table_of(run: Any) -> Any:
-    """Convert a report or result to a table. A table stays as it is, but a tree of one node becomes a dataset."""
+    """Convert a report or result to a table. A tree without children becomes a dataset; other tables stay as they are."""
     import xarray
 
     table = run.to_xarray() if hasattr(run, "to_xarray") else run
@@ -362,7 +364,6 @@ def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> 
 
 
 def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
-    """Warn if the runs were measured with different options."""
     options = [json.loads(table.attrs.get("options", "{}")) for table in tables]
     different = [
         f"{key} ({', '.join(dict.fromkeys(brief(own.get(key)) for own in options))})"
@@ -374,14 +375,14 @@ def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
 
 
 def _provenance(result: Any) -> dict[str, str | int | float]:
-    """The provenance as texts and numbers, because xarray files hold nothing else; options and versions become JSON."""
+    """The provenance as texts and numbers, because xarray files hold nothing else. Options and versions become JSON."""
     held = {key: value for key, value in asdict(result.provenance).items() if value is not None}
     plain = {key: own if isinstance(own, str | int | float) else json.dumps(own, default=str) for key, own in held.items()}
     return {"result": type(result).__name__, **plain}
 
 
 def _depths(result: Any, axis: str) -> list[float]:
-    """The relative depth of each site along an axis: 0 at the model's first site, 1 at its last; empty without sites."""
+    """Relative depth of each site along an axis, from 0 to 1. 0 is the model's first site, 1 its last. Empty without sites."""
     sites = result.coordinates("column") if axis == "column" else result.layers
     labels = result.coordinates(axis)
     if not in_depth_order(sites) or not all(label in sites for label in labels):

@@ -1,4 +1,4 @@
-"""Declarations of a result class: its fields, its figures, its name in files and its provenance."""
+"""Declarations of result classes: fields, figures, names in files, and provenance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Scale = Literal["", "log", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """The declaration of a tensor field, see `axes`. `name` is the field's name in tables: `values_name` for `values`."""
+    """The declaration of a tensor field, made by `axes`. `name` is the name in tables: `values_name` for the field `values`."""
 
     name: str
     axes: tuple[str, ...]
@@ -38,7 +38,7 @@ class Declaration:
 
     @property
     def words(self) -> str:
-        """The axis title: the label with its unit in brackets."""
+        """The label with its unit in brackets, as the title of a figure's axis."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
 
@@ -103,12 +103,12 @@ def axes(
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(axes, field))
 def result_class(cls: type[T]) -> type[T]:
-    """Decorator of the result classes of this package: a frozen dataclass whose arguments have names, and are checked."""
+    """Decorator of result classes. They become frozen dataclasses with keyword arguments, whose types are checked."""
     return typed(dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls))
 
 
 def declarations(result: Any) -> Mapping[str, Declaration]:
-    """The declaration of each tensor field, with its name in tables and the defaults of its label and title.
+    """The declarations of a result's tensor fields, by field. Names in tables and default labels and titles are filled in.
 
     Args:
         result: a result or its class.
@@ -133,7 +133,10 @@ def _of_class(cls: Any) -> Mapping[str, Declaration]:
 
 
 class ValuesAlias:
-    """Another name of the field `values`, as in `norm = ValuesAlias()`: for an attribute of the result, and for tables."""
+    """Another name of the field `values`, as in `norm = ValuesAlias()`.
+
+    It names an attribute of the result, and the column in tables.
+    """
 
     def __set_name__(self, owner: Any, name: str) -> None:
         owner.values_name = name
@@ -143,7 +146,7 @@ class ValuesAlias:
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """Headline numbers as floats, without NaN."""
+    """Headline numbers as floats; NaN is left out."""
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
 
 
@@ -153,7 +156,7 @@ DEFINE_RESULTS = ("many", "prompts", "vision", "stitching", "training")
 
 
 def kind_of(cls: type[Any]) -> str:
-    """The name of a result class in files, such as "exit_curve" for `ExitCurveResult`.
+    """Name of a result class in files, such as "exit_curve" for `ExitCurveResult`.
 
     It is `file_kind` if the class sets it. A class of another package has its module and name.
     """
@@ -164,29 +167,31 @@ def kind_of(cls: type[Any]) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__.removesuffix("Result")).lower()
 
 
-def class_of(kind: str, base: type[Any]) -> type[Any] | None:
-    """The result class with a name in files; None if no imported module defines it. A file never causes an import.
+def class_of(kind: str) -> type[Any] | None:
+    """The result class with a name in files; None if no imported module defines it. The name never causes an import.
 
     Args:
         kind: name of the class in files, as `kind_of` returns it.
-        base: the base class of all results.
     """
-    found = _imported(kind, base)
+    found = _imported(kind)
     if found is None:
         _import_all()
-        found = _imported(kind, base)
+        found = _imported(kind)
     return found
 
 
-def _imported(kind: str, base: type[Any]) -> type[Any] | None:
-    found = [cls for cls in below(base) if kind_of(cls) == kind]
+def _imported(kind: str) -> type[Any] | None:
+    # Imported here, because results import this module.
+    from .results import Result
+
+    found = [cls for cls in below(Result) if kind_of(cls) == kind]
     # A cell of a notebook that ran twice defines a class twice; the last one counts. Classes of this package come first.
     own = [cls for cls in found if cls.__module__.startswith(f"{PACKAGE}.")]
     return next(iter([*own, *found[::-1]]), None)
 
 
 def _import_all() -> None:
-    """Import every module that may define a result: the modules of this package, and analyzers of installed packages."""
+    """Import every module that may define a result, of this package and of installed analyzers."""
     importlib.import_module(f"{PACKAGE}.analyzers").find_analyzers()
     for name in DEFINE_RESULTS:
         package = importlib.import_module(f"{PACKAGE}.{name}")
@@ -203,7 +208,7 @@ def below(cls: type[Any]) -> Iterator[type[Any]]:
 
 # Fields that describe a model; those of several models are joined.
 OF_MODELS = ("model", "config_hash", "weights_hash", "changes", "source", "basis", "dtype", "attention")
-# Those that are empty for some models.
+# Fields that are empty for some models.
 OF_SOME = ("changes", "attention")
 JOINT = " | "
 
@@ -211,7 +216,7 @@ JOINT = " | "
 @typed
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The model, data, options and versions that a result was computed with. Several models are written as "first | second".
+    """The model, data, options and versions of a run. Several models are written as "first | second".
 
     Attributes:
         model: name or path of the model as it was loaded.
@@ -258,7 +263,7 @@ class Provenance:
         object.__setattr__(self, "model", without_secrets(self.model))
 
     def swapped(self) -> Provenance:
-        """The provenance of the same run with the two models swapped."""
+        """The provenance with the two models swapped."""
         parts = {name: getattr(self, name).split(JOINT) for name in OF_MODELS}
         swapped: dict[str, Any] = {name: JOINT.join(own[len(own) // 2 :] + own[: len(own) // 2]) for name, own in parts.items()}
         return replace(self, **swapped)

@@ -1,7 +1,4 @@
-"""Conversion of results and reports to the header and tensors of a file, and back.
-
-The classes of results and reports are arguments here, because they themselves import this module.
-"""
+"""Conversion of results and reports to files, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import LayersimError
-from .file_format import REPORT_FILE, by_first_name, read, reading, refuse_other_types
+from .file_format import REPORT_FILE, by_first_name, read, reading
 from .result_declarations import Provenance, class_of, kind_of
 
 SCHEME = "hf://"
@@ -27,7 +24,7 @@ ALIKE = ("replicates", "untrained")
 
 
 def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a result. Tensors of nested results are named "field/key/name".
+    """The header and the tensors of a result, for its file. Tensors of nested results are named "field/key/name".
 
     Args:
         result: a `Result`.
@@ -51,7 +48,7 @@ def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _plain_fields(result: Any) -> dict[str, Any]:
-    """The fields of a result that are neither tensors nor provenance nor other results."""
+    """The fields that are neither tensors nor provenance nor nested results."""
     apart = {"provenance", *ALIKE, *result.tensor_fields()}
     values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in apart}
     return {name: value for name, value in values.items() if not hasattr(value, "to_html")}
@@ -60,15 +57,10 @@ def _plain_fields(result: Any) -> dict[str, Any]:
 def pack_report(
     report: Mapping[str, Any], likes: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of results by name, see `pack`."""
+    """The header and the tensors of several results, see `pack`."""
     packed = {name: pack(result, likes.get(name)) for name, result in report.items()}
     tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
     return {name: header for name, (header, _) in packed.items()}, tensors
-
-
-def is_hub_address(path: Any) -> bool:
-    """Whether a path is a hub address, hf://user/name."""
-    return isinstance(path, str) and path.startswith(SCHEME)
 
 
 def downloaded(address: str) -> Path:
@@ -87,62 +79,51 @@ def downloaded(address: str) -> Path:
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@([^@]+?))?(?:/([^@]+))?", address)
     if match is None:
         raise LayersimError(
-            f"`path` is {address!r}; an address on the hub is hf://user/name, hf://user/name/file.safetensors or "
+            f"`path` is {address!r}; an address on the hub has the form hf://user/name, hf://user/name/file.safetensors or "
             "hf://user/name@revision."
         )
     repo, revision, file = match.groups()
     return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
 
 
-def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:
+def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
     """Read a result or a report from a file.
 
     Args:
         path: path of the file, or its address on the hub.
         kinds: accepted kinds of file, "result" or "report".
-        base: the class `Result`.
-        report: the class `Report`.
 
     Raises:
         FileNotFoundError: the file does not exist.
         LayersimError: the file is damaged, of another kind, or of another version.
     """
-    if is_hub_address(path):
-        path = downloaded(str(path))
+    # Imported here, because results import this module.
+    from .results import Report
+
+    if isinstance(path, str) and path.startswith(SCHEME):
+        path = downloaded(path)
     header, tensors = read(path, kinds)
-    with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
+    with reading(path, f"a complete {header['kind']}", "Copy the file again, or run the analysis again"):
         if header["kind"] == "result":
-            loaded = _unpack(path, header, tensors, base, report)
-        else:
-            loaded = report(_unpack_each(path, header["results"], tensors, base, report))
-        # Malformed values that pass the type check fail here, while the error can still name the file.
-        repr(loaded)
-        return loaded
+            return _unpack(path, header, tensors)
+        return Report(_unpack_each(path, header["results"], tensors))
 
 
-def _unpack(
-    path: str | os.PathLike[str],
-    header: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    base: type[Any],
-    report: type[Any],
-    like: Any = None,
-) -> Any:
+def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], like: Any = None) -> Any:
     """Restore a result from the header and tensors of `pack`."""
+    from .results import Report
+
     kind = str(header["class"])
-    cls = class_of(kind, base)
+    cls = class_of(kind)
     if cls is None:
         # A class is never imported because a file names it.
         raise LayersimError(
-            f"{path} holds a {kind}, a kind of result that no imported module defines. Import the module of its class first, "
-            "if you trust it, then load again."
+            f"{path} holds a result of class {kind}, which no imported module defines. If you trust the module of this class, "
+            "import it and load the file again."
         )
     values = {name: _as_tuple(value) for name, value in header["fields"].items()}
-    refuse_other_types(cls, values)
     if like is None or "provenance" in header:
-        record = {**header["provenance"], "warnings": tuple(header["provenance"].get("warnings", ()))}
-        refuse_other_types(Provenance, record)
-        values["provenance"] = Provenance(**record)
+        values["provenance"] = Provenance(**{**header["provenance"], "warnings": tuple(header["provenance"]["warnings"])})
     if like is not None:
         values = {**_plain_fields(like), "provenance": like.provenance, **values}
     held = header.get("held", {})
@@ -150,11 +131,10 @@ def _unpack(
     apart = by_first_name(held, {name: tensor for name, tensor in tensors.items() if name not in own})
     for name in held.keys() - set(ALIKE):
         likes = {} if like is None else getattr(like, name)
-        values[name] = report(_unpack_each(path, held[name], apart[name], base, report, likes))
-    _refuse_other_shapes(cls, values | own)
+        values[name] = Report(_unpack_each(path, held[name], apart[name], likes))
     result = cls(**values, **own)
     alike = {
-        kind: tuple(_unpack_each(path, held[kind], apart[kind], base, report, dict.fromkeys(held[kind], result)).values())
+        kind: tuple(_unpack_each(path, held[kind], apart[kind], dict.fromkeys(held[kind], result)).values())
         for kind in held.keys() & set(ALIKE)
     }
     return replace(result, **alike)
@@ -164,19 +144,10 @@ def _unpack_each(
     path: str | os.PathLike[str],
     headers: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    base: type[Any],
-    report: type[Any],
     likes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     parts = by_first_name(headers, tensors)
-    return {name: _unpack(path, own, parts[name], base, report, likes.get(name)) for name, own in headers.items()}
-
-
-def _refuse_other_shapes(cls: type[Any], values: Mapping[str, Any]) -> None:
-    """Raise an error if the shape of a tensor does not fit its axes. Type checks would name another field."""
-    bare = object.__new__(cls)
-    vars(bare).update(values)
-    bare.refuse_other_shapes()
+    return {name: _unpack(path, own, parts[name], likes.get(name)) for name, own in headers.items()}
 
 
 def _as_tuple(value: Any) -> Any:

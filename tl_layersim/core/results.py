@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 # Axes without labels whose entries are numbered from 1.
 COUNTED_FROM_1 = ("step", "direction", "left", "right")
-# Before the name of a field in `plot`.
+# Prefix of a field's name in `plot`, for the untrained models.
 UNTRAINED = "untrained "
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
     *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
     *("in_depth_order", "measure", "measured_on", "null_headline", "of_untrained", "partners", "pictures"),
-    *("refuse_other_shapes", "sites_headline", "tensor_fields", "to_last_headline"),
+    *("sites_headline", "tensor_fields", "to_last_headline"),
     *("transposed", "values_name", "with_halves", "with_replicates", "with_twins"),
 }
 
@@ -90,20 +90,12 @@ class Result(ABC):
     file_kind: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        self.refuse_other_shapes()
-
-    def refuse_other_shapes(self) -> None:
-        """Raise an error if the shape of a tensor does not match the labels of its axes.
-
-        Raises:
-            LayersimError: names the field.
-        """
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
             if tuple(getattr(self, name).shape) != sizes:
                 raise LayersimError(
-                    f"{type(self).__name__}.{name} has shape {tuple(getattr(self, name).shape)}; its axes "
-                    f"{' x '.join(axis_names)} have {sizes} labels."
+                    f"{type(self).__name__}.{name} has shape {tuple(getattr(self, name).shape)}; the labels of its axes "
+                    f"{' x '.join(axis_names)} give shape {sizes}."
                 )
 
     def __repr__(self) -> str:
@@ -125,7 +117,7 @@ class Result(ABC):
 
     @classmethod
     def tensor_fields(cls) -> dict[str, tuple[str, ...]]:
-        """Name and axes of each tensor field."""
+        """Names and axes of the tensor fields."""
         return {name: own.axes for name, own in declarations(cls).items()}
 
     def declared(self, field: str = "values") -> Declaration:
@@ -141,7 +133,7 @@ class Result(ABC):
 
     @property
     def pictures(self) -> tuple[Declaration, ...]:
-        """The fields of which a report shows a figure: each field with a caption, or `values` if no field has one."""
+        """The fields that a report shows as figures. These are the fields with a caption, or `values` if no field has one."""
         declared = declarations(self)
         shown = [name for name, own in declared.items() if own.caption] or ["values"]
         return tuple(
@@ -215,7 +207,9 @@ class Result(ABC):
 
     @typed
     def to_latex(self, field: str = "values") -> str:
-        """A field as a LaTeX table, one line for each label of its first axis, with ± half the 95 % interval if it has one.
+        """A field as a LaTeX table, one line for each label of its first axis.
+
+        Each number has ± half its 95 % interval if it has one.
 
         It uses the package booktabs.
 
@@ -240,7 +234,7 @@ class Result(ABC):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """A plotly figure of a field: a heat map over two axes of layers, lines over one, labelled with layer names.
+        """Plotly figure of a field: a heat map over two axes, lines over one.
 
         `figure.write_image("figure.pdf")` writes it as PDF, SVG or PNG, with the extra `png` (kaleido).
 
@@ -266,7 +260,7 @@ class Result(ABC):
         return figure(self, field, width, title)
 
     def with_halves(self, first: Any, second: Any) -> Any:
-        """The result with its split-half reliability; unchanged if its class has no such field.
+        """The result with its split-half reliability, if its class has such a field.
 
         Args:
             first: the result on the odd blocks.
@@ -275,7 +269,7 @@ class Result(ABC):
         return self
 
     def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
-        """The result with its jackknife replicates, each without one block of rows, for intervals.
+        """The result with its jackknife replicates, for intervals. Each replicate lacks one block of rows.
 
         Args:
             replicates: the result without each block; none if there is only one block.
@@ -284,7 +278,7 @@ class Result(ABC):
         return replace(self, replicates=replicates, block_tokens=block_tokens)
 
     def with_twins(self, twins: Sequence[Any]) -> Any:
-        """The result with the results of untrained models, which `plot`, `to_frame` and `print` show beside it.
+        """The result with results of untrained models as a baseline. `plot`, `to_frame` and `print` show both.
 
         Args:
             twins: the same result on models with fresh weights, one for each seed.
@@ -292,7 +286,7 @@ class Result(ABC):
         return replace(self, untrained=tuple(twins))
 
     def of_untrained(self, field: str) -> Tensor | None:
-        """Values of a field on the untrained models, `seed ...`; None without such models, or if shapes differ between models.
+        """Values of a field on the untrained models, `seed ...`. None without such models, or if shapes differ between models.
 
         Args:
             field: name of the attribute.
@@ -308,7 +302,7 @@ class Result(ABC):
 
     @typed
     def interval(self, what: str | Callable[[Any], Any] = "values", level: OpenFraction = 0.95) -> ConfidenceInterval:
-        """Standard error and confidence interval of a field, or of any number that a function computes from the result.
+        """Standard error and confidence interval of a field, or of a function of the result.
 
         The data was measured in 16 to 32 contiguous blocks, and the result is computed again without each of them: a
         delete-one-block jackknife, with Student's t. Tokens of one text are dependent, and texts in one block are together, so
@@ -343,11 +337,14 @@ class Result(ABC):
 
     @property
     def in_depth_order(self) -> bool:
-        """Whether the sites are consecutive layers, with a first, a middle and a last one; False for heads."""
+        """Whether the sites are layers in order of depth; False for heads."""
         return in_depth_order(self.layers) and in_depth_order(self.coordinates("column"))
 
     def headline(self) -> dict[str, float]:
-        """The numbers of the summary, by description: `values` at the first and last layer or their mean, and all scalars."""
+        """The numbers of the summary, by description.
+
+        By default `values` at the first and last layer or their mean, and all scalars.
+        """
         declared = declarations(self)
         own, label = self.values, declared["values"].label
         labels = self.coordinates(declared["values"].axes[0]) if own.dim() == 1 else ()
@@ -360,7 +357,7 @@ class Result(ABC):
         return without_nan(numbers | {one.label: getattr(self, name) for name, one in declared.items() if not one.axes})
 
     def finding(self) -> str:
-        """One sentence with the main numbers, for the top of a report; if it is empty, the report writes a default sentence."""
+        """One sentence with the main numbers, for the top of a report. If it is empty, the report writes a default sentence."""
         return ""
 
     def baselines(self, field: str) -> dict[str, float]:
@@ -368,7 +365,10 @@ class Result(ABC):
         return {}
 
     def measured_on(self, field: str) -> str:
-        """Number and kind of a field's samples, such as "40 queries", for its figure; empty for the run's tokens or rows."""
+        """Number and kind of a field's samples, such as "40 queries", for its figure.
+
+        If it is empty, the figure shows the run's tokens or rows.
+        """
         return ""
 
     def first_layer(self) -> str:
@@ -415,7 +415,7 @@ class LayerMatrix(Result):
         )
 
     def sites_headline(self, measure: str) -> dict[str, float]:
-        """The headline for sites without an order by depth: the mean over pairs of different sites of one model.
+        """The headline of sites without an order by depth. It is the mean over pairs of different sites of one model.
 
         Args:
             measure: name of the measure.
@@ -438,7 +438,7 @@ class LayerCurve(Result):
 
 
 def card(report: Any, repo: str, revision: str | None = None) -> str:
-    """The card of a Hugging Face repository: the models, the data, the headline numbers, and the call that reads the file.
+    """Card of a hub repository: models, data, headline numbers, and code that loads the file.
 
     Args:
         report: the report to upload.
@@ -463,7 +463,7 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
 
 
 def _as_plain_text(value: Any) -> str:
-    """Escape a value so that Markdown shows it as plain text in one line.
+    """Escape a value for Markdown, in one line.
 
     Examples:
         >>> print(_as_plain_text("# [a](javascript:b) <script> layer_1 | 2"))
@@ -488,10 +488,7 @@ class Report(Mapping[str, Any]):
     @typed
     def __init__(self, results: Mapping[str, Result]) -> None:
         if broken := [name for name in results if not name or "/" in name]:
-            raise LayersimError(
-                f"A result of the report is named {broken[0]!r}; a name must not be empty or contain a slash, which separates "
-                "names in files and loggers."
-            )
+            raise LayersimError(f"A result of the report is named {broken[0]!r}; a name must not be empty or contain a slash.")
         self._results = dict(results)
 
     def __getitem__(self, name: str) -> Any:
@@ -531,7 +528,7 @@ class Report(Mapping[str, Any]):
         Args:
             path: path of the file.
         """
-        return load_kind(path, ("report",), Result, Report)  # type: ignore[no-any-return]  # of this kind
+        return load_kind(path, ("report",))  # type: ignore[no-any-return]  # of this kind
 
     def to_frame(self) -> pandas.DataFrame:
         """All numbers of all results in one tidy table, one line for each number.
@@ -560,7 +557,7 @@ class Report(Mapping[str, Any]):
         return joined_tables(tables)
 
     def to_xarray(self) -> xarray.DataTree:
-        """The labelled tables of all results in one tree, with a node for each result; see `Result.to_xarray`.
+        """The labelled tables of all results, one node for each; see `Result.to_xarray`.
 
         `tl_layersim.stack` makes one table of many reports.
 
@@ -576,7 +573,7 @@ class Report(Mapping[str, Any]):
 
     @typed
     def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
-        """All p-values of the report in one table, corrected for the number of tests in the whole report.
+        """All p-values of the report in one table, corrected for the number of tests.
 
         These are the p-values of `permutations=`: the tensor fields whose names end in `p_value` or `p_values`. Columns
         `analyzer` and `field`; the labels of each axis as in `to_frame`; `p_value`, as it was measured; and `p_adjusted`. Each
@@ -613,7 +610,7 @@ class Report(Mapping[str, Any]):
 
     @typed
     def plot(self, width: Literal["column", "text"] | None = None, title: str | None = None) -> plotly.graph_objects.Figure:
-        """One plotly figure with the first picture of each result, such as the heatmap of CKA beside the curve of a lens.
+        """One plotly figure with the first picture of each result.
 
         Args:
             width: see `Result.plot`. With "column" the panels are stacked vertically.
@@ -626,7 +623,7 @@ class Report(Mapping[str, Any]):
 
         shown = [result.plot(width=width) for result in self.values() if result.pictures]
         if not shown:
-            raise LayersimError(f"No result of the report has a figure; it holds {', '.join(self) or 'no results'}.")
+            raise LayersimError(f"The report has no figures; its results are {', '.join(self) or 'none'}.")
         return panels(shown, width, title or "")
 
     @typed
@@ -645,7 +642,7 @@ class Report(Mapping[str, Any]):
         return Path(path)
 
     def to_latex(self) -> str:
-        """The headline numbers as a LaTeX table; with `intervals=True`, each has ± half its 95 % interval.
+        """The headline numbers as a LaTeX table. With `intervals=True`, each has ± half its 95 % interval.
 
         It uses the package booktabs. `result.to_latex(field)` is the table of a field.
 
@@ -658,14 +655,14 @@ class Report(Mapping[str, Any]):
         return latex(headline_table(self), 2)
 
     def to_markdown(self) -> str:
-        """The headline numbers as a Markdown table; with `intervals=True`, each has ± half its 95 % interval."""
+        """The headline numbers as a Markdown table. With `intervals=True`, each has ± half its 95 % interval."""
         return markdown(headline_table(self))
 
     @typed
     def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Write the table of `to_frame`, the headline numbers and the provenance as strict JSON.
 
-        Entries `schema` and `data` are those of pandas' layout "table", so that `pandas.read_json(path, orient="table",
+        Entries `schema` and `data` have pandas' layout "table", so that `pandas.read_json(path, orient="table",
         precise_float=True)` is the table again. Entries `headline`, `results` (classes) and `provenance` stand beside them.
         JSON has no NaN and no infinite numbers: they are null. `save` writes a file that `load` reads exactly.
 
@@ -726,7 +723,7 @@ class Report(Mapping[str, Any]):
         token: str | None = None,
         message: str = "Upload a tl_layersim report",
     ) -> str:
-        """Upload the report to the Hugging Face hub, where `tl_layersim.load("hf://user/name")` reads it.
+        """Upload the report to the Hugging Face hub. `tl_layersim.load("hf://user/name")` reads it there.
 
         The repository holds `report.safetensors` (all numbers), `report.html` (the page), `report.csv` (the table, which the
         hub shows and `datasets.load_dataset` reads) and a card with the provenance. Its type is dataset, because it holds
@@ -747,21 +744,19 @@ class Report(Mapping[str, Any]):
             The address of the repository's page.
 
         Raises:
-            LayersimError: the report is empty, or `private` is True and the repository is public.
+            LayersimError: `private` is True and the repository is public.
             OSError: an error of `huggingface_hub`: not logged in, no write access, or the hub cannot be reached.
         """
         from huggingface_hub import CommitOperationAdd, HfApi
 
-        if not self:
-            raise LayersimError("The report is empty, so there is nothing to upload.")
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
             found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
             full = found.repo_id
             if private and not api.repo_info(full, repo_type=REPO_TYPE).private:
                 raise LayersimError(
-                    f"`private` is True, but the repository {full} exists and is public. Make it private at "
-                    f"{found}/settings, or pass another name."
+                    f"`private` is True, but the repository {full} exists and is public. Pass another name, or make the "
+                    f"repository private at {found}/settings."
                 )
             if revision is not None and revision != "main":
                 api.create_branch(full, repo_type=REPO_TYPE, branch=revision, exist_ok=True)
@@ -775,7 +770,7 @@ class Report(Mapping[str, Any]):
 
     @typed
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML page with a summary, tables, and every figure with its explanation.
+        """Write one self-contained HTML page with a summary, all tables and all figures.
 
         The page opens from disk without a network. It has about 5 MB, most of which is plotly.js.
 
@@ -789,7 +784,7 @@ class Report(Mapping[str, Any]):
 
 @typed
 def load(path: str | os.PathLike[str]) -> Any:
-    """Read a `Result` or a `Report` from the file that its `save` wrote, on disk or on the Hugging Face hub.
+    """Read a `Result` or a `Report` from a file or from the Hugging Face hub.
 
     Args:
         path: path of the file; or hf://user/name for the report that `push_to_hub` uploaded, hf://user/name/file.safetensors
@@ -800,11 +795,11 @@ def load(path: str | os.PathLike[str]) -> Any:
         LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version.
         OSError: an error of `huggingface_hub`: the hub has no such file, or cannot be reached.
     """
-    return load_kind(path, ("result", "report"), Result, Report)
+    return load_kind(path, ("result", "report"))
 
 
 def _logger_name(text: str) -> str:
-    """Convert a description to lower-case letters, digits and _, which all loggers accept.
+    """A description in lower-case letters, digits and _, which all loggers accept.
 
     Examples:
         >>> _logger_name("COS(last but one, last)")

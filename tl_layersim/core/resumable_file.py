@@ -1,4 +1,4 @@
-"""Resumable files: the state of an interrupted run on disk, from which the same call continues with the same numbers.
+"""Resumable files: the state of an interrupted run, from which the same call continues.
 
 Analyses, stitches, trainings and runs on servers keep their state in such files. This module writes and reads them, compares
 identities, spaces out saves, and says where to resume; only the caller knows the content of the state.
@@ -23,28 +23,28 @@ T = TypeVar("T")
 # Named notes, which JSON can hold, and named tensors.
 Snapshot = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 SECONDS_BETWEEN_SAVES = 30.0
-# A save takes place at most once in so many times the duration of the last one: large models take long to write.
+# Pause between saves, as a multiple of the last save's duration: large models take long to write.
 SAVE_SPACING = 20
-RESTART = "delete it, or pass another checkpoint path, and the run begins anew"
-# By kind of file: what it should contain, and what to do where it does not.
+RESTART = "Delete the file or pass another path, and the run starts again"
+# By kind of file: the expected content, and the remedy if the content is incomplete.
 CONTENTS = {
-    "checkpoint": ("a whole checkpoint of an analysis", RESTART),
-    "stitches": ("a whole checkpoint of stitches", RESTART),
-    "training": ("a whole checkpoint of a training", RESTART),
-    "sweep_folder": ("a whole record of a sweep", "pass another folder, and the sweep begins anew"),
-    "shard": ("a whole shard of an analysis", "delete it, and repeat the call that wrote it"),
-    "remote_run": ("a whole run", "pass the path that was given to save()"),
+    "checkpoint": ("a complete checkpoint of an analysis", RESTART),
+    "stitches": ("a complete checkpoint of stitches", RESTART),
+    "training": ("a complete checkpoint of a training", RESTART),
+    "sweep_folder": ("a complete record of a sweep", "Pass another folder, and the sweep starts again"),
+    "shard": ("a complete shard of an analysis", "Delete the file, and repeat the call that wrote it"),
+    "remote_run": ("a complete run", "Pass the path that was given to save()"),
 }
 
 
 def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the identity of a run (model, data, settings) to the values that JSON stores: tuples become lists."""
+    """The identity of a run as JSON stores it: tuples become lists."""
     found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return found
 
 
 def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
-    """Raise an error if the file was written by another call.
+    """Raise an error if another call wrote the file.
 
     Args:
         path: path of the file.
@@ -56,7 +56,7 @@ def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
     """
     if identity != found:
         now, then = differences(identity, found)
-        raise LayersimError(f"{path} belongs to another run. It holds {then}, and this call has {now}; pass another path.")
+        raise LayersimError(f"{path} belongs to another run, with {then}; this call has {now}. Pass another path.")
 
 
 class ResumableFile:
@@ -106,17 +106,17 @@ class ResumableFile:
             return parse(header, tensors)
 
     def parsing(self) -> AbstractContextManager[None]:
-        """A context manager that turns exceptions of a malformed state into an error that names the file."""
+        """Context manager that names the file in errors of a malformed state."""
         return reading(str(self.path), *CONTENTS[self._kind])
 
-    def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write the state atomically; return False if there is no path.
+    def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write the state atomically; without a path, do nothing.
 
         Raises:
             OSError: the file cannot be written; an older one is untouched.
         """
         if self.path is None:
-            return False
+            return
         began = time.monotonic()
         try:
             write(self.path, self._kind, {**({} if self.identity is None else {"identity": self.identity}), **notes}, tensors)
@@ -124,15 +124,13 @@ class ResumableFile:
             # After a failure too: the next attempt comes after a while, not at each step.
             now = time.monotonic()
             self._next = now + max(SECONDS_BETWEEN_SAVES, SAVE_SPACING * (now - began))
-        return True
 
-    def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write the state and return whether it was written; a failed write only warns, as the state is still in memory."""
+    def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write the state, or warn if the write fails."""
         try:
-            return self.write(notes, tensors)
+            self.write(notes, tensors)
         except OSError as error:
             warn(f"The checkpoint could not be written, and the run continues without it. {error}")
-            return False
 
     @property
     def due(self) -> bool:
@@ -141,7 +139,7 @@ class ResumableFile:
 
     @contextmanager
     def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
-        """A context manager that saves the state if an exception is raised inside it, Ctrl-C included.
+        """Context manager that saves the state after an exception, Ctrl-C included.
 
         The exception gets a note of where the run can be resumed, or of why it cannot.
 
@@ -154,7 +152,8 @@ class ResumableFile:
         except BaseException as error:
             try:
                 state = None if self.path is None else snapshot()
-                if state is not None and self.write(*state):
+                if state is not None:
+                    self.write(*state)
                     error.add_note(f"{kept()} in {self.path}; the same call continues from there.")
             except OSError as full:
                 error.add_note(str(full))
@@ -162,7 +161,7 @@ class ResumableFile:
 
 
 def differences(now: Any, then: Any) -> tuple[str, str]:
-    """The entries in which the identities of two runs differ, as one text for each run.
+    """Entries that differ between the identities of two runs, as a text for each.
 
     Args:
         now: identity of this run.

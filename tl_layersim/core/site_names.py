@@ -1,4 +1,4 @@
-"""Names of sites: in words, and their order by depth."""
+"""Names of sites: their parts, their wording, and their order by depth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEPTHS = {"resid_pre": 0, "attn_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_p
 
 
 class SiteParts(NamedTuple):
-    """Parts of the TransformerLens name of a site.
+    """Parts of a site's TransformerLens name.
 
     Attributes:
         stack: "encoder", "decoder", "text" or "vision"; "" for a model with one stack.
@@ -46,7 +46,7 @@ def parse_site(name: str) -> SiteParts | None:
 
 
 def site_in_words(name: str) -> str:
-    """Name a site in words, as in "the embedding" or "block 3".
+    """A site in words, such as "the embedding" or "block 3".
 
     Examples:
         >>> site_in_words("blocks.0.hook_resid_pre"), site_in_words("encoder.blocks.3.hook_resid_post")
@@ -69,7 +69,7 @@ def site_in_words(name: str) -> str:
 
 
 def in_depth_order(sites: Sequence[str]) -> bool:
-    """Whether the sites are ordered by depth in one stack; heads of one block, or two families, are not.
+    """Whether sites of one stack are in order of depth. Heads of one block, or sites of two families, are not.
 
     Sites that are named by the paths of modules are in the order of the forward pass.
 
@@ -90,12 +90,12 @@ def in_depth_order(sites: Sequence[str]) -> bool:
 
 
 def _depth(site: SiteParts) -> tuple[int, int]:
-    """The block of a site, and the order of its place within the block."""
+    """Block of a site, and the rank of its place in the block."""
     return int(site.block), _DEPTHS.get(site.place.rpartition("hook_")[2], 2)
 
 
 def depth_key(site: Any) -> Any:
-    """Sort key of a site by depth: its stack, block and place in the block. None for labels that are not sites.
+    """Sort key of a site by depth; None for other labels. The key is the stack, the block and the place in the block.
 
     Examples:
         >>> depth_key("blocks.3.hook_resid_post") > depth_key("blocks.0.hook_resid_post"), depth_key("model.norm")

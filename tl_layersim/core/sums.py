@@ -1,4 +1,4 @@
-"""Sums over batches, the only state of a run: reproducible addition, blocks of rows for intervals, progress of a pass.
+"""Sums over batches, the only state of a run. Addition is reproducible, and blocks of rows are kept for intervals.
 
 A request to a server may sum 1 or 64 batches, an interrupted run continues in the middle, and a shard may begin at any batch.
 Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .errors import LayersimError
 
-# Before the name of an analyzer: its sums over pools of rows, beside those over views.
+# Prefix of a kernel's name: its sums are over pools of rows.
 POOL = "pools of "
-# Before the name of an analyzer: sums of the sizes of the activations that it reads.
+# Prefix of a kernel's name: its sums are sizes of the activations that the analyzer reads.
 SIZES = "sizes of "
 
 
@@ -36,7 +36,7 @@ def analyzer_of(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over rows: named CPU tensors that are added field by field, integers as int64 and other numbers as float64.
+    """Sums over rows: named CPU tensors that are added field by field. Integers become int64 and other numbers float64.
 
     `Sums()` is zero, and a field that only one of two sums has is kept. Batches, machines, ranks and resumed runs are all
     merged by `a + b`.
@@ -58,14 +58,13 @@ class Sums:
 
         Args:
             output: tensors that a kernel returned; they are moved to the CPU and converted to int64 or float64.
-
-        Raises:
-            ValueError: a value is not a tensor.
         """
-        for name, value in output.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name!r} is a {type(value).__name__}, not a tensor")
-        return Sums({name: _widen(value) for name, value in output.items()})
+        return Sums(
+            {
+                name: value.detach().cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
+                for name, value in output.items()
+            }
+        )
 
     def __add__(self, other: Sums) -> Sums:
         if not self.fields:
@@ -77,7 +76,7 @@ class Sums:
         return Sums({**self.fields, **other.fields, **both})
 
     def refuse_others(self, other: Sums) -> None:
-        """Raise an error if `other` cannot be added to these sums.
+        """Raise an error if the shapes of `other` differ.
 
         Raises:
             ValueError: the shapes differ.
@@ -96,7 +95,7 @@ class Sums:
 
 
 def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
-    """All sums of an analyzer, including sums over pools of rows.
+    """All sums of an analyzer, over single rows and over pools of rows.
 
     Args:
         sums: sums by analyzer.
@@ -106,12 +105,7 @@ def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
     return Sums({**sums.get(name, Sums()).fields, **pools.fields})
 
 
-def _widen(value: Tensor) -> Tensor:
-    is_integer = not value.is_floating_point()
-    return value.detach().cpu().to(torch.int64 if is_integer else torch.float64)
-
-
-# So many blocks are held at most. Then neighbours are added, and half of them remain.
+# Largest number of blocks. With more, neighbours are added and half of them remain.
 MOST_BLOCKS = 32
 
 
@@ -135,7 +129,7 @@ class DataBlock:
 
 
 def rows_in_block(index: int, first: int) -> int:
-    """The number of rows per block when row `index` is added; it doubles whenever there are `MOST_BLOCKS` blocks.
+    """Number of rows per block when row `index` is added. It doubles whenever there are `MOST_BLOCKS` blocks.
 
     Args:
         index: index of the row.
@@ -152,7 +146,7 @@ def rows_in_block(index: int, first: int) -> int:
 
 
 def first_block_size(rows: int | None) -> int:
-    """The number of rows per block for data of a known size: a power of two that gives 16 to 32 blocks.
+    """Number of rows per block for data of a known size. It is a power of two that gives 16 to 32 blocks.
 
     Args:
         rows: number of rows in the data; None if unknown, which gives 1.
@@ -178,7 +172,11 @@ def push(
     start: int = 0,
     most: int | None = None,
 ) -> None:
-    """Push the sum of the next terms onto a stack, and add neighbouring sums that are siblings in the binary tree of all terms.
+    """Push the sum of the next terms onto a stack of partial sums.
+
+    Neighbouring sums are added if they are siblings in the binary tree of all terms.
+
+    Two sums are added only if they are siblings in the binary tree of all terms.
 
     Args:
         stack: number of terms and sum of each group so far, changed in place.
@@ -211,7 +209,7 @@ def push(
 
 
 def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Term:
-    """The total of the partial sums on a stack, added from the last to the first.
+    """Total of the partial sums on a stack, added from the last to the first.
 
     Args:
         stack: a stack that `push` has filled.
@@ -228,7 +226,7 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
 
 
 def next_size(index: int, most: int) -> int:
-    """The largest number of terms that one request may sum without changing the order of additions: a power of two.
+    """Largest number of terms that one request may sum in the same order of additions. It is a power of two.
 
     Args:
         index: index of the request's first term, a multiple of the result.
@@ -245,7 +243,7 @@ def next_size(index: int, most: int) -> int:
 
 
 def most_nodes(leaves: int, intervals: bool) -> int:
-    """The largest number of `SumTree` nodes that a run holds, including the node that is added next.
+    """Largest number of `SumTree` nodes that a run holds. The node that is added next is included.
 
     Args:
         leaves: number of leaves, the groups of rows whose sums are added.
@@ -262,14 +260,14 @@ def most_nodes(leaves: int, intervals: bool) -> int:
         return leaves.bit_length()
     size = rows_in_block(leaves - 1, 1)
     whole, rest = divmod(leaves - 1, size)
-    # Of the last block half the size, before blocks doubled.
+    # Number of nodes just before blocks doubled.
     before = MOST_BLOCKS - 1 + (size // 2).bit_length() if size > 1 else 0
     return max(whole + (rest + 1).bit_length(), before)
 
 
 @dataclass(frozen=True)
 class SumTree:
-    """Sums of consecutive rows as nodes of a binary tree over all rows of the data, see `push`.
+    """Sums of consecutive rows, as nodes of a binary tree; see `push`.
 
     A node holds the sums of `2 ** k` rows; the index of the first is a multiple of `2 ** k`. Two nodes with a common parent are
     added as soon as both exist. The sums of all data therefore depend on the number of rows alone: trees over parts of the
@@ -322,7 +320,7 @@ class SumTree:
         return tree.coarser(2 * self.size)
 
     def join(self, later: SumTree) -> SumTree:
-        """Join this tree with the tree of the rows that follow.
+        """This tree, joined with the tree of the rows that follow.
 
         Args:
             later: a tree that starts where this tree ends, with blocks if this tree has blocks.
@@ -338,7 +336,7 @@ class SumTree:
         return tree
 
     def coarser(self, size: int) -> SumTree:
-        """This tree with blocks of `size` rows; unchanged if its blocks are at least as large."""
+        """This tree with blocks of `size` rows. It is unchanged if its blocks are at least as large."""
         if self.size is None or self.size >= size:
             return self
         tree = SumTree(size, self.start)
@@ -353,7 +351,7 @@ class SumTree:
         return replace(self, nodes=tuple(node for _, node in stack))
 
     def blocks(self) -> tuple[DataBlock, ...]:
-        """All blocks in the order of the data, including an incomplete last block; the tree must start at row 0."""
+        """All blocks in the order of the data; the last may be incomplete. The tree must start at row 0."""
         whole = [node for node in self.nodes if node.rows == self.size]
         rest = [(node.rows, node) for node in self.nodes[len(whole) :]]
         return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
@@ -389,7 +387,7 @@ class Tally:
     tree: SumTree = SumTree()
 
     def sums(self, names: Iterable[str]) -> dict[str, Sums]:
-        """The sums of all rows, by name of the kernel.
+        """The sums of all rows, by kernel.
 
         Args:
             names: names of the kernels.

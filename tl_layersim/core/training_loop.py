@@ -1,4 +1,4 @@
-"""The training loop: shuffled steps, progress bar, saves, interrupts and divergence.
+"""The training loop: steps, progress bar, saves, interrupts and divergence.
 
 Fine-tunes, stitches and adapters of frozen models are trained by this loop. `TrainingSteps` are steps of any kind, and
 `Descent` the steps of a torch optimiser.
@@ -21,7 +21,7 @@ from .resumable_file import ResumableFile, Snapshot
 
 
 class Shuffle:
-    """The rows in random order, shuffled anew in each epoch.
+    """Indices of rows in random order, shuffled anew in each epoch.
 
     The order depends only on the seed and the epoch, so a resumed training needs only its step.
 
@@ -40,7 +40,7 @@ class Shuffle:
         self._epoch, self._order = -1, list[int]()
 
     def row(self, place: int) -> int:
-        """Index of the row at a place in the shuffled sequence of all epochs. Both are counted from 0."""
+        """Index of the row at a place in the sequence of all epochs. Both are counted from 0."""
         epoch = place // self.count
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -49,7 +49,7 @@ class Shuffle:
 
 
 class TrainingSteps(ABC):
-    """Base class of the trainings that the training loop can run. It declares their steps and their state.
+    """Base class of trainings that the training loop can run. It declares their steps and their state.
 
     Attributes:
         title: title of the progress bar.
@@ -70,7 +70,7 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def compute(self) -> Sequence[float]:
-        """Compute the losses and gradients of the next steps (usually one), without changing the state that is saved."""
+        """Compute losses and gradients of the next steps, usually of one. The state that is saved does not change."""
 
     @abstractmethod
     def apply(self) -> None:
@@ -78,11 +78,11 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot | None:
-        """The state to save, or None if the training could not be resumed from it."""
+        """The state to save; None if the training cannot be resumed from it."""
 
     @abstractmethod
     def on_divergence(self, losses: Sequence[float]) -> None:
-        """Handle divergence: raise an error, or end the training here. The diverged steps are not applied."""
+        """Raise an error, or end the training here. The diverged steps are not applied."""
 
     def diverges(self, losses: Sequence[float]) -> bool:
         """Whether the training has diverged: a loss is not finite."""
@@ -105,7 +105,7 @@ class TrainingSteps(ABC):
 
 
 class Descent(TrainingSteps):
-    """Training steps of a torch optimiser, with gradient clipping, a learning-rate schedule and a state that can be saved.
+    """Training steps of a torch optimiser. Gradients are clipped, the learning rate has a schedule, and the state can be saved.
 
     Args:
         title: title of the progress bar.
@@ -168,19 +168,14 @@ class Descent(TrainingSteps):
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the state that `tensors` returned. If a tensor is missing or has another shape, nothing changes."""
-        own: dict[str, dict[str, Tensor]] = {}
-        for name, parameter in self.parameters.items():
-            kinds = ("weight", *self.moments) if f"{self.moments[0]}/{name}" in tensors else ("weight",)
-            own[name] = {kind: tensors[f"{kind}/{name}"] for kind in kinds}
-            if any(value.shape != (() if kind == "step" else parameter.shape) for kind, value in own[name].items()):
-                raise ValueError(f"{name} has another shape")
+        """Load the state that `tensors` returned."""
         for name, parameter in self.parameters.items():
             with torch.no_grad():
-                parameter.copy_(own[name].pop("weight"))
-            if own[name]:
+                parameter.copy_(tensors[f"weight/{name}"])
+            if f"{self.moments[0]}/{name}" in tensors:
                 self.optimiser.state[parameter] = {
-                    kind: value.clone().to("cpu" if kind == "step" else parameter.device) for kind, value in own[name].items()
+                    kind: tensors[f"{kind}/{name}"].clone().to("cpu" if kind == "step" else parameter.device)
+                    for kind in self.moments
                 }
 
 
@@ -227,7 +222,7 @@ def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
 
 
 def save_state(training: TrainingSteps, file: ResumableFile) -> None:
-    """Save the state if this process leads and the training can be resumed from it.
+    """Save the state if this process leads and the training can be resumed.
 
     Args:
         training: the steps, and their state.

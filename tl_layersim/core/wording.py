@@ -1,9 +1,8 @@
-"""Wording of messages and printed results: values, p-values, margins, calls and counts."""
+"""Wording of values, numbers, p-values and counts in messages and printed results."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
@@ -12,13 +11,13 @@ from .errors import without_secrets
 
 # Numbers whose margin begins at a later decimal place are written with four digits.
 MOST_DECIMALS = 6
-# p-values below it are printed as "< 0.0001": t tests with 16 blocks say nothing about smaller ones.
+# Smaller p-values are printed as "< 0.0001": t tests with 16 blocks say nothing about them.
 SMALLEST_P = 1e-4
 MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
 
 def brief(value: object) -> str:
-    """A value as a short text: its `repr` if that is short, else its type and size. It never raises an error.
+    """A value as a short text: its `repr` if this is short, else its type and size.
 
     Examples:
         >>> brief([1, 2]), brief(["a long text"] * 40)
@@ -30,35 +29,23 @@ def brief(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    if value is None or isinstance(value, bool | int | float | complex):
-        return repr(value)[:40]
     if isinstance(value, str):
-        # Before a text is cut: half a login is not recognised.
+        # Secrets are removed before the text is cut: half a login is not recognised.
         text = without_secrets(value)
         return repr(text) if len(text) <= 40 else f"{text[:30]!r}... ({len(text)} characters)"
     kind = type(value).__name__
     if isinstance(value, list | tuple | dict | set | frozenset):
         flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)
-        if flat and len(value) <= 8 and 0 < len(_repr(value)) <= 60 and not isinstance(value, dict):
-            return _repr(value)
+        if flat and len(value) <= 8 and len(repr(value)) <= 60 and not isinstance(value, dict):
+            return repr(value)
         kinds = sorted({type(item).__name__ for item in list(value)[:100]})
         return f"{with_article(kind)} of {len(value)}" + (f" {' and '.join(kinds[:3])}" if kinds else "")
-    if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
-    text = _repr(value)
-    return text if 0 < len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
-
-
-def _repr(value: object) -> str:
-    """The `repr` of an object, "" if its class raises an error."""
-    try:
-        return repr(value)
-    except Exception:
-        return ""
+    text = repr(value)
+    return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
 
 
 def number_text(value: float) -> str:
-    """A number with four digits, or with six if four would round it to 1 or -1.
+    """A number with four digits, or with six close to 1 and -1.
 
     Examples:
         >>> number_text(0.123456), number_text(0.99999), number_text(1.0)
@@ -79,7 +66,7 @@ def p_value_text(p: float) -> str:
 
 
 def equation(name: str, text: str) -> str:
-    """A name and a value as an equation, such as "p = 0.039" or "p < 0.0001".
+    """A name with its value, such as "p = 0.039" or "p < 0.0001".
 
     Examples:
         >>> equation("p", p_value_text(0.03861)), equation("p", p_value_text(5e-10))
@@ -88,25 +75,24 @@ def equation(name: str, text: str) -> str:
     return f"{name} {text}" if text.startswith("<") else f"{name} = {text}"
 
 
-def headed(title: str, lines: Sequence[str], *notes: str) -> str:
-    """Lines of numbers below a title, which explains ± if a number has a margin.
+def headed(title: str, lines: Sequence[str]) -> str:
+    """Lines of numbers below a title; the title explains ± if a line contains it.
 
     Args:
         title: first line of the text.
         lines: one line for each number.
-        *notes: further parts of the title, such as how p-values are adjusted.
 
     Examples:
         >>> print(headed("Report(cka)", ["  cka: similarity = 0.638 ± 0.019"]))
         Report(cka); ± is half of the 95 % interval
           cka: similarity = 0.638 ± 0.019
     """
-    margins = [MEANING_OF_MARGINS] if any(" ± " in line for line in lines) else []
-    return "\n".join(["; ".join([title, *margins, *notes]), *lines])
+    margins = f"; {MEANING_OF_MARGINS}" if any(" ± " in line for line in lines) else ""
+    return "\n".join([title + margins, *lines])
 
 
 def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
-    """A number and its margin as text: the margin with two digits, and the number to the same decimal place.
+    """A number and its margin as text. The margin has two digits, and the number ends at the same decimal place.
 
     Args:
         value: the number.
@@ -123,18 +109,8 @@ def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
     return f"{value:.{decimals}f}", f"{margin:.{decimals}f}"
 
 
-def counted(number: int, noun: str) -> str:
-    """A count with its noun, such as "no arguments" or "1 argument".
-
-    Args:
-        number: how many.
-        noun: the noun in the singular.
-    """
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
-
-
 def amount(number: int, noun: str, plural: str = "") -> str:
-    """A number with thousands separators and its noun, such as "4,000 queries".
+    """A count with its noun, such as "4,000 queries".
 
     Args:
         number: how many.
@@ -154,7 +130,7 @@ def with_article(noun: str) -> str:
 
 
 def duration_in_words(seconds: float) -> str:
-    """A duration in seconds, minutes (from 2 minutes) or hours (from 2 hours).
+    """A duration in seconds, minutes or hours.
 
     Examples:
         >>> duration_in_words(35.2), duration_in_words(600), duration_in_words(9000)
@@ -166,7 +142,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""The first line of an exception's text without its full stop; the class name if there is no text.
+    r"""First line of an exception's text; the class name if there is no text. The full stop is left out.
 
     Examples:
         >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..core.code_digests import describe_function
+from ..core.code_digests import ValueNames
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .labels import number_tensor
@@ -69,7 +69,7 @@ class Positions:
         if isinstance(self.rule, slice):
             bounds = [self.rule.start, self.rule.stop, *([] if self.rule.step is None else [self.rule.step])]
             return ":".join("" if x is None else str(x) for x in bounds)
-        return describe_function(self.rule)
+        return ValueNames().function(self.rule)
 
     def select(self, tokens: Tensor, attention: Tensor, marks: Tensor | None = None) -> Tensor:
         """The counted positions of one row, `pos`, bool.

@@ -13,7 +13,6 @@ from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer, code_digest
 from ..architectures.unembed import Head, Pool
 from ..core.errors import LayersimError
-from ..core.file_format import refuse_other_types
 from ..core.resumable_file import Snapshot
 from ..core.sums import DataBlock, Sums, SumTree, Tally
 from ..sources.model_description import Model
@@ -65,16 +64,12 @@ def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
     tallies = {}
     for label, kept in notes["passes"].items():
         plain = {name: kept[name] for name in PLAIN}
-        refuse_other_types(Tally, plain)
         tree = kept["tree"]
-        shape = {"size": tree["size"], "start": tree["start"]}
-        refuse_other_types(SumTree, shape)
-        nodes = []
-        for number, (rows, tokens) in enumerate(tree["nodes"]):
-            counts = {"rows": rows, "tokens": tokens}
-            refuse_other_types(DataBlock, counts)
-            nodes.append(DataBlock(**counts, sums=sums_below(f"{label} {number}", tree["names"], tensors)))
-        tallies[label] = Tally(**plain, tree=SumTree(**shape, nodes=tuple(nodes)))
+        nodes = tuple(
+            DataBlock(rows, tokens, sums_below(f"{label} {number}", tree["names"], tensors))
+            for number, (rows, tokens) in enumerate(tree["nodes"])
+        )
+        tallies[label] = Tally(**plain, tree=SumTree(tree["size"], tree["start"], nodes))
     return tallies
 
 
@@ -94,12 +89,10 @@ def model_of(notes: Mapping[str, Any]) -> Model:
         pool = head["pool"]
         head = {**head, "parts": tuple(tuple(part) if isinstance(part, list) else part for part in head["parts"])}
         head["pool"] = None if pool is None else Pool(**{**pool, "single": tuple(pool["single"])})
-        refuse_other_types(Head, head)
         head = Head(**head)
     # Tuples are lists in JSON.
     plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "starts", "ends", "widths")}
     plain["weights"] = plain.pop("weights_hash")
-    refuse_other_types(Model, plain)
     return Model(**plain, tokenizer=None, head=head)
 
 

@@ -1,4 +1,4 @@
-"""Jacobians of blocks: products with them, their singular vectors and their coupling."""
+"""Jacobians of blocks: products, singular vectors and coupling."""
 
 from .jacobian_operator import Jacobian
 

@@ -1,4 +1,4 @@
-"""Singular vectors of Jacobians, and coupling of Jacobians: each one in the singular bases of the others.
+"""Coupling of Jacobians: each Jacobian in the singular bases of the others.
 
 This module is serialised by value and runs on NDIF servers too.
 """
@@ -51,7 +51,7 @@ def top_of(dense: Tensor, k: int) -> Top:
 
 
 def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
-    """Top singular triplets by block Golub-Kahan-Lanczos with full reorthogonalisation, from random start vectors.
+    """Top singular triplets by block Golub-Kahan-Lanczos from random start vectors. Vectors are fully reorthogonalised.
 
     Iterates until the residual is at most `TOLERANCE`. Source: Golub, Luk and Overton 1981; randomised block Krylov in Musco
     and Musco 2015 (arXiv 1504.05477).
@@ -86,7 +86,7 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
 
 
 def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
-    """Orthonormalise the columns of `block` against `basis`; random directions replace linearly dependent columns.
+    """Orthonormalise the columns of `block` against `basis`. Random directions replace linearly dependent columns.
 
     Args:
         block: `sample d_model n`.
@@ -117,7 +117,7 @@ def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator
 
 @dataclass(frozen=True)
 class Connections:
-    """The Jacobians to couple. Every sample has the same number of Jacobians, of the same transformer blocks.
+    """The Jacobians to couple, for each sample. All samples have Jacobians of the same transformer blocks.
 
     Attributes:
         row: `sample`, the row of the batch that holds each sample.
@@ -157,7 +157,7 @@ class CouplingOptions:
 
 @dataclass(frozen=True)
 class Coupled:
-    """Coupling of Jacobians with the null, the singular values and the replay checks, on the device of the activations.
+    """Coupling of Jacobians, with null, singular values and replay checks. All tensors are on the device of the activations.
 
     Attributes:
         off: `k sample connection connection`, |A - diag A|_F of Jacobian a in the singular basis of b; float64.
@@ -195,7 +195,7 @@ class Coupled:
 
 
 class LinearPath:
-    """A token's path through linearised blocks: x + f(x) becomes x + J x, with the Jacobian J at the block's true input.
+    """A token's path through linearised blocks. x + f(x) becomes x + J x, with the Jacobian J at the block's true input.
 
     Args:
         calls: the calls of all blocks.
@@ -226,7 +226,7 @@ class LinearPath:
         return torch.stack([self.y[sample], x], -1)
 
     def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
-        """Add a block to the path, given the products of its Jacobian with `directions`, `sample d_model 2`."""
+        """Add a block to the path. `products`, `sample d_model 2`, are its Jacobian times `directions`."""
         self.y[sample] += products[..., 0]
         before, after = (self._residual(row, sample, connection, of).double() for of in ("hidden", "output"))
         update, at = after - before, (sample, connection)
@@ -237,13 +237,13 @@ class LinearPath:
             share[at] = torch.einsum("pdk,pd->pk", basis[at].double(), direction).square()
 
     def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, of: str) -> Tensor:
-        """Input ("hidden") or output of the connections' block at their tokens, `sample d_model`."""
+        """Input ("hidden") or output of a block at the connections' tokens, `sample d_model`."""
         x: Tensor = getattr(self.calls[self.which.block[int(connection[0])]], of)
         return x[row.to(x.device), self.which.t_in[sample, connection].to(x.device)].to(self.y)
 
 
 def pick_method(d_model: int, connections: int, k: int) -> str:
-    """Choose the faster exact method, "dense" or "krylov", by the timings of benchmarks/bench_coupling.py.
+    """Choose the faster exact method, "dense" or "krylov".
 
     Krylov needs 0.1 to 0.3 d_model products for its singular vectors and `(connections + DRAWS) * k` for the other bases.
     Dense needs d_model products and a full singular value decomposition.
@@ -259,7 +259,7 @@ def pick_method(d_model: int, connections: int, k: int) -> str:
 def couple(
     calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, matrices: bool = False, path: bool = False
 ) -> Coupled:
-    """Express the Jacobian of each connection in the singular bases of all connections of its sample.
+    """Express the Jacobian of each connection in the singular bases of its sample's connections.
 
     A = U' J V with the k top singular vectors U, V of another connection's Jacobian (Aubry et al. 2025, equations 9 and 10).
     The blocks are replayed twice: first for singular vectors, then for products of each Jacobian with all right singular
@@ -288,7 +288,7 @@ def couple(
     for (row, sample, connection), dense in chunks:
         # `sample d_model (connection k)`, followed by the random frames.
         bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
-        # Residuals apart from the bases, whose products would have other roundings with more columns.
+        # Residuals are multiplied apart from the bases: further columns would change the rounding of products.
         directions = [bases] if linear is None else [bases, linear.directions(row, sample, connection)]
         if dense is not None:
             products = [(dense @ one.to(dense.device)).to(bases) for one in directions]
@@ -378,7 +378,7 @@ def _decompose(
 def jacobian_of(
     calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, row: Tensor, sample: Tensor, connection: Tensor
 ) -> Jacobian:
-    """The Jacobians of some connections of one block, on the device of the block's input.
+    """The Jacobians of some connections of one block.
 
     Args:
         calls: the calls of all blocks.
@@ -395,7 +395,7 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
-    """List the Jacobians to compute, block by block, in chunks: indices of their rows, samples and connections.
+    """Chunks of Jacobians to compute, block by block: indices of rows, samples and connections.
 
     Args:
         which: samples and connections.
@@ -452,7 +452,7 @@ def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
 
 
 def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-    """Rounding error of singular values, `sample connection`, caused by subtracting the skip connection.
+    """Rounding error of singular values, from the subtraction of the skip connection.
 
     Singular vectors of smaller singular values are arbitrary, and so is a coupling in their basis.
 
@@ -467,5 +467,5 @@ def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) ->
 
 
 def miscoupling(off: Tensor, norm: Tensor) -> Tensor:
-    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 if A is 0 (Aubry et al. 2025, equation 14)."""
+    """Normalised mis-coupling |A - diag A|_F / |A|_F; 0 if A is 0. Aubry et al. 2025, equation 14."""
     return off / norm.clamp(min=1e-300)

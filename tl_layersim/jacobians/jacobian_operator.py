@@ -1,4 +1,4 @@
-"""Jacobians of one block without its skip connection, as linear maps for many samples at once.
+"""Jacobians of one block without its skip connection, as linear maps.
 
 This module is serialised by value and runs on NDIF servers too.
 """
@@ -34,7 +34,7 @@ def computing_dtype(call: BlockCall) -> torch.dtype:
 
 
 class Jacobian:
-    """The Jacobian of one block without its skip connection, as a linear map for each sample.
+    """The Jacobian of one block without its skip connection, for each sample.
 
     J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for each sample; 0 for t_in > t_out of a causal model. Use it as a
     context manager: on entry the block is replayed and its output compared with the forward pass.
@@ -97,7 +97,7 @@ class Jacobian:
         self.widened.__exit__()
 
     def _check_replay(self) -> None:
-        """Compare the replayed block with the forward pass, and check that it has a skip connection."""
+        """Compare the replayed block with the forward pass, and look for its skip connection."""
         for part in self.parts:
             own = (self.t_in == self.t_out)[part.which]
             if self.call.graph is not None:
@@ -111,10 +111,10 @@ class Jacobian:
             # A branch without any norm grows with its input, so the graph decides.
             if bool((~skips & own).any()) and not part.adds_input():
                 self.no_skip = True
-            self.differs = self.differs or not reproduces(part.value(), given, self.call.hidden.dtype)
+            self.differs = self.differs or not reproduces(part.value, given, self.call.hidden.dtype)
 
     def _token_products(self) -> list[TokenProducts | RowProducts]:
-        """Products with the Jacobians by single-token replay; empty if the block cannot be replayed on single tokens."""
+        """Products by replay on single tokens. Empty if the block cannot be replayed on single tokens."""
         same = self.t_in == self.t_out
         parts: list[TokenProducts | RowProducts] = []
         for which in (same.nonzero()[:, 0], (~same).nonzero()[:, 0]):
@@ -138,7 +138,7 @@ class Jacobian:
         return int(self.differs) + 2 * int(self.no_skip)
 
     def _row_products(self) -> list[TokenProducts | RowProducts]:
-        """Products with the Jacobians on whole rows, in groups with at most one sample per row."""
+        """Products by replay on whole rows, in groups with at most one sample per row."""
         parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):
@@ -155,7 +155,10 @@ class Jacobian:
 
     @property
     def step_error(self) -> Tensor:
-        """Relative change of a finite-difference product if the step is doubled, `sample`; 0 if gradients are used."""
+        """Error of finite differences: relative change of a product if the step is doubled, `sample`.
+
+        0 if gradients are used.
+        """
         error = torch.zeros(len(self.row), dtype=torch.float64)
         for part in self.parts:
             if isinstance(part, RowProducts):
@@ -188,7 +191,7 @@ class Jacobian:
         out = torch.empty_like(directions)
         try:
             for part in self.parts:
-                out[part.which] = getattr(part, kind)(directions[part.which])
+                out[part.which] = part.in_chunks(directions[part.which], getattr(part, kind))
         except TokenReplayMismatch:
             # Many copies can exceed an attention window or a table of positions that one copy does not.
             self.whole_rows, self.parts = True, self._row_products()

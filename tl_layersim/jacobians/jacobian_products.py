@@ -1,4 +1,4 @@
-"""Products of a block's Jacobian with vectors, by replay on single tokens or on whole rows; and checks of the replay.
+"""Products of a block's Jacobian with vectors, on single tokens or on whole rows.
 
 This module is serialised by value and runs on NDIF servers too, so it uses only torch and the standard library.
 """
@@ -26,7 +26,9 @@ IDENTITY_NODES = (*VIEWS, "Clone", "CopyBackwards", "CopySlices", "ToCopy")
 
 
 def lengthening(x: Tensor) -> Tensor:
-    """The factor by which each residual is scaled up: `LENGTHENING`, or less if the dtype would overflow.
+    """The factor that lengthens each residual for the skip-connection check.
+
+    It is `LENGTHENING`, or less if the dtype would overflow.
 
     Args:
         x: `sample d_model`, residuals.
@@ -40,7 +42,7 @@ def lengthening(x: Tensor) -> Tensor:
 
 
 def adds_input(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x (or elements of x) plus another term, according to the autograd graph.
+    """Whether the autograd graph of y adds x, or entries of x, to another term.
 
     The sums, reshapes and copies in the graph show it.
 
@@ -53,7 +55,7 @@ def adds_input(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient that reaches x through sums and `IDENTITY_NODES`; None if no such nodes lead to x."""
+    """Gradient that reaches x through sums and `IDENTITY_NODES`. None if no such nodes lead to x."""
     if node is None:
         return None
     if getattr(node, "variable", None) is x:
@@ -71,7 +73,7 @@ def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
 
 
 def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the residuals a and b are equal up to the rounding of a dtype, in every sample.
+    """Whether two residuals are equal in every sample, up to the rounding of a dtype.
 
     Args:
         a: `sample d_model`, output of the replayed block.
@@ -83,10 +85,10 @@ def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_remote(call: BlockCall) -> bool:
-    """Whether the block's weights are in another process, where their dtype cannot be changed."""
+    """Whether the weights of a block are in another process."""
     module = getattr(call.block, "_module", call.block)
     if not isinstance(module, torch.nn.Module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
-        # Weights that accelerate has offloaded are brought into this process.
+        # Weights that accelerate has offloaded are loaded into this process.
         return False
     first = next(module.parameters(), None)
     return first is not None and first.is_meta
@@ -100,21 +102,21 @@ MOST_COPIES = 128
 
 
 class TokenReplayMismatch(Exception):
-    """Raised if single-token replay of a block fails, or differs from the block's output in the full sequence."""
+    """Raised if a block's replay on single tokens fails or gives another output."""
 
 
 class TokenProducts:
-    """Products with Jacobians by single-token replay, with one copy of the token per direction.
+    """Products with Jacobians by replay on single tokens. Each direction has a copy of the token.
 
     Args:
         few: the block as a function of these tokens.
         which: indices of the samples.
-        given: `sample d_model`, the block's output in the full sequence at the tokens that are read.
+        value: `sample d_model`, the block's output in the full sequence at the tokens that are read.
         memory: bytes for one product.
     """
 
-    def __init__(self, few: FewTokens, which: Tensor, given: Tensor, memory: float) -> None:
-        self.few, self.which, self.given = few, which, given
+    def __init__(self, few: FewTokens, which: Tensor, value: Tensor, memory: float) -> None:
+        self.few, self.which, self.value = few, which, value
         samples, d = few.x.shape
         # Rough memory of a copy: some tens of residuals, and the attention scores of d / 64 heads.
         floats = samples * len(few.at[0]) * (48 * d + d // 16 * (few.pos + MOST_COPIES))
@@ -122,7 +124,9 @@ class TokenProducts:
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
-        """`n` copies of the tokens and the block's output for them, with the autograd graph; cached by `n`.
+        """Copies of the tokens and the block's output for them, with the autograd graph.
+
+        They are cached by the number of copies, `n`.
 
         Raises:
             TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
@@ -145,14 +149,14 @@ class TokenProducts:
             raise TokenReplayMismatch from error
 
     def _check(self, y: Tensor) -> None:
-        expected = self.given[:, None]
+        expected = self.value[:, None]
         update = (expected - self.few.out[:, None]).norm(dim=-1)
         allowed = UPDATE_TOLERANCE * update + RESIDUAL_TOLERANCE * expected.norm(dim=-1)
         if y.shape[::2] != expected.shape[::2] or not bool(((y - expected).norm(dim=-1) <= allowed).all()):
             raise TokenReplayMismatch
 
     def lengthened_difference(self) -> Tensor:
-        """Block output at 2cx minus block output at cx, with c the factor of `lengthening`, `sample d_model`.
+        """Block output at 2cx minus block output at cx, with c from `lengthening`; `sample d_model`.
 
         An unchanged copy of the token runs along and is checked.
 
@@ -165,46 +169,32 @@ class TokenProducts:
         self._check(y[:, :1])
         return y[:, 2] - y[:, 1]
 
-    def value(self) -> Tensor:
-        """The block's output at the tokens that are read, `sample d_model`."""
-        return self.given
-
     def adds_input(self) -> bool:
         """Whether the block has a skip connection."""
         return adds_input(*self.graph(1))
 
-    def transposed(self, u: Tensor) -> Tensor:
-        """Products J'u with the block's Jacobian, skip connection included.
+    def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `transposed` or `forward` to equal chunks of directions `sample d_model n`.
 
-        Args:
-            u: `sample d_model n`, n directions for each sample.
+        The last chunk is padded with zeros.
+
+        The last chunk is padded with zeros.
         """
-        return self._in_chunks(u, self._transposed)
-
-    def forward(self, v: Tensor) -> Tensor:
-        """Products J v with the block's Jacobian, skip connection included.
-
-        Args:
-            v: `sample d_model n`, n directions for each sample.
-        """
-        return self._in_chunks(v, self._forward)
-
-    def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a product to directions `sample d_model n` in equal chunks; the last chunk is padded with zeros."""
         m = directions.shape[-1]
         n = -(-m // -(-m // self.copies))
         chunks = [directions[..., start : start + n] for start in range(0, m, n)]
         images = [product(torch.nn.functional.pad(chunk, (0, n - chunk.shape[-1])).mT.contiguous()) for chunk in chunks]
         return torch.cat(images, 1)[:, :m].mT
 
-    def _transposed(self, u: Tensor) -> Tensor:
+    def transposed(self, u: Tensor) -> Tensor:
+        """Products J'u with the block's Jacobian, skip connection included; `sample n d_model`."""
         x, y = self.graph(u.shape[1])
         with plain_attention():
             [image] = torch.autograd.grad(y, x, u, retain_graph=True)
         return image
 
-    def _forward(self, v: Tensor) -> Tensor:
-        """J v by double backward: the derivative of J'u with respect to u, applied to v."""
+    def forward(self, v: Tensor) -> Tensor:
+        """Products J v by double backward. They are the derivative of J'u with respect to u, applied to v."""
         x, y = self.graph(v.shape[1])
         with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(y, requires_grad=True)
@@ -221,7 +211,7 @@ CPU_MEMORY = 3e8
 
 
 class RowProducts:
-    """Products with Jacobians by running the block on whole rows, with one sample per row.
+    """Products with Jacobians by replay on whole rows, with one sample per row.
 
     Every block allows this. `TokenProducts` does the same with less work if the block allows it.
 
@@ -253,6 +243,7 @@ class RowProducts:
         memory = min(memory, CPU_MEMORY) if call.hidden.device.type == "cpu" else memory
         self.most = max(1, int(memory / (batch * pos * (48 * d + d // 16 * pos) * dtype.itemsize)))
         self._begin()
+        self.value = self.y.detach()
 
     def _begin(self) -> None:
         """Run the block, and keep its autograd graph."""
@@ -274,45 +265,30 @@ class RowProducts:
         return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
 
     def lengthened_difference(self) -> Tensor:
-        """Block output at 2cx minus block output at cx, with c the factor of `lengthening`, `sample d_model`."""
+        """Block output at 2cx minus block output at cx, with c from `lengthening`; `sample d_model`."""
         x = self.x.detach()
         with torch.no_grad(), plain_attention():
             return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
 
-    def value(self) -> Tensor:
-        """The block's output at each sample's token `t_out`, `sample d_model`."""
-        return self.y.detach()
-
     def adds_input(self) -> bool:
-        """Whether the block has a skip connection; False without gradients, because it is then unknown."""
+        """Whether the block has a skip connection. False for finite differences, which do not show it."""
         return not self.differences and adds_input(self.x, self.y)
 
-    def transposed(self, u: Tensor) -> Tensor:
-        """Products J'u with the block's Jacobian, skip connection included.
-
-        Args:
-            u: `sample d_model n`, n directions for each sample.
-        """
-        return self._in_chunks(u, self._transposed)
-
-    def forward(self, v: Tensor) -> Tensor:
-        """Products J v with the block's Jacobian, skip connection included.
-
-        Args:
-            v: `sample d_model n`, n directions for each sample.
-        """
-        return self._in_chunks(v, self._by_differences if self.differences else self._forward)
-
-    def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `transposed` or `forward` to chunks of directions `sample d_model n`."""
         images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
         return torch.cat(images).permute(1, 2, 0)
 
-    def _transposed(self, u: Tensor) -> Tensor:
+    def transposed(self, u: Tensor) -> Tensor:
+        """Products J'u with the block's Jacobian, skip connection included; `n sample d_model`."""
         with plain_attention():
             [image] = torch.autograd.grad(self.y, self.x, u, is_grads_batched=True, retain_graph=True)
         return image
 
-    def _forward(self, v: Tensor) -> Tensor:
+    def forward(self, v: Tensor) -> Tensor:
+        """Products J v, skip connection included; `n sample d_model`."""
+        if self.differences:
+            return self._by_differences(v)
         with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(self.y, requires_grad=True)
             [back] = torch.autograd.grad(self.y, self.x, u, create_graph=True)
@@ -320,7 +296,7 @@ class RowProducts:
         return image
 
     def _by_differences(self, v: Tensor) -> Tensor:
-        """J v by central differences; the first direction is repeated with twice the step, for `step_error`."""
+        """J v by central differences. The first direction is repeated with twice the step, for `step_error`."""
         length = self.x.norm(dim=-1)[None, :, None]
         relative = STEP if self.call.hidden.dtype in (torch.float32, torch.float64) else HALF_PRECISION_STEP
         size = relative * length / v.norm(dim=-1, keepdim=True).clamp(min=1e-30)
@@ -334,7 +310,7 @@ class RowProducts:
         return image
 
     def _difference(self, step: Tensor) -> Tensor:
-        """Central difference (block(x + step) - block(x - step)) / 2 for each of `n sample d_model` steps."""
+        """Central difference of the block, for each of `n sample d_model` steps."""
         if not self.batched:
             return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))
@@ -344,7 +320,7 @@ class RowProducts:
 
 
 class GraphProducts(RowProducts):
-    """Products with Jacobians from the autograd graph of the forward pass, `BlockCall.graph`: the block is not replayed.
+    """Products with Jacobians from the autograd graph of the forward pass. The block is not replayed, see `BlockCall.graph`.
 
     Without `super()`, which a server cannot resolve in a class that is shipped by value.
     """
@@ -354,13 +330,13 @@ class GraphProducts(RowProducts):
         assert graph is not None
         self.x = self.call.hidden
         with torch.enable_grad():
-            # Plus zero, because an edit may replace the output by a constant, whose Jacobian is zero.
+            # Zero is added, because an edit may replace the output by a constant, whose Jacobian is zero.
             self.y = graph[self.row, self.t_out] + 0 * self.x[self.row, self.t_out]
 
-    def _transposed(self, u: Tensor) -> Tensor:
-        return RowProducts._transposed(self, u)[:, self.row, self.t_in]
+    def transposed(self, u: Tensor) -> Tensor:
+        return RowProducts.transposed(self, u)[:, self.row, self.t_in]
 
-    def _forward(self, v: Tensor) -> Tensor:
+    def forward(self, v: Tensor) -> Tensor:
         whole = v.new_zeros(len(v), *self.x.shape)
         whole[:, self.row, self.t_in] = v
-        return RowProducts._forward(self, whole)
+        return RowProducts.forward(self, whole)

@@ -13,7 +13,7 @@ TOO_COARSE = 0.1
 
 
 def refuse_post_norm(model: Model) -> None:
-    """Raise an error if the blocks of a model are post-norm, and so do not add to the residual stream.
+    """Raise an error if the blocks are post-norm, which have no residual branch.
 
     Raises:
         LayersimError: the blocks are post-norm.
@@ -26,7 +26,7 @@ def refuse_post_norm(model: Model) -> None:
 
 
 def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
-    """Raise an error if the blocks of a model have no derivatives, no residual branch, or fewer than `k` dimensions.
+    """Raise an error if a model's blocks cannot be differentiated.
 
     Args:
         model: the model.
@@ -43,8 +43,8 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
         refuse_edits(model.changes, what)
     elif EDIT in model.changes and model.dtype not in ("torch.float32", "torch.float64"):
         raise LayersimError(
-            f"{what} differentiates an edited model in its own precision, {model.dtype}, which is too coarse. Load it in "
-            "float32."
+            f"`model` is edited and has dtype {model.dtype}, which is too coarse for the derivatives of {what}. Load the model "
+            "in float32."
         )
     if model.calls == "none":
         raise LayersimError(
@@ -60,7 +60,7 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Raise an error if a block's replay differs from the forward pass, has no skip connection, or has too coarse differences.
+    """Raise an error if a block was not replayed exactly.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.
@@ -74,13 +74,13 @@ def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, l
     failed = [name for name, n in zip(layers[1:], differs, strict=True) if n]
     if failed:
         raise LayersimError(
-            f"The output of a replayed block differs from its output in the forward pass: {', '.join(failed[:4])}. Call "
-            "model.eval(), and leave out torch.autocast and hooks whose output changes from call to call."
+            f"The output of a replayed block differs from the forward pass: {', '.join(failed[:4])}. Call model.eval(), and "
+            "leave out torch.autocast and hooks with random outputs."
         )
     failed = [name for name, n in zip(layers[1:], no_skip, strict=True) if n]
     if failed:
         raise LayersimError(
-            f"A block does not add its input to its output, so it has no residual branch: {', '.join(failed[:4])}."
+            f"Blocks have no residual branch, because they do not add their input to their output: {', '.join(failed[:4])}."
         )
     coarse = [f"{name}: {100 * float(e):.0f} %" for name, e in zip(layers[1:], step_error, strict=True) if e > TOO_COARSE]
     if coarse:

@@ -1,4 +1,4 @@
-"""The logit lens at every layer: its statistics, the targets, and heads for layers below the last."""
+"""The logit lens at every layer: statistics, targets and exit heads."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""ExitHeads: one linear output head for each layer below the last, as multi-exit training makes them."""
+"""Exit heads: one linear output head for each layer below the last."""
 
 from __future__ import annotations
 
@@ -69,13 +69,8 @@ class ExitHeads:
         weights_hash: str = "",
     ) -> None:
         names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
-        if len(names) != len(weight) or not names:
-            raise LayersimError(
-                f"`layers` has {len(names)} names for {len(weight)} heads; it must name each layer that has a head, and at "
-                "least one."
-            )
-        if bias is not None and bias.dtype != weight.dtype:
-            raise LayersimError(f"`weight` is {weight.dtype} and `bias` is {bias.dtype}; they must have the same dtype.")
+        if len(names) != len(weight):
+            raise LayersimError(f"`layers` has {len(names)} names for {len(weight)} heads; it must name each head's layer.")
         if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):
             raise LayersimError("`weight` or `bias` holds values that are NaN or infinite.")
         self.weight = weight.detach().contiguous()
@@ -132,7 +127,9 @@ class ExitHeads:
     @staticmethod
     @typed
     def load(path: str | os.PathLike[str]) -> ExitHeads:
-        """Read heads that `save` wrote, or `heads.safetensors` in the folder that `AlignedTraining(save_to=)` names.
+        """Read heads from the file that `save` wrote.
+
+        `AlignedTraining(save_to=)` writes such a file, `heads.safetensors`, into its folder.
 
         Args:
             path: path of the file.
@@ -142,7 +139,7 @@ class ExitHeads:
             LayersimError: the file is malformed or of another kind.
         """
         header, tensors = read_file(path, ("heads",))
-        with reading(path, "a whole file of heads", "copy the file again, or train again"):
+        with reading(path, "a complete file of heads", "Copy the file again, or train again"):
             return ExitHeads(
                 tensors["weight"],
                 tensors.get("bias"),
@@ -159,14 +156,14 @@ class ExitHeads:
             linear: the last part of the model's head, if it is a linear layer in this process.
 
         Raises:
-            LayersimError: the model's layers, head size or weights differ from those of the heads.
+            LayersimError: the heads have other layers, another size or other weights than the model.
         """
         below = model.layers[1:-1]
         if self.layers != below:
             odd = next((a for a, b in zip(self.layers, below, strict=False) if a != b), "")
             raise LayersimError(
-                f"`heads` has {len(self)} heads{f', one of them of {odd}' if odd else ''}; this model needs one for each "
-                f"layer below the last: {len(below)}, of {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
+                f"`heads` has {len(self)} heads{f', one of them for {odd}' if odd else ''}; this model needs {len(below)}, one "
+                f"for each layer below the last: {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
             )
         # A part before the last one may change the width, and a head that reads rows may join several vectors.
         own: tuple[int | None, int | None] = (None, None)
@@ -182,12 +179,12 @@ class ExitHeads:
         if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
             raise LayersimError(
                 f"`heads` were trained with weights {self.weights_hash}, but {model.name} has weights {model.weights_hash}. "
-                "If these are the same weights, cast or converted, pass ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
+                "For a cast or converted copy of the same weights, pass ExitHeads(heads.weight, heads.bias, norm=heads.norm)."
             )
 
 
 def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
-    """Convert the argument `heads` to `ExitHeads`, and read their file if it is a path.
+    """Convert the argument `heads` to `ExitHeads`; a path is read.
 
     Args:
         heads: `ExitHeads`, the path of a file, or None.

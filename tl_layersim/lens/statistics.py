@@ -1,4 +1,4 @@
-"""Statistics of the logit lens at every layer. Logits are computed in chunks and reduced to a few numbers per token.
+"""Statistics of the logit lens at every layer and token.
 
 These are plain functions of torch, which are shipped with the kernels that call them.
 """
@@ -27,7 +27,7 @@ Side = tuple[Unembed, Tensor, Callable[..., Tensor]]
 
 
 def read_positions(view: View) -> Tensor | None:
-    """Indices of the tokens that the model's head reads: one of each row for a row classifier; None for all tokens."""
+    """Indices of the tokens that the model's head reads; None for all tokens. A row classifier reads one token of each row."""
     if view.unembed is None or view.unembed.reads == "every":
         return None
     if view.unembed.reads == "first":
@@ -36,7 +36,7 @@ def read_positions(view: View) -> Tensor | None:
 
 
 def read_vectors(view: View, x: Tensor) -> Tensor:
-    """Select the residuals that the head reads, `layer sample width`, before the final norm.
+    """The residuals that the head reads, `layer sample width`, before the final norm.
 
     If the head reads rows, a sample is the pooled vector of a row.
     """
@@ -47,7 +47,7 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
 
 
 def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
-    """The input of `Unembed`, `layer sample width`, and whether `Unembed` must still apply the final norm.
+    """The input of `Unembed`, and whether `Unembed` must still apply the final norm.
 
     Args:
         view: the view of one batch.
@@ -57,7 +57,7 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
     unembed = view.unembed
     if unembed is None or unembed.pool is None:
         return read_vectors(view, x), True
-    # One layer at a time: the rows of a layer are a copy of its tokens.
+    # One layer at a time, because the rows of a layer are a copy of its tokens.
     last = len(x) - 1
     return torch.stack([unembed.pooled(*padded_rows(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
 
@@ -65,7 +65,9 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
 def logits_of_layers(
     unembed: Unembed, x: Tensor, needs_norm: bool, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
 ) -> Tensor:
-    """Logits `sample layer vocabulary` of the output of `head_input`. The last layer always has its final norm.
+    """Logits of all layers, `sample layer vocabulary`, from the output of `head_input`.
+
+    The last layer always has its final norm.
 
     Args:
         unembed: the model's logit lens.
@@ -134,7 +136,7 @@ def read_lens(
 
 
 def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely ids at every layer and token, and their probabilities, both `layer token rank`.
+    """The most likely ids at every layer and token, and their probabilities.
 
     Logits of one token at all layers are held at once.
 
@@ -158,13 +160,13 @@ def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tenso
 
 
 def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
-    """The statistics of `read_lens`, each `token layer`, for one chunk of logits `token layer vocabulary`."""
+    """The statistics of `read_lens` for one chunk of logits `token layer vocabulary`, each `token layer`."""
     known = target != NO_LABEL
     target_id = target.where(known, 0)[:, None].expand(z.shape[:2])
     if bool(((target_id < 0) | (target_id >= z.shape[-1])).any()):
         raise LayersimError(
-            f"`labels` holds ids from {int(target[known].min())} to {int(target[known].max())}, which the head cannot "
-            f"predict; its ids are 0 to {z.shape[-1] - 1}, and {NO_LABEL} means no label."
+            f"`labels` holds ids from {int(target[known].min())} to {int(target[known].max())}; the ids of the head are 0 to "
+            f"{z.shape[-1] - 1}, and {NO_LABEL} means no label."
         )
     target_logit = z.gather(-1, target_id[..., None])[..., 0].double()
     groups, total, expected, cross = _moments(z)
@@ -189,7 +191,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maxima of groups of logits, `token layer group`; and three moments of the logits minus their largest one.
+    """Group maxima of logits, and three moments of the logits minus their largest.
 
     The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
     layer's distribution.
@@ -231,7 +233,10 @@ def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
-    """Write the maximum of each GROUP_SIZE consecutive logits in each row of z into `out`; the last group may be smaller."""
+    """Write the maxima of groups of logits into `out`.
+
+    A group has GROUP_SIZE consecutive logits of a row; the last group may be smaller.
+    """
     whole = z.shape[-1] // GROUP_SIZE
     if whole:
         torch.amax(z[:, : whole * GROUP_SIZE].reshape(len(z), whole, GROUP_SIZE), -1, out=out[:, :whole])
@@ -241,18 +246,18 @@ def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
 
 
 def _members(groups: Tensor, vocabulary: int) -> Tensor:
-    """Ids in some groups, `... member`; in the last group they may exceed the vocabulary."""
+    """Ids in some groups of logits, `... member`. Ids of the last group may exceed the vocabulary."""
     return groups[..., None] * GROUP_SIZE + torch.arange(min(GROUP_SIZE, vocabulary), device=groups.device)
 
 
 def _top_id(z: Tensor, groups: Tensor) -> Tensor:
-    """The id with the largest logit; the lowest id if several are equal, because argmax takes the first."""
+    """The id with the largest logit. Of equal logits it is the lowest id, because argmax takes the first."""
     ids = _members(groups.argmax(-1), z.shape[-1]).clamp_(max=z.shape[-1] - 1)
     return ids.gather(-1, z.gather(-1, ids).argmax(-1, keepdim=True))[..., 0]
 
 
 def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
-    """Number of ids ranked above the target, at most `ranked`. Among equal logits the lower id ranks first."""
+    """Number of ids that rank above the target, at most `ranked`. Among equal logits the lower id ranks first."""
     # The target's logit is one of z, so that the comparison in its dtype is exact.
     logit, vocabulary = target_logit.to(z.dtype)[..., None], z.shape[-1]
     # `ranked` groups with a larger maximum already suffice. Of the others, the groups with ids above the target are read.
@@ -274,12 +279,12 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """Prefix of the keys in `view.memo`: says how the lens reads the layers."""
+    """Prefix of keys in `view.memo` that says how the lens reads the layers."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 
 def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
-    """Saturation layers, `token`: the first block from which on the top-1 prediction equals the last layer's.
+    """First block whose top-1 prediction stays the same until the last layer, `token`.
 
     Layers are read from the last one down, and only at tokens that have agreed so far.
 
@@ -308,7 +313,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
 
 
 def first_final(best: Tensor) -> Tensor:
-    """First block from which on the most likely id stays that of the last block, `token`.
+    """First block whose most likely id stays the same until the last block, `token`.
 
     Args:
         best: `layer token`, the most likely ids.
@@ -318,7 +323,7 @@ def first_final(best: Tensor) -> Tensor:
 
 
 def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Tensor]:
-    """Compare the logit lenses of two models at every layer and token, each lens with the norm and head of its own model.
+    """Compare the logit lenses of two models at every layer and token. Each lens has the norm and the head of its own model.
 
     Args:
         first: a view with the first model's logit lens.
@@ -374,7 +379,7 @@ def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
 def _top_ids(
     view: View, x: Tensor, normed: bool, memory_mb: float, heads: LayerHeads | None = None, layer: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The top-1 prediction for each row of x, and the number of rows whose largest logit is not finite."""
+    """Top-1 prediction for each row of x, and number of rows whose largest logit is not finite."""
     unembed = view.unembed
     assert unembed is not None
 
@@ -390,7 +395,9 @@ def _top_ids(
 
 
 def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields chunks of tokens with the logits of each model. The size of one token's logits determines that of a chunk.
+    """Yield chunks of tokens with the logits of each model.
+
+    The first chunk is one token, and its memory gives the size of the others.
 
     Args:
         sides: for each model its logit lens, the residuals `... token width`, and a function from residuals and spare memory to

@@ -18,7 +18,7 @@ from ..sources.model_description import Model
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
-    """The targets of a batch, `batch pos`, or `batch` for a classifier; NO_LABEL if a target is missing.
+    """The targets of a batch, `batch pos`, or `batch` for a row classifier. A missing target is NO_LABEL.
 
     Raises:
         LayersimError: the data has positions="mean".
@@ -40,7 +40,7 @@ def gives_classes(model: Model) -> bool:
 
 
 def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
-    """The argument `labels`, converted by `as_labels`; its default depends on the models' heads.
+    """The argument `labels`, converted by `as_labels`. Its default depends on the models' heads.
 
     Args:
         labels: the argument as the user passed it; None for the next token, or for labels from the data if the models are
@@ -54,14 +54,14 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
     kinds = {gives_classes(model) for model, _ in models}
     if len(kinds) > 1:
         raise LayersimError(
-            "The models must be all language models or all classifiers, but are a mix: "
+            "The models must be of one kind, but are a mix of language models and classifiers: "
             f"{', '.join(model.source for model, _ in models)}."
         )
     masked = next((model for model, module in models if "MaskedLM" in type(module).__name__), None)
     if labels is None and masked is not None:
         raise LayersimError(
             f"`labels` is None, but {masked.name} is a masked language model, which does not predict the next token. Pass "
-            f"labels='data' with a column `labels` that is {NO_LABEL} at every position that is not masked."
+            f"labels='data' with a column `labels` that is {NO_LABEL} at unmasked positions."
         )
     if labels is not None:
         return as_labels(labels)
@@ -72,7 +72,7 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
 
 
 def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
-    """Raise an error if a batch has no labels, or its labels are evidently not targets.
+    """Raise an error if a batch has no labels, or labels that cannot be targets.
 
     Args:
         labels: output of `as_labels`.
@@ -100,8 +100,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
     elif labels == "data":
         if batch.labels is None:
             raise LayersimError(
-                "`data` has no labels. labels='data' reads a column `labels` or `label` of whole numbers, which pack=True "
-                "does not keep."
+                "`data` has no labels; labels='data' needs a column `labels` or `label` of whole numbers, without pack=True."
             )
         own_labels = batch.labels
     else:
@@ -109,16 +108,16 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             objects = "labels='none', or detection_by_layer(model, data)"
             instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
             raise LayersimError(
-                f"`labels='next_token'` needs rows of token ids, and these rows have {', '.join(batch.inputs)}. Use {instead}."
+                f"`labels` is 'next_token', but the rows have {', '.join(batch.inputs)} in place of token ids. Use {instead}."
             )
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
     if batch.pooled or (model is not None and model.head is not None and model.head.reads == "rows"):
-        # NaN, a score that is missing, differs from itself.
+        # NaN is a missing score, and differs from itself.
         rows = (row[kept].nan_to_num(torch.inf) for row, kept in zip(own_labels.cpu(), batch.counted, strict=True))
         if any(not torch.equal(row, row[:1].expand_as(row)) for row in rows):
             raise LayersimError(
-                "`labels` differ within a row; they must be equal there, because "
+                "`labels` differ within a row; a row must have a single label, because "
                 + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
             )
     if model is not None and model.head is not None and not model.head.classifies:
@@ -131,6 +130,6 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
     if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
         raise LayersimError(
-            f"`labels` are the input tokens at the same positions, not the targets: {int(counted.sum())} labels equal their "
-            "own token. Labels are not shifted here; use labels='next_token'."
+            f"`labels` are the input tokens at the same positions, {int(counted.sum())} in all; labels must be the targets of "
+            "their positions. Use labels='next_token'."
         )

@@ -22,7 +22,7 @@ from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.result_declarations import Declaration, result_class
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
-from ..core.wording import brief, counted
+from ..core.wording import amount, brief
 from ..data.data import Data
 from ..engine.analyze_and_compare import BaselineArgument, SeveralAnalyzers, SharedKeywords, opened_analysis, run_with_baseline
 from ..engine.report_assembly import record_of_models
@@ -426,7 +426,7 @@ def compare_grid(
     """
     data, names = Data.of(data), tuple(models)
     if len(names) < 2:
-        raise LayersimError(f"`models` holds {counted(len(names), 'model')}; it must hold two or more, each with its own name.")
+        raise LayersimError(f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name.")
     labels = () if groups is None else group_labels(groups, names)
     chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen)

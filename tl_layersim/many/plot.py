@@ -12,7 +12,7 @@ from torch import Tensor
 from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
-from ..core.report_tables import SITE_AXES
+from ..core.report_tables import LAYER_AXES
 from ..core.wording import with_article
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 else:
     # plotly is imported when a figure is made: a check of the type at every call would import it first.
     Figure = Any
-
-# Dimensions whose labels are sites, beside those with a coordinate of relative depths.
-SITE_DIMS = {*SITE_AXES, "sublayer", "site"}
 
 
 @typed
@@ -106,7 +103,7 @@ def plot(
     drawn = xarray.Dataset({part: table[name] for part, name in parts.items() if name in table}, attrs=table.attrs)
     dims = [str(dim) for dim in table[field].dims]
     drawn = drawn.sortby([dim for dim in dims if drawn[dim].dtype.kind in "iuf"])
-    sites = [dim for dim in dims if dim in SITE_DIMS or f"{dim}_depth" in drawn.coords]
+    sites = [dim for dim in dims if dim in LAYER_AXES or f"{dim}_depth" in drawn.coords]
     others = [dim for dim in dims if dim not in sites]
     if over is None:
         if len(sites) == 2 and len(others) == 1:

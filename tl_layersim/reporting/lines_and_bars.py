@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb
 
 from ..core.intervals import bounds_of
+from ..core.report_tables import LAYER_AXES
 from ..core.results import Result
 from .site_labels import axis_title, series_label, short_names, visible_token
 from .style import (
@@ -31,9 +32,8 @@ from .style import (
     styled,
 )
 
-# Axes of residual layers or blocks, and all axes of a result whose labels are layers.
+# Axes of residual layers or blocks that have no title of their own.
 STREAM_AXES = ("row", "column", "residual", "layer", "sublayer", "site")
-LAYER_AXES = (*STREAM_AXES, "centre", "skipped", "affected", "row_block", "column_block", "vision_layer", "text_layer")
 # Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one.
 LOG_FACTOR = 20
 # Most points of a curve that have markers.

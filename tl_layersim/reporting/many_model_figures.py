@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import plotly.graph_objects as go
 
+from ..core.report_tables import LAYER_AXES
 from ..core.wording import equation, number_text, p_value_text
 from .heat_map import MATRICES, ColourScale, HeatMapAxis, about_zero, heat_map, narrow_scale, scale_within
-from .lines_and_bars import LAYER_AXES, ZERO_LINE, Ends, Series, layer_title, lines
+from .lines_and_bars import ZERO_LINE, Ends, Series, layer_title, lines
 from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
 from .style import (
     DARK,

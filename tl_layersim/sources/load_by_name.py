@@ -11,7 +11,7 @@ import torch
 
 from ..architectures.blocks import lists_of_blocks
 from ..core.errors import LayersimError, warn
-from ..core.wording import brief, counted, first_line
+from ..core.wording import amount, brief, first_line
 
 
 def refuse_missing_device(device: str) -> None:
@@ -48,7 +48,7 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
         model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        text = f"`{option}` is {name}, which has no values for {counted(len(missing), 'weight')}"
+        text = f"`{option}` is {name}, which has no values for {amount(len(missing), 'weight')}"
         blocks = tuple(f"{path}." for path in lists_of_blocks(model).values())
         if any(weight.startswith(blocks) for weight in missing):
             raise LayersimError(f"{text} of the model's blocks: {shown}.")

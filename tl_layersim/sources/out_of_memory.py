@@ -12,7 +12,7 @@ import torch
 
 from ..activations.view import Kernel, Reduced, View, reduce, tokens_alone
 from ..core.errors import LayersimError
-from ..core.wording import counted, first_line
+from ..core.wording import amount, first_line
 from .hooks import kernels_alone
 
 if TYPE_CHECKING:
@@ -124,6 +124,6 @@ def too_large(batch: Batch, work: str, error: BaseException) -> LayersimError:
         argument, smaller = ("seq_len", f"seq_len={positions // 2}, or fewer") if batch.has_tokens else ("data", "smaller rows")
         smaller += "; or the model in bfloat16 or on more devices (device_map='auto')"
     return LayersimError(
-        f"`{argument}` is too large: {work} of {counted(rows, 'row')} of {counted(positions, 'position')} runs out of memory: "
+        f"`{argument}` is too large: {work} of {amount(rows, 'row')} of {amount(positions, 'position')} runs out of memory: "
         f"{first_line(error)}. Use {smaller}."
     )

@@ -20,7 +20,7 @@ from ..architectures.site_selection import find_points, items_of, refuse_sharded
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.distributed import weight_peers
 from ..core.errors import LOG, LayersimError
-from ..core.wording import counted
+from ..core.wording import amount
 from .forward_arguments import refusing_failed_forward
 from .hooks import ForwardRun, eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
@@ -391,7 +391,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
                 batch.first,
                 batch.first + total - 1,
                 batch.tokens.shape[1],
-                counted(size, "row"),
+                amount(size, "row"),
             )
         return view
 

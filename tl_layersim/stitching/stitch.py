@@ -26,7 +26,7 @@ from ..core.file_format import refuse_unwritable, refuse_unwritable_folder
 from ..core.result_declarations import Provenance
 from ..core.resumable_file import Snapshot
 from ..core.sums import Tally
-from ..core.wording import brief, counted
+from ..core.wording import amount, brief
 from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -405,7 +405,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         layers = {name: each.model.layers[1:] for name, each in models.items()}
     by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
-        given = ", ".join(f"{counted(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
+        given = ", ".join(f"{amount(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
             f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of the same length."
         )
