@@ -181,17 +181,17 @@ def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
 
 
 def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> None:
-    """Warn if a fit uses fewer samples than dimensions.
+    """Warn if a result is computed from fewer samples than dimensions.
 
     Args:
         measure: name of the analyzer.
-        samples: number of samples that the fit uses.
+        samples: number of samples.
         width: width of the widest site.
         unit: the word for samples, in the plural.
     """
     if samples < width:
         warn(
-            f"{measure} is fitted on {samples:,} {unit} of {width:,} dimensions. With fewer samples than dimensions the result "
+            f"{measure} rests on {samples:,} {unit} of {width:,} dimensions. With fewer samples than dimensions, the result "
             "depends on the number of samples: pass more data, or compare sites on equally many samples."
         )
 

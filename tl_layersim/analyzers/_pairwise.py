@@ -173,23 +173,6 @@ def pool_sums(
     return total
 
 
-def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
-    """Index of each sample's row, from 0 (None if all samples are from different rows), and the number of rows.
-
-    Args:
-        samples: the samples of a pool.
-        by_row: whether rows are independent of each other; if not, single samples are.
-    """
-    number: Tensor = torch.unique_consecutive(samples.row, return_inverse=True)[1]
-    rows = int(number[-1]) + 1 if len(number) else 0
-    return (number, rows) if by_row and rows < len(number) else (None, len(number))
-
-
-def rows_in(samples: Samples, chosen: Tensor, by_row: bool) -> int:
-    """Number of different data rows among a minibatch's samples; the number of samples if samples are independent."""
-    return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
-
-
 def pair_statistics(
     sides: Sequence[Tensor],
     widths: Sequence[tuple[int, ...]],
@@ -220,15 +203,18 @@ def pair_statistics(
     if not draws["minibatches"]:
         return {}
     [x], [wide] = sides, widths
-    row, rows = row_numbers(samples, by_row)
+    # Independent samples are rows of their own.
+    row = torch.unique_consecutive(samples.row, return_inverse=True)[1] if by_row else torch.arange(len(samples.row))
+    rows = int(row[-1]) + 1
     drawn = torch.stack(list(draws["minibatches"]))
 
     def matrices(chosen: Tensor) -> Tensor:
         whole = matrix(x[:, chosen.to(x.device)], wide)
         return upper_triangles(whole) if triangles else whole
 
-    own = torch.full(drawn.shape, -1) if row is None else row[drawn]
-    distinct = torch.tensor([rows_in(samples, one, by_row) for one in drawn])
+    # Without pairs of one row, no row has to be told from another.
+    own = row[drawn] if rows < len(row) else torch.full(drawn.shape, -1)
+    distinct = torch.tensor([len(torch.unique(row[one])) for one in drawn])
     pairs = torch.stack([matrices(one) for one in drawn])
     out = {"pairs": pairs, "row": own, "rows": torch.tensor(rows), "distinct": distinct}
     for grid in draws.get("grid", ()):
@@ -280,8 +266,9 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
         for name, value in products(one, other, distinct, size).items():
             total[name] = value if name not in total else total[name] + value
     for one, other in zip(x.get("grid", ()), y.get("grid", ()), strict=True):
-        height, key = int(known["height"]), int(known["key"])
-        total |= null_products(one, other, height, int(known["grid samples"]), permutations, key)
+        orders = draw_orders(permutations, int(known["height"]), int(known["key"]))
+        null = _similarities(one, other) | {"permuted": permuted_products(one, other, orders)[:permutations]}
+        total |= {f"null {name}": value for name, value in null.items()} | {"null samples": known["grid samples"]}
     return total
 
 
@@ -303,22 +290,6 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
     out |= {"ratios": out["xy"] / torch.outer(out["xx"].sqrt(), out["yy"].sqrt())} if x.ratios else {}
     counts = {"minibatches": 1, "samples": samples, "rows": rows}
     return out | {name: torch.tensor(count) for name, count in counts.items()}
-
-
-def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
-    """Sums for a pool's permutation null: products for rows in true order, and for permuted rows. Keys begin with "null".
-
-    Args:
-        x: relation of the first model, with terms by row.
-        y: relation of the second model; within one model, `x` again.
-        rows: number of rows that the null exchanges.
-        samples: number of samples in these rows.
-        permutations: number of permutations.
-        key: random seed of the orders of rows.
-    """
-    out = _similarities(x, y)
-    out["permuted"] = permuted_products(x, y, draw_orders(permutations, rows, key))[:permutations]
-    return {f"null {name}": value for name, value in out.items()} | {"null samples": torch.tensor(samples)}
 
 
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:

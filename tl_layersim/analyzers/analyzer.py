@@ -6,8 +6,6 @@ import ast
 import hashlib
 import json
 import math
-import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +24,7 @@ from ..activations.view import Kernel
 from ..architectures.layouts import NO_HEAD
 from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import Head
-from ..core import LayersimError, LayersimWarning, Provenance, Result, Sums, typed, warn
+from ..core import LayersimError, Provenance, Result, Sums, typed, warn
 from ..core.code_digests import digest_of_code
 from ..core.registry import Registry
 from ..core.sums import need_memory
@@ -114,8 +112,7 @@ class Analyzer(ABC):
         - `families`: families of sites that it always reads, whatever sites the user asked for; none for those of the user.
         - `optional_families`: further families that it reads where the model has them.
         - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
-        - `needs_rows`: whether the kernel reads the number of each row in the data, which `attach` does not know.
-        - `prompts`: whether each row must be a text of its own, so that packed rows raise an error.
+        - `prompts`: whether each row must be a numbered text of its own: packed rows and `attach` then raise an error.
         - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
             dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
         - `by_statistics`: whether models to compare run one after another, so that only their statistics of a batch are held.
@@ -133,7 +130,6 @@ class Analyzer(ABC):
     families: ClassVar[tuple[str, ...]] = ()
     optional_families: ClassVar[tuple[str, ...]] = ()
     needs_calls: ClassVar[bool] = False
-    needs_rows: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
     weighs: ClassVar[tuple[Weight, ...]] = ()
     by_statistics: ClassVar[bool] = False
@@ -476,25 +472,23 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
         try:
             cls = entry.load()
         except Exception as error:  # an error in another package must not break this one
-            warnings.warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}", stacklevel=2)
+            warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}")
             continue
         analyzers.setdefault(cls.name, cls)
     return analyzers
 
 
-def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:
-    """Raise an error if a model has no known unembedding, or if its head does not fit the targets or `heads`.
+def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
+    """Raise an error if a model has no known unembedding, or if its head does not fit the targets.
 
     Args:
         model: the model to be analyzed.
         analyzer: name of the analyzer, for the message.
         targets: whether predictions are compared with targets.
         own_labels: whether the targets are labels instead of next tokens.
-        heads: `ExitHeads` of the layers below the last; None if every layer is read by the model's own head.
 
     Raises:
-        LayersimError: the unembedding is not known, the head classifies rows and the targets are next tokens, or the heads
-            belong to another model.
+        LayersimError: the unembedding is not known, or the head classifies rows and the targets are next tokens.
     """
     if model.head is None:
         why = NO_HEAD.get(model.source)
@@ -502,14 +496,10 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
             f"{analyzer} needs an unembedding, but none is known for {model.name} ({model.source}): "
             f"{why or f'load it by {CLASSES_WITH_HEAD}, or name its norm and head in unembed= of open_model'}."
         )
-    if isinstance(heads, ExitHeads):
-        heads.check(model)
     if targets and not own_labels and "MaskedLM" in model.source:
-        warnings.warn(
+        warn(
             f"{model.name} was trained to predict the token at a masked position, and its input contains the next token: the "
-            f"next token is not a meaningful target. {analyzer}(labels=...) takes other targets.",
-            LayersimWarning,
-            stacklevel=2,
+            f"next token is not a meaningful target. {analyzer}(labels=...) takes other targets."
         )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(
@@ -527,7 +517,7 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
             marks.
 
     Raises:
-        LayersimError: a setting does not have this form, or names an analyzer or option that does not exist.
+        LayersimError: a setting does not have this form, or its analyzer or option does not exist.
 
     Examples:
         >>> from .cka import CKA
@@ -536,19 +526,12 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in analyzers}
     for setting in settings:
-        match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", setting, re.DOTALL)
-        if match is None:
-            raise LayersimError(
-                f"`--option` is {setting!r}; it must have the form name.option=value, such as cka.minibatch=128."
-            )
-        name, option, text = match.groups()
-        if name not in analyzers:
-            raise LayersimError(
-                f"`--option` is {setting!r}; its analyzer must be one of this run: {', '.join(sorted(analyzers))}."
-            )
-        known = [field.name for field in fields(analyzers[name])]  # type: ignore[arg-type]  # analyzers are dataclasses
-        if option not in known:
-            raise LayersimError(f"`--option` is {setting!r}; {name} has only the options {', '.join(sorted(known))}.")
+        place, equals, text = setting.partition("=")
+        name, _, option = place.partition(".")
+        near = {name: analyzers[name]} if name in analyzers else analyzers
+        known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]  # type: ignore[arg-type]
+        if not equals or place not in known:
+            raise LayersimError(f"`--option` is {setting!r}; it must be name.option=value, with one of {', '.join(known)}.")
         values[name][option] = _value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}  # type: ignore[type-var]
 
@@ -575,6 +558,3 @@ def _value(text: str) -> Any:
         with suppress(ValueError, SyntaxError):
             return read(text)
     return text
-
-
-__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "SiteNeed", "Weight", "need_head", "need_tokens"]

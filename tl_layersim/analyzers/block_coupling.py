@@ -20,7 +20,7 @@ from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupli
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
+from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed
 
 PairField = Literal[
     "coupling",
@@ -343,13 +343,8 @@ class BlockCoupling(Analyzer):
     per_prompt: bool = False
 
     def __post_init__(self) -> None:
-        for given, least in ((self.ks, 2), (self.token_indices, None)):
-            if not given or len(set(given)) < len(given) or (least is not None and min(given) < least):
-                name = "k" if least else "tokens"
-                raise LayersimError(
-                    f"`{name}` is {brief(getattr(self, name))}; it must be one or more different "
-                    f"numbers{' of at least 2' if least else ''}."
-                )
+        if not self.ks or min(self.ks) < 2:
+            raise LayersimError(f"`k` is {brief(self.k)}; it must be one or more numbers, each at least 2.")
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -389,7 +384,6 @@ class BlockCoupling(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> BlockCouplingResult:
         samples = int(sums["samples"])
-        need_tokens(samples, 1, "BlockCoupling", "prompts")
         refuse_failed_replay(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
         count = sums["count"].double()
         # The coupling of a block with itself is defined if it has k singular vectors above rounding error.
@@ -430,7 +424,7 @@ class BlockCoupling(Analyzer):
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),
-            **prompt_fields("coupling", sums, run.first, "prompt count"),
+            **prompt_fields("coupling", sums, run.first),
             ks=ks,
             lengths=tuple("1" if i == 0 else f"{2**i} to {2 ** (i + 1) - 1}" for i in lengths.tolist()),
             method=pick_method(d_model, len(run.layers) - 1, max(ks)) if self.method == "auto" else self.method,
@@ -503,6 +497,6 @@ def block_coupling_kernel(
         assert view.row is not None
         of = view.row[at.to(view.row.device)]
         out["prompt coupling"] = sums_by_row(score * with_pairs, of, rows)
-        out["prompt count"] = sums_by_row(with_pairs, of, rows)
+        out["prompt coupling known"] = sums_by_row(with_pairs, of, rows)
         out["prompt tokens"] = sums_by_row(torch.ones(len(view.row)), view.row, rows)
     return out

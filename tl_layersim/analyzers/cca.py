@@ -16,7 +16,7 @@ from ..core.arguments import Fraction
 from ._moments import Covariances, CrossProductAnalyzer, Sites
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
-from .analyzer import Run, need_tokens
+from .analyzer import Run
 
 # Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
 SMALLEST_EIGENVALUE = 1e-12
@@ -178,7 +178,6 @@ class CCA(CrossProductAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> CCAResult:
         count = int(sums["samples"])
-        need_tokens(count, 2, "CCA", self.samples_in_words)
         products = Covariances(sums)
         defined = products.rows.defined, products.columns.defined
         known = self.defined_pairs(run, defined, count)

@@ -23,7 +23,7 @@ from ..activations.view import Kernel, View
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import Model
 from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
-from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
+from .analyzer import Exchange, Run, Weight, compared, refuse_undefined
 
 # Rows of a Gram matrix that are one product; smaller products are slower by the FLOP.
 GRAM_ROWS = 128
@@ -218,8 +218,6 @@ class CKA(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         exact = self.estimator == "exact"
-        if exact:
-            need_tokens(int(sums["samples"]), 4, "CKA", self.samples_in_words)
         self.need_rows(tuples_of_rows(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
         cross, own_x, own_y = exact_hsic(sums) if exact else (sums["xy"], sums["xx"], sums["yy"])
         defined_x, defined_y = own_x > 0, own_y > 0

@@ -13,10 +13,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
+from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import Model
-from .analyzer import CSORDAS, Analyzer, Run, listed, mean_and_std, need_tokens, omitted_at
+from .analyzer import CSORDAS, Analyzer, Run, mean_and_std, omitted_at
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")
 # Sites inside a block at which a sublayer may read the stream. The MLP of a sequential block reads it after attention, and that
@@ -145,13 +145,7 @@ class Contribution(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> ContributionResult:
         count = int(sums["count"])
-        need_tokens(count, 1, "Contribution")
         sublayers = sublayer_sites(run.layers)
-        if not sublayers:
-            raise LayersimError(
-                f"Contribution needs sites blocks.{{i}}.hook_attn_out and hook_mlp_out, which this source does not read; it "
-                f"has {listed(run.layers)}."
-            )
         if zero := omitted_at(sublayers, count - sums["cosine known"], count):
             warn(
                 "Tokens have no cosine if a sublayer's output or its stream is zero, and no relative norm if the stream is "

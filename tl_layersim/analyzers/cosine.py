@@ -17,9 +17,8 @@ from ..activations.view import Kernel, View
 from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.arguments import Bins
 from ..core.intervals import QUANTILES
-from ..core.wording import brief
 from ..sources.model_description import Model
-from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, need_tokens, omitted_at
+from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
 
 
@@ -271,11 +270,6 @@ class Cosine(Analyzer):
     histogram_bins: Bins = 2000
 
     def __post_init__(self) -> None:
-        if isinstance(self.center, Tensor) and not bool(self.center.isfinite().all()):
-            raise LayersimError(
-                f"`center` is {brief(self.center)}, with {int((~self.center.isfinite()).sum())} numbers that are not finite; "
-                "all must be finite."
-            )
         raw = isinstance(self.center, str) and self.center == "none"
         object.__setattr__(self, "weighs", ("power" if raw else "variance",))
 
@@ -304,7 +298,6 @@ class Cosine(Analyzer):
     def compute(self, sums: Sums, run: Run) -> CosineResult:
         count = int(sums["count"])
         offset = self._mean(run.first)
-        need_tokens(count, 2 if run.first else 1, "Cosine")
         # Number of tokens that have a cosine at both layers; 0 / 0 is NaN.
         pairs = sums["pairs"].double()
         what = "is zero" if offset is None else "is the mean itself"
@@ -377,22 +370,8 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
     return torch.tensor(adjacent, dtype=torch.bool)
 
 
-def refuse_unequal_widths(view: View) -> None:
-    """Raise an error if the sites of a view differ in width.
-
-    The widths may be known only now, and a view pads narrower sites with zeros.
-    """
-    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
-    if odd:
-        raise LayersimError(
-            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]} and {view.sites[odd[0]]} "
-            f"{view.widths[odd[0]]}."
-        )
-
-
 def mean_kernel(view: View) -> dict[str, Tensor]:
     """Sum of the residual over tokens, and the number of tokens."""
-    refuse_unequal_widths(view)
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.
         "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.activations]),
@@ -410,7 +389,13 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         mean: `residual d_model` to subtract, None for no centring.
         bins: number of bins of each histogram.
     """
-    refuse_unequal_widths(view)
+    # The widths may be known only now, and a view pads narrower sites with zeros.
+    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
+    if odd:
+        raise LayersimError(
+            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]} and {view.sites[odd[0]]} "
+            f"{view.widths[odd[0]]}."
+        )
     x = view.activations
     layers, tokens, _ = x.shape
     device = x.device

@@ -19,8 +19,7 @@ from ..core.site_names import site_in_words
 from ..core.wording import number_text
 from ..sources.model_description import Model
 from ._moments import samples_differ
-from ._samples import samples
-from .analyzer import Run, SampleAnalyzer, need_tokens, refuse_undefined
+from .analyzer import Run, SampleAnalyzer, refuse_undefined
 
 
 @result_class
@@ -153,12 +152,11 @@ class EffectiveRank(SampleAnalyzer):
         object.__setattr__(self, "weighs", ("samples", "variance" if self.center == "dataset" else "power"))
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(second_moments_kernel, level=self.level, pool=self.pool)
+        return partial(second_moments_kernel, rows=self.read)
 
     def compute(self, sums: Sums, run: Run) -> EffectiveRankResult:
         unit = self.samples_in_words
         n, centred = int(sums["samples"]), self.center == "dataset"
-        need_tokens(n, 2 if centred else 1, "EffectiveRank", unit)
         widths = tuple((sums["width"] // n).tolist())
         most = n - centred
         if most < max(widths):
@@ -218,20 +216,19 @@ def _exp_entropy(values: Tensor) -> Tensor:
     return rank
 
 
-def second_moments_kernel(view: View, *, level: str, pool: str) -> dict[str, Tensor]:
-    """Sum of the samples, and sum of their second moments, float64.
+def second_moments_kernel(view: View, *, rows: partial[Tensor]) -> dict[str, Tensor]:
+    """Sums of the samples and of their second moments, float64.
 
     Args:
         view: activations of one batch.
-        level: "token" or "sequence".
-        pool: for "sequence", "mean", "last" or "first".
+        rows: function that takes a view and returns its samples, `site sample width`.
     """
-    x = samples(view, level=level, pool=pool)
+    x = rows(view)
     total, second = [], []
     for site in x:
-        rows = site.double()
-        total.append(rows.sum(0))
-        second.append(rows.T @ rows)
+        wide = site.double()
+        total.append(wide.sum(0))
+        second.append(wide.T @ wide)
     count = x.shape[1]
     return {
         "samples": torch.tensor(count),

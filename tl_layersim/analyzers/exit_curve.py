@@ -299,7 +299,7 @@ class ExitCurve(LensAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
         count, targets = int(sums["count"].sum()), int(sums["targets"].sum())
-        self.check_sums(sums, run, count, targets)
+        self.check_sums(sums, run, targets)
         parts = sums["exits"].double()
         exits, counts, known = parts.sum(0), sums["count"][:, None], sums["targets"][:, None]
         return ExitCurveResult(

@@ -116,7 +116,6 @@ class LinearPredictivity(CrossProductAnalyzer):
     name: ClassVar[str] = "linear_predictivity"
     weighs: ClassVar[tuple[Weight, ...]] = ("samples",)
     symmetric: ClassVar[bool] = False
-    needs_rows: ClassVar[bool] = True
     # Whole rows of the data are held out.
     prompts: ClassVar[bool] = True
     seconds_per_pair: ClassVar[float] = 0.1

@@ -16,12 +16,12 @@ from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
-from ..core.wording import amount, brief
+from ..core.wording import amount
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
 from ._moments import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
-from ._samples import GOLDEN, SHIFT, held_out
+from ._samples import GOLDEN, SHIFT, check_classes, held_out
 from .analyzer import LabelledAnalyzer, Run, listed
 
 # Weights `site width class` and offsets `site class`, over all classes.
@@ -137,17 +137,6 @@ class ProbeAnalyzer(LabelledAnalyzer):
     max_memory_gb: Limit = 4.0
     control: Literal["token", "row"] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        labels = self.labels
-        if isinstance(labels, Tensor):
-            _check_classes(labels, None)
-            if len(set(labels[labels != NO_LABEL].tolist())) < 2:
-                raise LayersimError(
-                    f"`labels` of a linear probe are {brief(sorted(set(labels.flatten().tolist())))}; they must hold at "
-                    f"least two classes besides {NO_LABEL}."
-                )
-
     @property
     def split(self) -> tuple[float, int, int | None]:
         """The arguments of `held_out` that select the held-out rows."""
@@ -159,9 +148,8 @@ class ProbeAnalyzer(LabelledAnalyzer):
             raise LayersimError(
                 f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
             )
-        if not isinstance(self.labels, Tensor):
-            # The sums of `LinearProbe` have a place for so many classes.
-            _check_classes(targets(tokens_alone(batch), self.labels), getattr(self, "max_classes", None))
+        classes = targets(tokens_alone(batch), self.labels)
+        check_classes(classes[classes != NO_LABEL], getattr(self, "classes", math.inf), "Pass a larger max_classes=.")
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
@@ -347,20 +335,6 @@ def warn_of_constant(sites: list[str]) -> None:
             f"All training samples are equal at {listed(sites)}, as [CLS] "
             "tokens are before the first attention: a probe predicts the most frequent class there."
         )
-
-
-def _check_classes(labels: Tensor, limit: int | None) -> None:
-    """Raise an error if classes are negative, or at or above a limit."""
-    known = labels[labels != NO_LABEL]
-    if not len(known):
-        return
-    low, high = int(known.min()), int(known.max())
-    if low < 0:
-        raise LayersimError(
-            f"`labels` of a linear probe are from {low} to {high}; they must be 0 or more, or {NO_LABEL} for no label."
-        )
-    if limit is not None and high >= limit:
-        raise LayersimError(f"`labels` holds class {high}; with max_classes={limit} classes are 0 to {limit - 1}.")
 
 
 def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | None]) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,13 +55,10 @@ class LensAnalyzer(LabelledAnalyzer):
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     def check(self, *models: Model) -> None:
-        need_head(
-            models[0],
-            type(self).__name__,
-            targets=not is_none(self.labels),
-            own_labels=bool(self.label_source),
-            heads=self.heads,
-        )
+        targets, own_labels = not is_none(self.labels), bool(self.label_source)
+        need_head(models[0], type(self).__name__, targets=targets, own_labels=own_labels)
+        if isinstance(self.heads, ExitHeads):
+            self.heads.check(models[0])
 
     @property
     def lens(self) -> dict[str, Any]:
@@ -72,20 +69,18 @@ class LensAnalyzer(LabelledAnalyzer):
             "heads": self.heads.plain if isinstance(self.heads, ExitHeads) else None,
         }
 
-    def check_sums(self, sums: Sums, run: Run, count: int | Tensor, targets: int | Tensor = 1) -> None:
-        """Raise an error if positions or targets are too few or logits are not finite; warn of labels without a row of data.
+    def check_sums(self, sums: Sums, run: Run, targets: int = 1) -> None:
+        """Raise an error if no position has a target, or if logits are not finite; warn of labels without a row of data.
 
         Args:
             sums: sums over all batches.
             run: the finished run.
-            count: number of positions.
             targets: number of positions with a target.
         """
         warn_of_unused(self.labels, run.provenance)
-        need_tokens(int(count), 1, type(self).__name__, "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
         if not is_none(self.labels):
-            need_tokens(int(targets), 1, type(self).__name__, "positions with a target")
+            need_tokens(targets, 1, type(self).__name__, "positions with a target")
 
     def unembedding(self, run: Run) -> str:
         """The map from the residual x to logits, as text; with `heads`, the map of the layers below the last."""
@@ -341,7 +336,7 @@ class LogitLens(LensAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
         count, targets = int(sums["count"]), int(sums["targets"])
-        self.check_sums(sums, run, count, targets)
+        self.check_sums(sums, run, targets)
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
         return LogitLensResult(

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View, row_ends, targets
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
-from ..core.arguments import Limit
-from ..core.wording import brief
+from ..core.arguments import Limit, TwoOrMore
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
 from ..sources.activation_checks import need_stream
 from ..sources.model_description import Model
-from ._samples import samples
+from ._moments import warn_of_few_samples
+from ._samples import check_classes, samples
 from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
@@ -156,7 +156,7 @@ class NeuralCollapse(LabelledAnalyzer):
     first_without_model: ClassVar[bool] = True
 
     labels: Any = "next_token"
-    classes: int | tuple[int, ...] | list[int] = 10
+    classes: TwoOrMore | tuple[int, ...] | list[int] = 10
     level: Literal["auto", "token", "sequence"] = "auto"
     pool: Literal["last", "first", "mean", "head"] | None = None
     classifier: Float[Tensor, "class d_model"] | None = None
@@ -166,11 +166,6 @@ class NeuralCollapse(LabelledAnalyzer):
         super().__post_init__()
         if isinstance(self.classes, list):
             object.__setattr__(self, "classes", tuple(self.classes))
-        least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
-        if least < 2:
-            raise LayersimError(f"`classes` is {brief(self.classes)}; it must be at least 2, or name two classes or more.")
-        if self.classifier is not None and not bool(self.classifier.isfinite().all()):
-            raise LayersimError(f"`classifier` is {brief(self.classifier)}; all its numbers must be finite.")
 
     @property
     def whole_rows(self) -> bool:
@@ -248,11 +243,7 @@ class NeuralCollapse(LabelledAnalyzer):
                 + (", ".join(f"{int(n)} of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)) or "no class")
                 + "."
             )
-        if int(counts.sum()) < sums["second"].shape[-1]:
-            warn(
-                f"NeuralCollapse rests on {int(counts.sum()):,} samples of {sums['second'].shape[-1]:,} dimensions: with fewer "
-                "samples than dimensions NC1 depends on the number of samples. Pass more data, or fewer classes=."
-            )
+        warn_of_few_samples("NeuralCollapse", int(counts.sum()), sums["second"].shape[-1], "samples")
         if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
             raise LayersimError(
                 f"`classifier` has {len(self.classifier)} rows; it must have one for each class, and the data has classes from "
@@ -350,11 +341,7 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
     if by_row:
         classes = classes[row_ends(view)]
     classes = classes[classes != NO_LABEL]
-    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < COUNTED_IDS:
-        raise LayersimError(
-            f"`labels` are numbers from {int(classes.min())} to {int(classes.max())}; classes are 0 to {COUNTED_IDS - 1}, and "
-            f"{NO_LABEL} means no label."
-        )
+    check_classes(classes, COUNTED_IDS)
     return {"labels": torch.bincount(classes, minlength=COUNTED_IDS)}
 
 

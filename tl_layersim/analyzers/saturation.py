@@ -138,7 +138,7 @@ class Saturation(LensAnalyzer):
     def compute(self, sums: Sums, run: Run) -> SaturationResult:
         counts = sums["counts"].double()
         total = int(sums["counts"].sum())
-        self.check_sums(sums, run, total)
+        self.check_sums(sums, run)
         if affected := omitted_at(run.layers[1:], sums["counts"] - sums["known"], sums["counts"]):
             warn(
                 f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine. The "

@@ -19,7 +19,7 @@ from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES, with_margin
 from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
+from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, omitted_at
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
 DECADES = (-6.0, 8.0)
@@ -355,7 +355,6 @@ class Trajectory(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> TrajectoryResult:
         count = int(sums["count"])
-        need_tokens(count, 1, "Trajectory")
         for what, names in (("residual", run.layers), ("update", run.layers[1:])):
             if zero := omitted_at(names, sums[f"zero_{what}"], count):
                 warn(
@@ -374,7 +373,7 @@ class Trajectory(Analyzer):
             whole[f"{name}_quantiles"] = quantiles_of_logs(sums[f"{name} bins"])
         prompts: dict[str, Any] = {}
         for name in PROMPT_FIELDS:
-            prompts |= prompt_fields(name, sums, run.first, f"prompt {name} known")
+            prompts |= prompt_fields(name, sums, run.first)
         tokens = prompts["prompt_tokens"]
         prompts["prompt_norm"] = sums["prompt norm"] / tokens[:, None] if run.first else tokens.new_zeros(0, len(run.layers))
         layers = run.layers
