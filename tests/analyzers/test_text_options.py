@@ -8,7 +8,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.analyzers.analyzer import with_options
+from tl_layersim.commands.models_and_data import with_options
 from tl_layersim.lens import ExitHeads
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import combinations_with_replacement, product
@@ -506,55 +503,3 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
             f"The head of {model.name} classifies whole rows, so it does not predict a next token. {analyzer}(labels='data') "
             "reads classes from a column `label` beside the texts."
         )
-
-
-def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> dict[str, Analyzer]:
-    """The analyzers with some of their options set from text.
-
-    Args:
-        analyzers: the analyzers, by name.
-        settings: settings of the form `name.option=value`. A value is written as in Python or JSON; text needs no quotation
-            marks.
-
-    Raises:
-        LayersimError: a setting does not have this form, or its analyzer or option does not exist.
-
-    Examples:
-        >>> from .cka import CKA
-        >>> with_options({"cka": CKA()}, ["cka.minibatch=128"])["cka"].minibatch
-        128
-    """
-    values: dict[str, dict[str, Any]] = {name: {} for name in analyzers}
-    for setting in settings:
-        place, equals, text = setting.partition("=")
-        name, _, option = place.partition(".")
-        near = {name: analyzers[name]} if name in analyzers else analyzers
-        known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]  # type: ignore[arg-type]
-        if not equals or place not in known:
-            raise LayersimError(f"`--option` is {setting!r}; it must be name.option=value, with one of {', '.join(known)}.")
-        values[name][option] = _value(text)
-    return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}  # type: ignore[type-var]
-
-
-def as_settings(analyzer: Analyzer) -> list[str]:
-    """The options of an analyzer as text, from which `with_options` makes the same analyzer.
-
-    Args:
-        analyzer: an analyzer. An option that text cannot hold, such as heads that were read from a file, is left out.
-
-    Examples:
-        >>> from .cosine import Cosine
-        >>> as_settings(Cosine(center="none"))[0]
-        'cosine.center=none'
-    """
-    options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}  # type: ignore[arg-type]  # dataclasses
-    texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
-    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_value(text)) == repr(options[name])]
-
-
-def _value(text: str) -> Any:
-    """Parse a value written as in JSON or Python; return any other text unchanged."""
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError):
-            return read(text)
-    return text

@@ -174,28 +174,24 @@ class EffectiveRank(SampleAnalyzer):
         return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)
 
 
-def spectrum_of(second: Tensor, mean: Tensor) -> Tensor | None:
-    """Eigenvalues of the second moments about a mean, descending; None if the samples do not differ from the mean.
+def spectrum_of(second: Tensor, mean: Tensor) -> Tensor:
+    """Eigenvalues of the second moments about a mean, descending.
 
-    Eigenvalues within the rounding error of the moments are 0.
+    Eigenvalues within the rounding error of the moments are 0; all are 0 if the samples do not differ from the mean.
 
     Args:
         second: `width width`, mean of x x' over the samples.
         mean: `width`, the mean to subtract.
     """
     if not samples_differ(second, mean):
-        return None
+        return torch.zeros_like(mean)
     values: Tensor = torch.linalg.eigvalsh(second - torch.outer(mean, mean)).flip(0)
     floor = len(values) * torch.finfo(torch.float64).eps * second.diagonal().sum()
     return values.where(values > floor, 0)
 
 
-def _ranks(values: Tensor | None, top: int) -> dict[str, Tensor]:
-    """The tensor fields of the result for one site, from its eigenvalues in descending order."""
-    if values is None:
-        undefined = torch.tensor(math.nan, dtype=torch.float64)
-        ranks = dict.fromkeys(("values", "eigenvalue_rank", "participation_ratio", "stable_rank", "directions_90"), undefined)
-        return ranks | {"spectrum": undefined.expand(top)}
+def _ranks(values: Tensor, top: int) -> dict[str, Tensor]:
+    """The tensor fields of the result for one site, from its eigenvalues in descending order; NaN if all are 0."""
     total = values.sum()
     share = values / total
     return {
@@ -204,7 +200,7 @@ def _ranks(values: Tensor | None, top: int) -> dict[str, Tensor]:
         "participation_ratio": 1 / share.square().sum(),
         "stable_rank": 1 / share[0],
         # Rounding of the sum must not add a direction.
-        "directions_90": (share.cumsum(0) < 0.9 - 1e-12).sum().double() + 1,
+        "directions_90": ((share.cumsum(0) < 0.9 - 1e-12).sum().double() + 1).where(total > 0, math.nan),
         "spectrum": share[:top],
     }
 
