@@ -186,7 +186,7 @@ REFUSED = {
     "classifies whole rows": (3, {}, {}),
     "`max_memory_gb` is 1e-09": (3, {"labels": torch.arange(ROWS) % 3, "max_memory_gb": 1e-9}, {}),
     r"`labels`.* 0 to 3\b.* 0 to 2\b": (3, {"labels": torch.arange(ROWS) % 4}, {}),
-    "at least 1 positions with a target": (3, {"labels": torch.full((ROWS,), -100)}, {}),
+    "positions with a target": (3, {"labels": torch.full((ROWS,), -100)}, {}),
 }
 
 

@@ -37,7 +37,7 @@ def test_values_are_python_or_plain_text(text, option, value):
         ("minibatch=128", "`--option` is 'minibatch=128'"),
         ("cka", "`--option` is 'cka'"),
         ("cak.minibatch=128", r"'cak\.minibatch=128'.* cka"),
-        ("cka.minibach=128", r"'cka\.minibach=128'.* minibatch"),
+        ("cka.minibach=128", r"'cka\.minibach=128'.* cka\.minibatch\b"),
         ("cka.minibatch=many", "`minibatch`.*many"),
     ],
 )

@@ -39,7 +39,7 @@ EXCHANGED = 256
 def cross_product_kernel(
     *views: View, rows: partial[Tensor], split: tuple[float, int, int | None] | None = None
 ) -> dict[str, Tensor]:
-    """Cross-products of the sites of one model, or between the sites of two models, over the samples of one batch.
+    """Cross-products between sites, of one model or of two, summed over a batch.
 
     Analyzers of one run that read the same samples of one model share the products of a batch.
 
@@ -87,7 +87,9 @@ def _split_cross_products(
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None] | None) -> Draws:
-    """Draw what the permutation null exchanges: single samples; or whole rows, at positions that all of these rows have.
+    """Draw the rows or single samples that the permutation null exchanges.
+
+    Rows are exchanged at positions that all of them have.
 
     Args:
         samples: the samples of a pool.
@@ -115,7 +117,7 @@ def exchanged_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Cross-products between sites for a pool's samples: in true order, and with the rows of the second site permuted.
+    """Cross-products of a pool's samples, in true order and with the rows of the second site permuted.
 
     Args:
         sides: samples of one model or of two, `site sample width`.
@@ -143,7 +145,7 @@ def exchanged_sums(
 def cross_products(
     sides: Sequence[Tensor], permutations: Tensor | None = None, own: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
-    """Sums and cross-products of the sites of one model, or between the sites of two models.
+    """Sums of samples, and cross-products between sites, of one model or of two.
 
     Args:
         sides: samples of each model, `site sample width`, float64.
@@ -168,7 +170,7 @@ def cross_products(
 
 
 def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
-    """Products x'y of all pairs of sites, `pair width_x width_y`; with `later`, each unordered pair once."""
+    """Products x'y of pairs of sites, `pair width_x width_y`. With `later`, each unordered pair occurs once."""
     width = y.shape[-1]
     flat = rearrange(y, "site sample d -> sample (site d)").contiguous()
     counts = [len(y) - site * later for site in range(len(x))]
@@ -205,13 +207,13 @@ def warn_of_few_rows(measure: str, rows: int) -> None:
     """
     if rows < FEW_HELD_OUT_ROWS:
         warn(
-            f"{measure} is evaluated on {amount(rows, 'held-out row')}. Below {FEW_HELD_OUT_ROWS} its values scatter by "
-            "tenths: pass more rows, or a larger test_fraction=."
+            f"{measure} is evaluated on {amount(rows, 'held-out row')}, so its values scatter by tenths. Pass more rows, or a "
+            "larger test_fraction=."
         )
 
 
 def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float) -> Tensor:
-    """Weights of a ridge regression that penalises the weights of standardised dimensions.
+    """Weights of a ridge regression on standardised dimensions.
 
     The covariance of standardised dimensions has a mean eigenvalue of 1, and one dimension of large variance does not raise the
     penalty of the others.
@@ -235,8 +237,8 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
     least = 100 * EPS * (power / variance).where(spread, 0).max()
     if not ridge >= least:
         raise LayersimError(
-            f"`ridge` is {ridge:g}, a penalty that is lost in rounding because the mean of the activations is large; it must "
-            f"be at least {float(2 * least):.1g}."
+            f"`ridge` is {ridge:g}, which is lost in rounding because the activations have a large mean; it must be at least "
+            f"{float(2 * least):.1g}."
         )
     scale = variance.where(spread, torch.inf).rsqrt()
     penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)
@@ -244,7 +246,7 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
 
 
 def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Weights `width class` and offsets `class` of a linear probe, by ridge regression of one-hot labels.
+    """Fit a linear probe by ridge regression on one-hot labels: weights `width class` and offsets `class`.
 
     Args:
         second: `width width`, sum of x x' over training samples.
@@ -303,7 +305,7 @@ class Sites:
 
 
 class Covariances:
-    """Covariances (divided by n) within and between the sites of one model, or of two models.
+    """Covariances (divided by n) between sites, of one model or of two.
 
     Args:
         sums: sums that `cross_products` returned, added over all batches.
@@ -398,7 +400,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
 
     @property
     def split(self) -> tuple[float, int, int | None] | None:
-        """The arguments of `held_out` that select the held-out rows; None if no rows are held out."""
+        """Fraction, seed and first row of the held-out rows; None if no rows are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:
@@ -437,9 +439,8 @@ class CrossProductAnalyzer(SampleAnalyzer):
             count: number of samples.
         """
         why = (
-            f"either all of {count} {self.samples_in_words} are equal, as first tokens or [CLS] tokens are before the first "
-            "attention, or the mean is so large that rounding hides the spread "
-            '(CKA(estimator="minibatch") centres each minibatch)'
+            f"all {count} {self.samples_in_words} are equal up to rounding, as first tokens are before the first attention. If "
+            'a large mean hides their spread, CKA(estimator="minibatch") measures it'
         )
         refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), why)
         return sides[0][:, None] & sides[1]
@@ -447,7 +448,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
     def null(
         self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
     ) -> dict[str, Any]:
-        """The fields of the result that describe the permutation null, in which samples are paired at random.
+        """The fields of the result that describe the permutation null.
 
         Args:
             run: the finished run.

@@ -158,7 +158,7 @@ class CalibratedMatrix(LayerMatrix):
         return replace(self, split_half=whole, noise_ceiling=whole.clamp(min=0).sqrt())
 
     def transposed(self) -> Any:
-        """The comparison of the two models in the other order: rows become columns in every field."""
+        """The same comparison with the models exchanged: rows become columns in every field."""
         other = {"row": "column", "column": "row"}
         sides = {"residual": "column", "column": "residual"}
         swapped: dict[str, Any] = {}
@@ -264,7 +264,7 @@ def p_values(values: Tensor, null: Tensor) -> Tensor:
 
 
 def null_threshold(values: Tensor, null: Tensor) -> Tensor:
-    """Threshold of a permutation test at `ALPHA`: the 95 % quantile of the null values together with the observed value.
+    """The 95 % quantile of the null values together with the observed value: the threshold of a test at `ALPHA`.
 
     Args:
         values: observed values, of any shape.
@@ -296,9 +296,5 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
 
 
 def is_one_model(models: Sequence[Model]) -> bool:
-    """Whether all models of a run are the same model.
-
-    Args:
-        models: the models of the run, see `Run`.
-    """
+    """Whether all models of a run are the same model."""
     return len({id(model) for model in models}) < 2

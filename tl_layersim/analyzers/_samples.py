@@ -1,4 +1,4 @@
-"""Samples of a view: tokens or rows, held-out rows, sums by row of the data, and random draws from a pool of rows.
+"""Samples of a view, held-out rows, sums by row, and random draws from a pool of rows.
 
 Plain functions of torch: they run inside the kernels that call them, also on a server.
 """
@@ -51,7 +51,7 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
         return view.activations[:, ends - lengths + 1]
     if pool == "flat":
         if (least := int(lengths.min())) < (most := int(lengths.max())):
-            raise LayersimError(f"`pool` is 'flat', and rows have from {least} to {most} tokens; they must have equally many.")
+            raise LayersimError(f"`pool` is 'flat', but rows have {least} to {most} tokens; all must have equally many.")
         return view.activations.reshape(len(view.activations), len(ends), -1)
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
 
@@ -91,7 +91,7 @@ def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> 
 
 
 def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row: bool) -> list[Tensor]:
-    """Draw the samples of each minibatch without replacement, and return their indices.
+    """Draw minibatches without replacement. Returns indices of samples.
 
     The draw depends on the rows of the pool and the seed, not on the number of the pool.
 
@@ -128,7 +128,7 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row:
 
 
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw rows, and positions that all of these rows have; returns indices of samples, `row position`.
+    """Draw rows, and positions that all these rows have. Returns indices of samples, `row position`.
 
     Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
     numbers of samples of the rows alone.
@@ -209,17 +209,15 @@ def pool_key(samples: Samples, seed: int) -> int:
 
 
 def row_counts_kernel(view: View) -> dict[str, Tensor]:
-    """Number of counted positions in each row of the data, as far as they are known without running the model."""
+    """Number of counted positions in each row of the data."""
     assert view.row is not None
     if len(view.row) and int(view.row.max()) >= COUNTED_ROWS:
-        raise LayersimError(
-            f"`per_prompt` is True, but the data has more than {COUNTED_ROWS} rows, which is the limit for values by prompt."
-        )
+        raise LayersimError(f"`per_prompt` is True; it must be False for data of more than {COUNTED_ROWS} rows.")
     return {"rows": torch.bincount(view.row, minlength=COUNTED_ROWS)}
 
 
 def counted_rows(first: Sums) -> Tensor:
-    """Indices of the rows of the data that have counted positions, ascending.
+    """Indices of the rows with counted positions, ascending.
 
     Args:
         first: sums of `row_counts_kernel`; empty without values by row.
@@ -228,7 +226,7 @@ def counted_rows(first: Sums) -> Tensor:
 
 
 def prompt_fields(name: str, sums: Sums, first: Sums) -> dict[str, Any]:
-    """Fields of a result that hold values by row of the data; empty if values by row were not measured.
+    """The fields of a result by row of the data; empty if values by row were not measured.
 
     Args:
         name: name of the quantity.
@@ -244,7 +242,7 @@ def prompt_fields(name: str, sums: Sums, first: Sums) -> dict[str, Any]:
 
 
 def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
-    """Sum of the values of each row of the data, `row ...`, float64.
+    """Sum values by row of the data: `row ...`, float64.
 
     Args:
         values: `sample ...`.
@@ -258,7 +256,7 @@ def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
-    """The values that are not NaN, by row of the data; the keys are names such as "row 3".
+    """Values by row of the data, without NaN. Keys are names such as "row 3".
 
     Args:
         values: `row`, the values.

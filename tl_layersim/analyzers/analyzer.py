@@ -137,7 +137,7 @@ class Analyzer(ABC):
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
-        """Sets the options that depend on the model, before a run; returns the analyzer with these options.
+        """Return an analyzer in which options that depend on the model are set.
 
         Args:
             model: the model, with the sites of this analyzer.
@@ -152,12 +152,12 @@ class Analyzer(ABC):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether `positions="mean"` is refused: the output head, next tokens and block calls need single positions."""
+        """Whether the kernel needs single positions, so that `positions="mean"` raises an error."""
         return self.needs_unembed or self.needs_calls
 
     @property
     def label_source(self) -> str:
-        """Source of the labels: "data" for a column of the data, "rows" for a tensor with an entry per row, "" for none."""
+        """Source of the labels: "data" for a column, "rows" for a tensor by row, "" for none."""
         return ""
 
     def first_kernel(self) -> Kernel | None:
@@ -173,7 +173,7 @@ class Analyzer(ABC):
         """
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        """Kernel of pools of rows, run beside `kernel`; its sums are added to those of `kernel`. None if there is none.
+        """Second kernel of the main pass, which reads pools of rows; None for none. Its sums join those of `kernel`.
 
         Args:
             first: sums of the first pass, empty without one.
@@ -181,7 +181,7 @@ class Analyzer(ABC):
         return None
 
     def pool_need(self, density: float) -> int:
-        """Number of rows of the largest pool that a kernel draws samples from; 0 without a `PoolKernel`.
+        """Number of rows in the largest pool of a `PoolKernel`; 0 without a `PoolKernel`.
 
         Args:
             density: mean number of counted positions of a row.
@@ -205,7 +205,7 @@ class Analyzer(ABC):
         """
 
     def check_sites(self, *models: Model) -> None:
-        """Raise an error if the layers of a model are not the sites that this analyzer needs.
+        """Raise an error if this analyzer cannot read the sites of a model.
 
         Args:
             *models: one model; two models to compare; or more, to compare all pairs of.
@@ -215,7 +215,7 @@ class Analyzer(ABC):
         """
         if self.needs_two_models and len(models) == 1:
             raise LayersimError(
-                f"{type(self).__name__} compares two models, but is given only {models[0].name}. Use compare(model_a, model_b, "
+                f"{type(self).__name__} compares two models, but only {models[0].name} is given. Use compare(model_a, model_b, "
                 f"data, {type(self).__name__}())."
             )
         for model in models:
@@ -231,7 +231,7 @@ class Analyzer(ABC):
             need_memory(what, need, getattr(self, "max_memory_gb", math.inf), fewer)
 
     def sum_numbers(self, *models: Model) -> float:
-        """Number of float64 values in the sums, for `max_memory_gb`; 0 if there are few, or if a width is not known.
+        """Number of float64 values in the sums, for `max_memory_gb`; 0 if few or not known.
 
         Args:
             *models: one model; two models to compare; or more, to compare all pairs of.
@@ -249,7 +249,7 @@ class Analyzer(ABC):
         """
 
     def compute_seconds(self, model: Model) -> float:
-        """Seconds on one core that a call of `compute` takes; 0 if few.
+        """Seconds that `compute` takes on one core; 0 if few.
 
         With intervals, `compute` is called for each block of rows.
 
@@ -259,7 +259,7 @@ class Analyzer(ABC):
         return 0.0
 
     def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
-        """Raise an error if a batch lacks the inputs that this analyzer needs, before the model runs on it.
+        """Raise an error before the model runs if a batch lacks inputs that this analyzer needs.
 
         Args:
             batch: a batch of the data.
@@ -339,7 +339,7 @@ class SampleAnalyzer(Analyzer):
 
 
 def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Model, Model]]:
-    """The pairs of models to compare: a model with itself; two models; or all pairs of several models, each with itself too.
+    """The pairs of models to compare. One model is paired with itself; more than two models give all pairs.
 
     Args:
         models: one model; two models to compare; or more, to compare all pairs of.
@@ -351,7 +351,7 @@ def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Mode
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first four names as text, and how many more there are.
+    """The first four names as text, with "and others" if there are more.
 
     Args:
         names: all names.
@@ -365,7 +365,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
-    """The sites at which samples are omitted, each with the number of omitted samples, as text; "" if there are none.
+    """Sites at which samples are omitted, with the numbers of samples, as text; "" for none.
 
     Args:
         sites: all sites.
@@ -377,7 +377,7 @@ def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
 
 
 def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
-    """Warn of sites at which a measure is not defined; raise an error if it is defined at none of the rows or columns.
+    """Warn of sites at which a measure is not defined; raise an error if no row or no column is defined.
 
     Args:
         measure: name of the measure.
@@ -396,7 +396,7 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
 
 
 def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (divided by N) of a quantity over the samples that have it; NaN if no sample has it.
+    """Mean and standard deviation (divided by N) of a quantity; NaN if no sample has a value.
 
     Args:
         sums: sums of the quantity, of its square ("^2") and of the samples that have it (" known").
@@ -408,7 +408,7 @@ def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
 
 
 def code_digest(analyzer: Analyzer) -> str:
-    """Digest (12 hex digits) of an analyzer's bytecode, including the functions of its module that it calls.
+    """Digest (12 hex digits) of an analyzer's bytecode and of the functions that it calls.
 
     Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
 
@@ -452,12 +452,12 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
         LayersimError: there are too few samples.
     """
     if given < needed:
-        raise LayersimError(f"{analyzer} needs at least {needed} {unit}; the data has {given}.")
+        raise LayersimError(f"{analyzer} needs {needed} or more {unit}; the data has {given}.")
 
 
 @typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
-    """All analyzers by name: the analyzers of this package, then those that installed packages declare as entry points.
+    """Analyzers by name: first of this package, then the entry points of installed packages.
 
     Examples:
         >>> sorted(find_analyzers())[:2]
@@ -476,7 +476,7 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
 
 
 def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
-    """Raise an error if a model has no known unembedding, or if its head does not fit the targets.
+    """Raise an error if a model has no known unembedding, or if its head cannot predict the targets.
 
     Args:
         model: the model to be analyzed.
@@ -495,8 +495,8 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         )
     if targets and not own_labels and "MaskedLM" in model.source:
         warn(
-            f"{model.name} was trained to predict the token at a masked position, and its input contains the next token: the "
-            f"next token is not a meaningful target. {analyzer}(labels=...) takes other targets."
+            f"{model.name} is a masked language model. Its input contains the next token, which is therefore no meaningful "
+            f"target; {analyzer}(labels=...) takes other targets."
         )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(

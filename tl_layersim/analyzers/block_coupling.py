@@ -1,4 +1,4 @@
-"""Block coupling: alignment of the top singular vectors of the Jacobians of all pairs of blocks, averaged over prompts."""
+"""Block coupling: alignment of two blocks' Jacobians by their top singular vectors, averaged over prompts."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class BlockCouplingResult(Result):
 
     @property
     def null_coupling(self) -> Tensor:
-        """Coupling to expect of random vectors, `layer layer`: 1 (0 with `normalize=False`) minus their mis-coupling `null`."""
+        """Coupling of random vectors, `layer layer`: 1 - `null`; -`null` with `normalize=False`."""
         return float(self.normalize) - self.null
 
     def measured_on(self, field: str) -> str:
@@ -250,16 +250,17 @@ class BlockCouplingResult(Result):
         if k is not None:
             by_k = field in ("coupling", "values", "null", "null_coupling")
             if k not in self.ks or not by_k:
-                raise LayersimError(
-                    f"`k` is {k}; {field!r} of this result takes {' or '.join(map(str, self.ks)) if by_k else 'no `k`'}."
-                )
+                allowed = " or ".join(map(str, self.ks)) if by_k else "None"
+                raise LayersimError(f"`k` is {k}; for {field!r} of this result, it must be {allowed}.")
             matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
             matrix = float(self.normalize) - matrix if "coupling" in field else matrix
         chosen = torch.full(matrix.shape, diagonal) | ~torch.eye(len(matrix), dtype=torch.bool)
         return float(matrix[chosen].nanmean())
 
     def by_prompt(self) -> dict[str, float]:
-        """Mean coupling of each data row, with keys such as "row 3"; rows with NaN are left out. `relate` takes this mapping.
+        """Mean coupling of each row of the data, by names such as "row 3". `relate` takes this mapping.
+
+        Rows without a defined coupling are left out.
 
         Raises:
             LayersimError: the run had `per_prompt=False`.
@@ -284,7 +285,7 @@ class BlockCouplingResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True)
 class BlockCoupling(Analyzer):
-    r"""Alignment of the top singular vectors of the Jacobians of all pairs of blocks, averaged over prompts.
+    r"""Coupling of all pairs of blocks: alignment of the top singular vectors of their Jacobians, averaged over prompts.
 
     $$
     J^l = \frac{\partial (f^l(X))_t}{\partial x^{l-1}_t} = U_l S_l V_l^\top, \qquad
@@ -348,12 +349,12 @@ class BlockCoupling(Analyzer):
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """`k` as a tuple: the numbers of singular vectors for which coupling is computed."""
+        """The option `k` as a tuple."""
         return (self.k,) if isinstance(self.k, int) else self.k
 
     @property
     def token_indices(self) -> tuple[int, ...]:
-        """`tokens` as a tuple of indices."""
+        """The option `tokens` as a tuple of indices."""
         return (-1,) if self.tokens == "last" else tuple(self.tokens)
 
     def check(self, *models: Model) -> None:
@@ -438,7 +439,7 @@ class BlockCoupling(Analyzer):
 def block_coupling_kernel(
     view: View, *, options: CouplingOptions, positions: tuple[int, ...], normalize: bool, rows: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """For every pair of blocks, sums over prompts of their coupling.
+    """Sum the coupling of every pair of blocks over the prompts of a batch.
 
     Args:
         view: activations of one batch, with the calls of the blocks.

@@ -158,19 +158,19 @@ class EffectiveRank(SampleAnalyzer):
         unit = self.samples_in_words
         n, centred = int(sums["samples"]), self.center == "dataset"
         widths = tuple((sums["width"] // n).tolist())
+        top = min(self.top, sums["second"].shape[-1])
+        by_site = []
+        for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
+            by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
+        ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
+        why = f"all {n} {unit} are equal up to rounding, as first tokens are before the first attention"
+        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
         most = n - centred
         if most < max(widths):
             warn(
                 f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
                 "all are biased downwards. Pass more data."
             )
-        top = min(self.top, sums["second"].shape[-1])
-        by_site = []
-        for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
-            by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
-        ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
-        why = f"all of {n} {unit} are equal up to rounding, as first tokens or [CLS] tokens are before the first attention"
-        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
         return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)
 
 
@@ -191,7 +191,7 @@ def spectrum_of(second: Tensor, mean: Tensor) -> Tensor:
 
 
 def _ranks(values: Tensor, top: int) -> dict[str, Tensor]:
-    """The tensor fields of the result for one site, from its eigenvalues in descending order; NaN if all are 0."""
+    """The tensor fields of the result at one site, from descending eigenvalues; NaN if all are 0."""
     total = values.sum()
     share = values / total
     return {

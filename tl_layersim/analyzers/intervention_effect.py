@@ -117,7 +117,7 @@ class InterventionEffectResult(Result):
 @typed
 @dataclass(frozen=True)
 class InterventionEffect(Analyzer):
-    r"""Effect of an intervention on each layer: cosine, relative change and logit lens of a clean and an edited run, by token.
+    r"""Effect of an intervention on each layer: the clean and the edited run compared token by token.
 
     $$\cos^{(l)} = \operatorname{mean}_t \frac{\langle x^l_t, \tilde x^l_t \rangle}{|x^l_t| \, |\tilde x^l_t|}, \qquad
     \Delta^{(l)} = \operatorname{mean}_t \frac{|\tilde x^l_t - x^l_t|}{|x^l_t|}, \qquad
@@ -207,7 +207,7 @@ class InterventionEffect(Analyzer):
 
 
 def effect_kernel(clean: View, edited: View, *, memory_mb: float | None) -> dict[str, Tensor]:
-    """Sums over tokens of the cosine and the relative change at each site, and of the lens's changes at each block.
+    """Sum cosines, relative changes and changes of the lens over the tokens of a batch.
 
     Args:
         clean: activations of one batch in the clean run.

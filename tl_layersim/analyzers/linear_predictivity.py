@@ -135,7 +135,7 @@ class LinearPredictivity(CrossProductAnalyzer):
         count = train.samples + test.samples
         if train.samples < 2 or test.samples < 2:
             raise LayersimError(
-                f"LinearPredictivity needs two training {self.samples_in_words} and two held-out ones; it has {train.samples} "
+                f"LinearPredictivity needs two training and two held-out {self.samples_in_words}; the data has {train.samples} "
                 f"training and {test.samples} held-out {self.samples_in_words}."
             )
         warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
@@ -162,7 +162,7 @@ class LinearPredictivity(CrossProductAnalyzer):
         )
 
     def _r2(self, train: Covariances, test: Covariances, defined: Tensor) -> Tensor:
-        """R2 on held-out samples of every column site predicted from every row site, `row column`.
+        """Held-out R2 of each column site, predicted from each row site, `row column`.
 
         Args:
             train: covariances of the training samples.

@@ -139,7 +139,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @property
     def split(self) -> tuple[float, int, int | None]:
-        """The arguments of `held_out` that select the held-out rows."""
+        """Fraction, seed and first row of the held-out rows."""
         return (float(self.test_fraction), self.seed, self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -153,7 +153,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
-        """Number of training samples and of held-out samples of each class, each `class`.
+        """Numbers of training and of held-out samples in each class, each `class`.
 
         Args:
             first: sums of the first pass.
@@ -179,7 +179,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
             )
         if not int(test.sum()):
             raise LayersimError(
-                f"A linear probe needs held-out samples; it has {given}. A larger test_fraction= or test_data= gives some."
+                f"A linear probe needs held-out samples; it has {given}. Pass a larger test_fraction=, or test_data=."
             )
         classes = (train + test).nonzero()[:, 0]
         weight, offset = self.fit(first)
@@ -332,13 +332,15 @@ def warn_of_constant(sites: list[str]) -> None:
     """
     if sites:
         warn(
-            f"All training samples are equal at {listed(sites)}, as [CLS] "
-            "tokens are before the first attention: a probe predicts the most frequent class there."
+            f"All training samples are equal at {listed(sites)}, as first tokens are before the first attention. The probe "
+            "predicts the most frequent class there."
         )
 
 
 def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """The class of each sample, and whether it is a training or a held-out sample; neither if it has no label.
+    """Class of each sample, and masks of the training and of the held-out samples.
+
+    A sample without a label is in neither mask.
 
     Args:
         view: activations of one batch.
@@ -352,7 +354,7 @@ def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | No
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
-    """Index of each sample's control group (samples with one control label), hashed from its token type or its row.
+    """Control group of each sample, hashed from its token id or its row. A group shares one control label.
 
     Args:
         view: activations of one batch.
@@ -382,7 +384,7 @@ def control_classes(counts: Tensor) -> Tensor:
 def probe_sums_kernel(
     view: View, *, labels: str | Tensor, classes: int, split: tuple[float, int, int | None], control: str | None = None
 ) -> dict[str, Tensor]:
-    """Second moments, class sums and class sizes of the training samples, and class sizes of the held-out samples. Float64.
+    """Sums for the fit of the probes: second moments, class sums and class sizes. Float64.
 
     Args:
         view: activations of one batch.
@@ -430,7 +432,7 @@ def probe_counts_kernel(
     split: tuple[float, int, int | None],
     control: tuple[str, Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Confusion matrices on held-out samples, correct predictions on training samples, and the sizes of both sets.
+    """Count predictions of the probes: by class on held-out samples, correct ones on training samples.
 
     Args:
         view: activations of one batch.

@@ -35,7 +35,7 @@ SETTLED = 0.5
 @typed
 @dataclass(frozen=True, eq=False)
 class LensAnalyzer(LabelledAnalyzer):
-    """Base class of analyzers that read the predictions of each layer, by the model's output head or a head for each layer.
+    """Base class of analyzers that apply an output head to each layer.
 
     Args:
         norm: see `LogitLens`, as for all options.
@@ -62,7 +62,7 @@ class LensAnalyzer(LabelledAnalyzer):
 
     @property
     def lens(self) -> dict[str, Any]:
-        """The options of the lens, in the form that kernels take."""
+        """The arguments of kernels that describe the lens."""
         return {
             "normed": self.norm == "final",
             "memory_mb": float(self.lens_memory_mb),
@@ -70,7 +70,7 @@ class LensAnalyzer(LabelledAnalyzer):
         }
 
     def check_sums(self, sums: Sums, run: Run, targets: int = 1) -> None:
-        """Raise an error if no position has a target, or if logits are not finite; warn of labels without a row of data.
+        """Raise an error if targets are missing or logits are not finite; warn of unused labels.
 
         Args:
             sums: sums over all batches.
@@ -362,7 +362,7 @@ class LogitLens(LensAnalyzer):
 
 
 def _after_first(shares: Tensor) -> Tensor:
-    """Put NaN for the first layer before values of the steps between layers, which begin at the second layer."""
+    """Put NaN for the first layer, which has no step, before the values of the other layers."""
     return torch.cat([torch.full((1,), math.nan, dtype=torch.float64), shares])
 
 
@@ -376,7 +376,7 @@ def lens_kernel(
     mean: Tensor | None = None,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over positions of the loss, ranks and entropy of every layer's predictions.
+    """Sum the loss, ranks and entropy of every layer's predictions over positions.
 
     Args:
         view: activations of one batch.
@@ -415,7 +415,7 @@ def lens_kernel(
 
 
 def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
-    """Whether the cosine to the last layer rises from each block's output to the next one's, `step position`.
+    """Whether the cosine to the last layer rises in each block after the first, `step position`.
 
     Args:
         view: activations of one batch.

@@ -100,7 +100,7 @@ class NeuralCollapseResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class NeuralCollapse(LabelledAnalyzer):
-    r"""Neural collapse: covariance within classes relative to that between classes (NC1), and the class means (NC2, NC3).
+    r"""Neural collapse: variability within and between classes (NC1), and the geometry of the class means (NC2, NC3).
 
     $$\mathrm{NC}_1 = \frac{1}{K} \mathrm{tr}(\Sigma_W \Sigma_B^{+}), \quad
     \Sigma_W = \frac{1}{N} \sum_{k, i} (h_{k i} - \bar h_k)(h_{k i} - \bar h_k)', \quad
@@ -238,10 +238,10 @@ class NeuralCollapse(LabelledAnalyzer):
         warn_of_unused(self.labels, run.provenance)
         counts, classes = sums["samples"].double(), self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
+            given = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
             raise LayersimError(
                 "NeuralCollapse needs two classes, a sample in each, and more samples than classes; the data has "
-                + (", ".join(f"{int(n)} of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)) or "no class")
-                + "."
+                f"{', '.join(given) or 'no class'}."
             )
         warn_of_few_samples("NeuralCollapse", int(counts.sum()), sums["second"].shape[-1], "samples")
         if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
@@ -255,8 +255,8 @@ class NeuralCollapse(LabelledAnalyzer):
         undefined = [name for name, value in zip(run.layers, nc1, strict=True) if math.isnan(value)]
         if undefined:
             warn(
-                f"NC1 is not defined at {listed(undefined)}, and NaN there: all classes have the same "
-                "mean, as they do if all samples end, or begin, in the same token."
+                f"NC1 is not defined at {listed(undefined)}, and NaN there: all classes have the same mean, as if all samples "
+                "were one token."
             )
         away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
         away = away.masked_fill(torch.stack(between).eq(0)[:, None, None], 0)

@@ -57,7 +57,7 @@ class ProcrustesResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "Procrustes distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, summed over layers of the same depth (outputs of blocks or other sites).
+        r"""Distance between two models of equal depth, summed over pairs of layers at the same depth.
 
         $$\sqrt{\sum_{l=1}^{L} \theta(H_l, H'_l)^2}$$
 
@@ -140,7 +140,7 @@ class Procrustes(CrossProductAnalyzer):
 
 
 def _similarities(products: Covariances, own: Covariances, *, itself: bool) -> Tensor:
-    """Procrustes similarity of all pairs: nuclear norms of the cross-covariances over the roots of the variances.
+    """Procrustes similarities, `row column`: nuclear norms of cross-covariances, divided by roots of variances.
 
     Args:
         products: covariances between the sites.

@@ -226,7 +226,7 @@ class TrajectoryResult(Result):
 
     @typed
     def by_prompt(self, field: Literal["lss", "expodistance", "equidistance"] = "lss") -> dict[str, float]:
-        """Mean of a quantity over the tokens of each data row, as a mapping that `relate` takes.
+        """Mean of a quantity over the tokens of each row of the data. `relate` takes this mapping.
 
         Args:
             field: name of the quantity.
@@ -358,13 +358,13 @@ class Trajectory(Analyzer):
         for what, names in (("residual", run.layers), ("update", run.layers[1:])):
             if zero := omitted_at(names, sums[f"zero_{what}"], count):
                 warn(
-                    f"A token's trajectory has no shape if its {what} is zero: {zero}. Such tokens are omitted from the "
-                    "quantities that are not defined for them."
+                    f"A token's trajectory has no shape if its {what} is zero: {zero}. Growth, line-shape score and "
+                    "expodistance omit such tokens."
                 )
         if int(sums["flat"]):
             warn(
-                f"{int(sums['flat'])} of {count} tokens have no expodistance and are omitted from it: their norm is the same "
-                "at the first and last layer, and expodistance divides by the mean growth."
+                f"{int(sums['flat'])} of {count} tokens have no expodistance, because their norm is the same at the first and "
+                "the last layer."
             )
 
         whole: dict[str, Any] = {}
@@ -406,13 +406,13 @@ class Trajectory(Analyzer):
 
 
 def quantiles_of_logs(histogram: Tensor) -> Tensor:
-    """Quantiles `quantile ...` from counts `... bin` of `log_histogram`; values in its first bin are given as 0."""
+    """Quantiles from counts of `log_histogram`: `... bin` to `quantile ...`. Values in the first bin become 0."""
     values = 10 ** quantiles_from_histogram(histogram, *DECADES, QUANTILES)
     return values.masked_fill(values <= 10 ** (DECADES[0] + 0.01), 0)
 
 
 def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums over tokens of each quantity of their trajectories and of its square, with logarithmic histograms.
+    """Sums and histograms of the quantities of trajectories, over the tokens of a batch.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -458,7 +458,7 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
 
 
 def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
-    """Residuals `layer token d_model` of the tokens `start` to `end`, with `last`, `token d_model`, as the last layer."""
+    """Residuals of tokens `start` to `end`, `layer token d_model`, with `last` as the last layer."""
     return torch.cat([x[:-1, start:end], last[None, start:end]])
 
 
@@ -486,7 +486,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
 
 
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """Quantities of each token's trajectory, `layer token` or `token`, from residuals `layer token d_model`. Float64."""
+    """Quantities of each token's trajectory, `layer token` or `token`, float64."""
     step = x[1:] - x[:-1]
     unit, update = unit_vectors(step)
     norm = torch.stack([norms(layer) for layer in x])
@@ -525,7 +525,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Histograms of `values` where `known` is True, `... token` to `... bin`, in bins of a hundredth of a decade."""
+    """Logarithmic histograms of the known values: `... token` to `... bin`. A bin is a hundredth of a decade."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.flatten(0, -2) if values.dim() > 1 else values[None]
