@@ -200,7 +200,7 @@ def test_the_sums_of_the_null_must_fit_the_memory():
     check(0, [model], 1e-12)
     check(100, [model] * 3, 6 * 38_400e-9)
     for models in ([model], [model, model]):
-        with pytest.raises(lsim.LayersimError, match=r"\b100 .*`max_memory_gb`"):
+        with pytest.raises(lsim.LayersimError, match=r"RSA.*`max_memory_gb`.*permutations"):
             check(100, models, 38_399e-9)
     with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):
         check(100, [model] * 3, 6 * 38_399e-9)

@@ -24,7 +24,7 @@ from ..core.arguments import Limit, PermutationCount, Seed
 from ..core.wording import amount
 from ..sources.model_description import Model
 from ._permutation_null import is_one_model, null_fields
-from ._samples import draw_grid, draw_permutations, held_out, pool_key
+from ._samples import draw_grid, draw_permutations, pool_key
 from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
 
 EPS = torch.finfo(torch.float64).eps
@@ -36,9 +36,7 @@ FEW_HELD_OUT_ROWS = 20
 EXCHANGED = 256
 
 
-def cross_product_kernel(
-    *views: View, rows: partial[Tensor], split: tuple[float, int, int | None] | None = None
-) -> dict[str, Tensor]:
+def cross_product_kernel(*views: View, rows: partial[Tensor], split: partial[Tensor] | None = None) -> dict[str, Tensor]:
     """Cross-products between sites, of one model or of two, summed over a batch.
 
     Analyzers of one run that read the same samples of one model share the products of a batch.
@@ -46,8 +44,8 @@ def cross_product_kernel(
     Args:
         *views: the view of one model, or the views of two models on the same tokens.
         rows: function that takes a view and returns its samples, `site sample width`.
-        split: the arguments of `held_out` after `row`, for products of training samples ("train.") and of held-out samples
-            ("test.") apart; None for products of all samples.
+        split: function that takes the row of each sample and returns whether it is held out. Training samples ("train.") and
+            held-out samples ("test.") then have products of their own. None for products of all samples.
 
     Returns:
         See `cross_products`.
@@ -69,14 +67,12 @@ def cross_product_kernel(
     return cross_products(sides, own=[view.memo[key] for view in views])
 
 
-def _split_cross_products(
-    views: Sequence[View], rows: partial[Tensor], split: tuple[float, int, int | None]
-) -> dict[str, Tensor]:
+def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: partial[Tensor]) -> dict[str, Tensor]:
     number = views[0].row
     assert number is not None
     if rows.keywords["level"] == "sequence":
         number = number[row_ends(views[0]).to(number.device)]
-    test = held_out(number, *split)
+    test = split(number)
     sides = [rows(view).double() for view in views]
     out: dict[str, Tensor] = {}
     for name, chosen in (("train", ~test), ("test", test)):
@@ -86,7 +82,7 @@ def _split_cross_products(
     return out | {"test.rows": torch.tensor(len(torch.unique(number[test])))}
 
 
-def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None] | None) -> Draws:
+def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: partial[Tensor] | None) -> Draws:
     """Draw the rows or single samples that the permutation null exchanges.
 
     Rows are exchanged at positions that all of them have.
@@ -97,7 +93,7 @@ def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[fl
         by_row: whether whole rows are exchanged, not single samples.
         split: as for `cross_product_kernel`: training samples are exchanged with each other, and so are held-out samples.
     """
-    test = torch.zeros_like(samples.row, dtype=torch.bool) if split is None else held_out(samples.origin, *split)
+    test = torch.zeros_like(samples.row, dtype=torch.bool) if split is None else split(samples.origin)
     out = {}
     for name, chosen in ({"": ~test} if split is None else {"train.": ~test, "test.": test}).items():
         index = chosen.nonzero()[:, 0]
@@ -399,8 +395,8 @@ class CrossProductAnalyzer(SampleAnalyzer):
     max_memory_gb: Limit = 4.0
 
     @property
-    def split(self) -> tuple[float, int, int | None] | None:
-        """Fraction, seed and first row of the held-out rows; None if no rows are held out."""
+    def split(self) -> partial[Tensor] | None:
+        """`held_out` with the options of the analyzer; None if no rows are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:

@@ -225,10 +225,12 @@ class Analyzer(ABC):
                 need_equal_width(model, type(self).__name__)
         # The sums of the batch, the running sums, and the new sums while the two are added.
         if need := 3 * 8 * self.sum_numbers(*models) / 1e9:
-            name, permutations = type(self).__name__, getattr(self, "permutations", 0)
-            what = f"The sums of {name} with {permutations} permutations" if permutations else f"The sums of {name}"
-            fewer = "Fewer sites (at=) or permutations= take less." if permutations else "Fewer sites (at=) take less."
-            need_memory(what, need, getattr(self, "max_memory_gb", math.inf), fewer)
+            fewer = (
+                "Fewer sites (at=) or permutations take less."
+                if getattr(self, "permutations", 0)
+                else "Fewer sites (at=) take less."
+            )
+            need_memory(f"The sums of {type(self).__name__}", need, getattr(self, "max_memory_gb", math.inf), fewer)
 
     def sum_numbers(self, *models: Model) -> float:
         """Number of float64 values in the sums, for `max_memory_gb`; 0 if few or not known.

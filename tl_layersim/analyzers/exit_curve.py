@@ -171,8 +171,8 @@ class ExitCurveResult(Result):
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
         """Lowest measured threshold at and above which agreement and accuracy reach the given values.
 
-        The lowest threshold is the fastest. It is chosen on one half of the rows, because its agreement on rows that chose it is
-        too high. `at(threshold, held_out=True)` has its agreement on the other half.
+        The lowest threshold is the fastest. It is chosen on one half of the rows, on which its agreement is too high.
+        `at(threshold, held_out=True)` has its agreement on the other half.
 
         At threshold 1 no position exits early. If this threshold is returned, no lower measured threshold is sufficient, and
         more thresholds close to 1 should be measured.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from ..core import LayersimError, Sums, axes, result_class, typed
 from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix
+from ._samples import held_out
 from .analyzer import Run, Weight
 
 
@@ -127,8 +129,8 @@ class LinearPredictivity(CrossProductAnalyzer):
     first_test_row: NonNegativeInt | None = None
 
     @property
-    def split(self) -> tuple[float, int, int | None]:
-        return float(self.test_fraction), self.seed, self.first_test_row
+    def split(self) -> partial[Tensor]:
+        return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
         train, test = Covariances(sums, "train."), Covariances(sums, "test.")

@@ -138,9 +138,9 @@ class ProbeAnalyzer(LabelledAnalyzer):
     control: Literal["token", "row"] | None = None
 
     @property
-    def split(self) -> tuple[float, int, int | None]:
-        """Fraction, seed and first row of the held-out rows."""
-        return (float(self.test_fraction), self.seed, self.first_test_row)
+    def split(self) -> partial[Tensor]:
+        """`held_out` with the options of the analyzer."""
+        return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
@@ -337,7 +337,7 @@ def warn_of_constant(sites: list[str]) -> None:
         )
 
 
-def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | None]) -> tuple[Tensor, Tensor, Tensor]:
+def labelled(view: View, labels: str | Tensor, split: partial[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Class of each sample, and masks of the training and of the held-out samples.
 
     A sample without a label is in neither mask.
@@ -345,11 +345,11 @@ def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | No
     Args:
         view: activations of one batch.
         labels: the classes.
-        split: the arguments of `held_out` after `row`.
+        split: function that takes the row of each sample and returns whether it is held out.
     """
     assert view.row is not None
     target = targets(view, labels)
-    known, out = target != NO_LABEL, held_out(view.row.to(target.device), *split)
+    known, out = target != NO_LABEL, split(view.row.to(target.device))
     return target, known & ~out, known & out
 
 
@@ -382,7 +382,7 @@ def control_classes(counts: Tensor) -> Tensor:
 
 
 def probe_sums_kernel(
-    view: View, *, labels: str | Tensor, classes: int, split: tuple[float, int, int | None], control: str | None = None
+    view: View, *, labels: str | Tensor, classes: int, split: partial[Tensor], control: str | None = None
 ) -> dict[str, Tensor]:
     """Sums for the fit of the probes: second moments, class sums and class sizes. Float64.
 
@@ -390,7 +390,7 @@ def probe_sums_kernel(
         view: activations of one batch.
         labels: the classes.
         classes: a number above every class.
-        split: the arguments of `held_out` after `row`.
+        split: function that takes the row of each sample and returns whether it is held out.
         control: the unit that control labels are drawn for, "token" or "row"; None for no control labels. Their sums
             are `parts` and `part_samples`.
     """
@@ -398,7 +398,7 @@ def probe_sums_kernel(
     device, width = view.activations.device, view.activations.shape[-1]
     groups = {"total": (target[train], classes)}
     if control is not None:
-        groups["parts"] = (control_part(view, control, split[1]).to(target.device)[train], CONTROL_PARTS)
+        groups["parts"] = (control_part(view, control, split.keywords["seed"]).to(target.device)[train], CONTROL_PARTS)
     second = []
     sums = {
         name: torch.zeros(len(view.activations), count, width, dtype=torch.float64, device=device)
@@ -429,7 +429,7 @@ def probe_counts_kernel(
     classes: Tensor,
     weight: Tensor,
     offset: Tensor,
-    split: tuple[float, int, int | None],
+    split: partial[Tensor],
     control: tuple[str, Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Count predictions of the probes: by class on held-out samples, correct ones on training samples.
@@ -440,7 +440,7 @@ def probe_counts_kernel(
         classes: `class`, ascending.
         weight: `site width class`, weights of the probes.
         offset: `site class`, offsets of the probes; -inf for classes without training samples.
-        split: the arguments of `held_out` after `row`.
+        split: function that takes the row of each sample and returns whether it is held out.
         control: for control labels: "token" or "row", the index of each part's class, and the weights and offsets of their
             probes. None for no control labels.
     """
@@ -459,7 +459,7 @@ def probe_counts_kernel(
     out |= {"confusion": torch.stack(confusion), "train_correct": torch.stack(correct)}
     if control is not None:
         unit, class_of_part, weight, offset = control
-        number = class_of_part[control_part(view, unit, split[1]).cpu()].to(device)
+        number = class_of_part[control_part(view, unit, split.keywords["seed"]).cpu()].to(device)
         out["control_correct"] = torch.stack(
             [
                 ((layer.double() @ w + b).argmax(1) == number)[test].sum()
