@@ -37,7 +37,7 @@ EXCHANGED = 256
 
 
 def cross_product_kernel(*views: View, rows: partial[Tensor], split: partial[Tensor] | None = None) -> dict[str, Tensor]:
-    """Cross-products between sites, of one model or of two, summed over a batch.
+    """Cross-products between the sites of one or two models, over one batch.
 
     Analyzers of one run that read the same samples of one model share the products of a batch.
 
@@ -141,7 +141,7 @@ def exchanged_sums(
 def cross_products(
     sides: Sequence[Tensor], permutations: Tensor | None = None, own: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
-    """Sums of samples, and cross-products between sites, of one model or of two.
+    """Sums of the samples, and cross-products between the sites of one or two models.
 
     Args:
         sides: samples of each model, `site sample width`, float64.
@@ -190,7 +190,7 @@ def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> No
     if samples < width:
         warn(
             f"{measure} rests on {samples:,} {unit} of {width:,} dimensions. With fewer samples than dimensions, the result "
-            "depends on the number of samples: pass more data, or compare sites on equally many samples."
+            "depends on the number of samples. Pass more data, or compare sites on equally many samples."
         )
 
 
@@ -275,7 +275,7 @@ def samples_differ(second: Tensor, mean: Tensor) -> bool:
 
 
 class Sites:
-    """Means and variances (divided by n) of the sites of one model.
+    """Means and variances of the sites of one model. Variances are divided by n.
 
     Args:
         own: cross-products of each site with itself, `site width width`.
@@ -301,7 +301,7 @@ class Sites:
 
 
 class Covariances:
-    """Covariances (divided by n) between sites, of one model or of two.
+    """Covariances between the sites of one or two models, divided by n.
 
     Args:
         sums: sums that `cross_products` returned, added over all batches.
@@ -329,13 +329,13 @@ class Covariances:
             self.columns = Sites(own["yy"], own["y"], self.samples)
 
     def permuted(self, number: int) -> Covariances:
-        """These covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
+        """The covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
         other = copy(self)
         other._cross = self._by_pair(self._null[number])
         return other
 
     def transposed(self) -> Covariances:
-        """These covariances with rows and columns exchanged."""
+        """The covariances with rows and columns exchanged."""
         other = copy(self)
         other.rows, other.columns, other._sizes = self.columns, self.rows, self._sizes[::-1]
         if self.two_models:

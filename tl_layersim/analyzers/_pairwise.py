@@ -400,7 +400,7 @@ def arccos_distance(result: LayerMatrix) -> float:
     )
     if rows != columns or result.values.shape[0] != result.values.shape[1]:
         raise LayersimError(
-            f"The distance between models needs equally many layers in both; these have {rows} and {columns} layers."
+            f"The distance is defined for models with equally many layers; these models have {rows} and {columns}."
         )
     equal: Tensor = result.values.diagonal()[-rows:]
     return float(equal.clamp(-1, 1).arccos().square().sum().sqrt())
@@ -408,7 +408,7 @@ def arccos_distance(result: LayerMatrix) -> float:
 
 @result_class
 class MinibatchMatrix(CalibratedMatrix):
-    """A similarity for each pair of layers, computed from minibatches of samples, with its permutation null.
+    """Similarities of all pairs of layers, computed from minibatches of samples, with their permutation null.
 
     Attributes:
         samples: number of tokens (or sequences) in all minibatches.

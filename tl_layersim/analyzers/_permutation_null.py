@@ -27,7 +27,7 @@ EQUAL_WITHIN = 1e-10
 
 @result_class
 class CalibratedMatrix(LayerMatrix):
-    """A similarity for each pair of layers, with its null distribution when rows are paired at random.
+    """Similarities of all pairs of layers, with the null distribution of randomly paired rows.
 
     Tokens of a text depend on each other, so the null exchanges whole rows of the data, position with position, among the rows
     of a pool. Rows of unequal lengths are compared at positions that all rows which are exchanged have, so the null has an
@@ -181,7 +181,7 @@ class CalibratedMatrix(LayerMatrix):
         return self._to_last() | (null if self.permutations else {})
 
     def _to_last(self) -> dict[str, float]:
-        """The similarities of some layers with the last layer, by description."""
+        """Headline similarities of some layers with the last layer."""
         to_last = self.values[:, -1]
         two = JOINT in self.provenance.model
         if len(to_last) == 1:

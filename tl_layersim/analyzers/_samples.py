@@ -51,7 +51,7 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
         return view.activations[:, ends - lengths + 1]
     if pool == "flat":
         if (least := int(lengths.min())) < (most := int(lengths.max())):
-            raise LayersimError(f"`pool` is 'flat', but rows have {least} to {most} tokens; all must have equally many.")
+            raise LayersimError(f"`pool` is 'flat', but rows have {least} to {most} tokens; all rows must have equally many.")
         return view.activations.reshape(len(view.activations), len(ends), -1)
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
 

@@ -189,7 +189,7 @@ class Analyzer(ABC):
         return 0
 
     def exchange(self) -> Exchange | None:
-        """Cross-model statistics of a batch; None if the analyzer needs the activations of both models in one place."""
+        """Statistics by which models are compared without their activations; None if activations are needed."""
         return None
 
     @abstractmethod
@@ -398,7 +398,9 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
 
 
 def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (divided by N) of a quantity; NaN if no sample has a value.
+    """Mean and standard deviation of a quantity; NaN if no sample has a value.
+
+    The variance is divided by the number of samples.
 
     Args:
         sums: sums of the quantity, of its square ("^2") and of the samples that have it (" known").
@@ -410,7 +412,7 @@ def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
 
 
 def code_digest(analyzer: Analyzer) -> str:
-    """Digest (12 hex digits) of an analyzer's bytecode and of the functions that it calls.
+    """Digest of an analyzer's bytecode and of the functions that it calls.
 
     Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
 
@@ -418,7 +420,7 @@ def code_digest(analyzer: Analyzer) -> str:
         analyzer: an analyzer of this package or a user's own.
 
     Returns:
-        The digest; "" for an analyzer of this package.
+        The digest, 12 hex digits; "" for an analyzer of this package.
     """
     cls = type(analyzer)
     if cls.__module__.split(".")[0] == __name__.split(".")[0]:
@@ -459,7 +461,7 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
 
 @typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
-    """Analyzers by name: first of this package, then the entry points of installed packages.
+    """Analyzers by name, from this package and from entry points of installed packages.
 
     Examples:
         >>> sorted(find_analyzers())[:2]
@@ -497,8 +499,8 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         )
     if targets and not own_labels and "MaskedLM" in model.source:
         warn(
-            f"{model.name} is a masked language model. Its input contains the next token, which is therefore no meaningful "
-            f"target; {analyzer}(labels=...) takes other targets."
+            f"The targets of {analyzer} are next tokens, but {model.name} is a masked language model, whose input contains them. "
+            "Pass other targets (labels=)."
         )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(

@@ -235,7 +235,7 @@ class BlockCouplingResult(Result):
 
     @typed
     def mean(self, field: PairField = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
-        """Mean of a matrix over pairs of different blocks, without undefined pairs; NaN if no pair is defined.
+        """Mean of a matrix over the defined pairs of different blocks; NaN if there are none.
 
         Args:
             field: name of the matrix.

@@ -218,7 +218,7 @@ class CCA(CrossProductAnalyzer):
         return rows, [self._whitened(products.columns, site, products.samples) for site in range(len(products.columns.mean))]
 
     def _whitened(self, sites: Sites, site: int, count: int) -> WhitenedSite:
-        """Whiten a site. Its directions are in the order of their variance, the largest first."""
+        """Whiten a site; the direction of largest variance comes first."""
         eigenvalues, vectors = torch.linalg.eigh(sites.covariance(site))
         eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
         floor = max(
@@ -250,7 +250,7 @@ def _whitened_covariances(
 
 
 def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> dict[str, Tensor]:
-    """Summaries of the canonical correlations, each `row column`. A site of one model has 1 with itself."""
+    """Summaries of the canonical correlations, each `row column`. Within one model, a site has 1 with itself."""
     out = {
         name: torch.eye(len(rows), len(columns), dtype=torch.float64)
         for name in ("values", "squared", "svcca", "pwcca", "column_pwcca")

@@ -349,7 +349,7 @@ class RowTerms:
     total: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        """All terms of each layer as one vector, `layer term`, and their signs, `term`."""
+        """All terms of each layer as one vector, `layer term`, and the signs of the terms, `term`."""
         parts = (self.pairs, self.with_row, self.of_sample, self.between, self.of_row, self.total[:, None])
         signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
         ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]

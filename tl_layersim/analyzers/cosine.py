@@ -303,7 +303,7 @@ class Cosine(Analyzer):
         what = "is zero" if offset is None else "is the mean itself"
         if not bool(sums["pairs"].any()):
             raise LayersimError(
-                f"The cosine is not defined at any layer: the residual of all {count} tokens {what} at every layer."
+                f"The cosine is not defined at any layer: at every layer, the residual of all {count} tokens {what}."
             )
         if affected := omitted_at(run.layers, count - sums["pairs"].diagonal(), count):
             warn(
@@ -393,8 +393,8 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
     odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
     if odd:
         raise LayersimError(
-            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]} and {view.sites[odd[0]]} "
-            f"{view.widths[odd[0]]}."
+            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]}, and {view.sites[odd[0]]} "
+            f"has width {view.widths[odd[0]]}."
         )
     x = view.activations
     layers, tokens, _ = x.shape

@@ -370,7 +370,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Half of the rows of each token, `token`: 0 chooses thresholds, 1 is held out."""
+    """Half of the data that each token belongs to, `token`: 0 chooses thresholds, 1 is held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:

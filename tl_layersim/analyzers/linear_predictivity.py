@@ -1,4 +1,4 @@
-"""Linear predictivity: how well ridge regression predicts one site's activations from another's, on held-out rows."""
+"""Linear predictivity: R2 on held-out rows of predicting one site's activations from another's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class LinearPredictivityResult(CalibratedMatrix):
 @typed
 @dataclass(frozen=True, eq=False)
 class LinearPredictivity(CrossProductAnalyzer):
-    r"""R2 of predicting one site's activations from another's by ridge regression, in both directions.
+    r"""R2 of ridge regressions that predict one site's activations from another's, in both directions.
 
     $$R^2 = 1 - \frac{\sum_i \lVert y_i - \bar y - \hat W'(x_i - \bar x) \rVert^2}{\sum_i \lVert y_i - \bar y_{\mathrm{held}}
     \rVert^2}, \qquad \hat W = (\Sigma_X + \mathrm{ridge} \, \mathrm{diag} \, \Sigma_X)^{-1} \Sigma_{XY}$$

@@ -16,7 +16,7 @@ from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
-from ..core.wording import amount
+from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
@@ -145,9 +145,8 @@ class ProbeAnalyzer(LabelledAnalyzer):
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
-            raise LayersimError(
-                f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
-            )
+            why = "means of rows have no token" if batch.pooled else "samples have no token ids"
+            raise LayersimError(f"`control` is 'token'; it must be 'row' or None, because {why}.")
         classes = targets(tokens_alone(batch), self.labels)
         check_classes(classes[classes != NO_LABEL], getattr(self, "classes", math.inf), "Pass a larger max_classes=.")
 
@@ -171,15 +170,12 @@ class ProbeAnalyzer(LabelledAnalyzer):
     def kernel(self, first: Sums) -> Kernel:
         train, test = self.counts(first)
         known = train.nonzero()[:, 0].tolist()
-        given = f"{int(train.sum())} training samples in {len(known)} classes, {int(test.sum())} held-out samples"
+        given = f"{int(train.sum())} training samples of classes {brief(known)} and {int(test.sum())} held-out samples"
         if len(known) < 2:
-            raise LayersimError(
-                "A linear probe needs training samples of two classes; "
-                + (f"every training sample has class {known[0]}." if known else f"it has {given}.")
-            )
+            raise LayersimError(f"A linear probe needs training samples of two classes; the data has {given}.")
         if not int(test.sum()):
             raise LayersimError(
-                f"A linear probe needs held-out samples; it has {given}. Pass a larger test_fraction=, or test_data=."
+                f"A linear probe needs held-out samples; the data has {given}. Pass a larger test_fraction=, or test_data=."
             )
         classes = (train + test).nonzero()[:, 0]
         weight, offset = self.fit(first)
@@ -199,7 +195,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
         )
 
     def result(self, sums: Sums, run: Run, method: str, width: int) -> LinearProbeResult:
-        """The result, from the counts of the probes' predictions.
+        """Make the result from the counts of predictions.
 
         Args:
             sums: sums of the main pass. If they lack a block of the data, accuracies are over the samples that are left.
@@ -432,7 +428,7 @@ def probe_counts_kernel(
     split: partial[Tensor],
     control: tuple[str, Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Count predictions of the probes: by class on held-out samples, correct ones on training samples.
+    """Confusion matrices on held-out samples, and numbers of correct predictions on training samples.
 
     Args:
         view: activations of one batch.

@@ -62,7 +62,7 @@ class LensAnalyzer(LabelledAnalyzer):
 
     @property
     def lens(self) -> dict[str, Any]:
-        """The arguments of kernels that describe the lens."""
+        """The arguments of the lens, as kernels take them."""
         return {
             "normed": self.norm == "final",
             "memory_mb": float(self.lens_memory_mb),
@@ -362,7 +362,7 @@ class LogitLens(LensAnalyzer):
 
 
 def _after_first(shares: Tensor) -> Tensor:
-    """Put NaN for the first layer, which has no step, before the values of the other layers."""
+    """Prepend NaN for the first layer, which has no step."""
     return torch.cat([torch.full((1,), math.nan, dtype=torch.float64), shares])
 
 

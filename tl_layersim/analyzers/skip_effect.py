@@ -27,7 +27,7 @@ from .analyzer import CSORDAS, Analyzer, Run, SiteNeed
 
 @result_class
 class SkipEffectResult(Result):
-    """Effects of skipping each block: means over tokens, and means over rows of the largest effect. Float64.
+    """Effects of skipping each block: the mean over tokens, and the largest effect in a row. Float64.
 
     Attributes:
         values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the affected block's contribution
@@ -245,7 +245,7 @@ class Skip:
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
-    """Sum the effects of each skipped block over tokens, and the largest effect of each row over rows.
+    """Sum the effects of each skipped block over tokens, and its largest effect in each row over rows.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
