@@ -499,8 +499,8 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         )
     if targets and not own_labels and "MaskedLM" in model.source:
         warn(
-            f"The targets of {analyzer} are next tokens, but {model.name} is a masked language model, whose input contains them. "
-            "Pass other targets (labels=)."
+            f"The targets of {analyzer} are next tokens, but {model.name} is a masked language model, whose input contains "
+            "them. Pass other targets (labels=)."
         )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(

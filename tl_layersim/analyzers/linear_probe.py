@@ -16,7 +16,7 @@ from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
-from ..core.wording import amount, brief
+from ..core.wording import amount
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
@@ -170,7 +170,8 @@ class ProbeAnalyzer(LabelledAnalyzer):
     def kernel(self, first: Sums) -> Kernel:
         train, test = self.counts(first)
         known = train.nonzero()[:, 0].tolist()
-        given = f"{int(train.sum())} training samples of classes {brief(known)} and {int(test.sum())} held-out samples"
+        many = amount(len(known), "class", "classes")
+        given = f"{int(train.sum())} training samples of {many} and {int(test.sum())} held-out samples"
         if len(known) < 2:
             raise LayersimError(f"A linear probe needs training samples of two classes; the data has {given}.")
         if not int(test.sum()):
