@@ -309,8 +309,8 @@ class Covariances:
 
     Attributes:
         samples: number of samples, n.
-        two_models: whether the columns are sites of a second model; if not, of the first model.
-        rows: the sites of the (first) model.
+        two_models: whether the columns are sites of a second model.
+        rows: the sites of the model, or of the first of two models.
         columns: the sites of the second model; within one model, `rows` again.
         permutations: number of random pairings of samples.
     """

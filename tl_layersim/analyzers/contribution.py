@@ -195,13 +195,9 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
     """
     sublayers = sublayer_sites(view.sites)
     streams = _streams(view.sites, sublayers)
-    device = view.activations.device
-
-    def zeros(count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64, device=device)
-
+    none = torch.zeros(len(streams), dtype=torch.float64, device=view.activations.device)
     names = [f"{quantity}{part}" for quantity in ("ratio", "cosine", "final") for part in ("", "^2", " known")]
-    out = {name: zeros(len(streams)) for name in names}
+    out = {name: none.clone() for name in names}
     for start in range(0, view.activations.shape[1], CHUNK):
         x = view.activations[:, start : start + CHUNK]
         for number, places in enumerate(streams):
