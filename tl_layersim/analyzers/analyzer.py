@@ -366,6 +366,16 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
 
 
+def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
+    """The first four of the sites at which `chosen` is True, as text; "" if there are none.
+
+    Args:
+        sites: all sites.
+        chosen: `site`.
+    """
+    return listed(name for name, one in zip(sites, chosen, strict=True) if one)
+
+
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
     """Sites at which samples are omitted, with the numbers of samples, as text; "" for none.
 

@@ -20,7 +20,7 @@ from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupli
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed
+from .analyzer import AUBRY, Analyzer, Run, SiteNeed, sites_where
 
 PairField = Literal[
     "coupling",
@@ -388,11 +388,10 @@ class BlockCoupling(Analyzer):
         refuse_failed_replay(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
         count = sums["count"].double()
         # The coupling of a block with itself is defined if it has k singular vectors above rounding error.
-        undefined = [name for name, n in zip(run.layers[1:], sums["count"][0].diagonal(), strict=True) if not n]
-        if undefined:
+        if undefined := sites_where(run.layers[1:], sums["count"][0].diagonal() == 0):
             warn(
-                f"Coupling is not defined for {listed(undefined)}, and NaN there: on every prompt, the "
-                f"Jacobian has fewer than {self.ks[0]} singular values above rounding."
+                f"Coupling is not defined for {undefined}, and NaN there: on every prompt, the Jacobian has fewer than "
+                f"{self.ks[0]} singular values above rounding."
             )
         by_k, null = (sums[name] / count for name in ("total", "null"))
         square = sums["square"] / count[0]

@@ -20,7 +20,7 @@ from ..sources.activation_checks import need_stream
 from ..sources.model_description import Model
 from ._moments import warn_of_few_samples
 from ._samples import check_classes, samples
-from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
+from .analyzer import Analyzer, LabelledAnalyzer, Run, need_head, sites_where
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
 COUNTED_IDS = 2**19
@@ -252,10 +252,9 @@ class NeuralCollapse(LabelledAnalyzer):
         nc1, within, between = zip(
             *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
         )
-        undefined = [name for name, value in zip(run.layers, nc1, strict=True) if math.isnan(value)]
-        if undefined:
+        if undefined := sites_where(run.layers, torch.stack(nc1).isnan()):
             warn(
-                f"NC1 is not defined at {listed(undefined)}, and NaN there: all classes have the same mean, as if all samples "
+                f"NC1 is not defined at {undefined}, and NaN there: all classes have the same mean, as if all samples "
                 "were one token."
             )
         away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()

@@ -22,7 +22,7 @@ from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
 from ..sources.model_description import Model
-from .analyzer import CSORDAS, Analyzer, Run, SiteNeed
+from .analyzer import CSORDAS, Analyzer, Run, SiteNeed, sites_where
 
 
 @result_class
@@ -199,10 +199,9 @@ class SkipEffect(Analyzer):
                 f"({run.provenance.tokens} in all), so no block is skipped."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
-        bad = [name for name, is_finite in zip(run.layers[1:], finite, strict=True) if not is_finite]
-        if bad:
+        if bad := sites_where(run.layers[1:], ~finite):
             raise LayersimError(
-                f"Activations are NaN or infinite when {', '.join(bad[:4])} is skipped. Load the model in float32 or bfloat16."
+                f"Activations are NaN or infinite when {bad} is skipped. Load the model in float32 or bfloat16."
             )
         counts = sums["count"][:, :-1]
         most = int(counts.amax())

@@ -22,7 +22,7 @@ from ..data.labels import NO_LABEL, label_key, number_tensor
 from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
 from ..lens.targets import gives_classes
 from ..sources.model_description import Model
-from .analyzer import Run, SiteNeed, need_tokens
+from .analyzer import Run, SiteNeed, need_tokens, sites_where
 from .logit_lens import LensAnalyzer
 
 
@@ -290,9 +290,8 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
         layers=run.layers,
         provenance=run.provenance,
     )
-    equal = [name for name, value in zip(run.layers[1:], result.values, strict=True) if math.isnan(value)]
-    if equal:
-        warn(f"The correlation is NaN at {', '.join(equal[:4])}, because all predictions are equal there.")
+    if equal := sites_where(run.layers[1:], result.values.isnan()):
+        warn(f"The correlation is NaN at {equal}, because all predictions are equal there.")
     return result
 
 
