@@ -48,12 +48,12 @@ class Run:
     """A finished run, as `Analyzer.compute` receives it.
 
     Attributes:
-        layers: names of the residual layers of the model, or of the first of two models.
+        layers: names of the residual layers of the (first) model.
         column_layers: names of the residual layers of the second model; with one model, `layers` again.
         provenance: provenance of the result.
         first: sums of the first pass, empty without one.
         head: final norm and unembedding of the model; None if it has none or they are not known.
-        stream: `Model.stream` of the model, or of the first of two models.
+        stream: `Model.stream` of the (first) model.
         models: the model, or all models that are compared, each with the sites that were read.
     """
 
