@@ -156,11 +156,6 @@ def test_one_block():
     assert all("first half" in name for name in found.headline())
 
 
-def test_a_source_without_sublayers_is_refused():
-    with pytest.raises(LayersimError, match="hook_attn_out"):
-        from_views(lsim.Contribution(), [view(residuals(0))])
-
-
 def test_post_norm_models_are_refused():
     with pytest.raises(LayersimError, match="no residual branch"):
         lsim.analyze(family("bert"), random_tokens(2, 8), lsim.Contribution())

@@ -171,9 +171,9 @@ def test_a_constant_site_of_the_second_model(cls):
 
 def test_too_few_samples_are_refused():
     for cls in (lsim.Procrustes, lsim.CCA):
-        with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} .*\b2\b.*\b1\b"):
+        with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} .*\b1 tokens\b"):
             cls().compute(summed(cls(), [residuals(0, tokens=1)]), _run(4))
-        with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} .*\b2 sequences.*\b1\b"):
+        with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} .*\b1 sequences\b"):
             cls(level="sequence").compute(summed(cls(level="sequence"), [residuals(0, tokens=9)]), _run(4))
     for tokens in (1, 3):
         # Of rows 0 to 2 the first is held out.

@@ -129,7 +129,7 @@ def test_a_large_mean_is_not_taken_for_variance():
     np.testing.assert_allclose(found.values, oracles.oracle_effective_rank([x])["values"], rtol=1e-6)
     y = x.copy()
     y[1] = x[1] * 1e-3 + 1e7
-    with pytest.warns(lsim.LayersimWarning, match=r"not defined at blocks\.0\.hook_resid_post, and NaN there: all of 40"):
+    with pytest.warns(lsim.LayersimWarning, match=r"not defined at blocks\.0\.hook_resid_post, and NaN there: all 40"):
         lost = from_views(lsim.EffectiveRank(), [view(y)])
     for name in FIELDS:
         assert bool(getattr(lost, name)[1].isnan().all()), name
@@ -151,9 +151,9 @@ def test_equal_samples_are_refused():
 
 
 def test_one_sample_has_no_spectrum():
-    with pytest.raises(lsim.LayersimError, match=r"EffectiveRank.* 2 .* 1\b"):
+    with pytest.raises(lsim.LayersimError, match=r"effective rank.* 1 tokens\b"):
         from_views(lsim.EffectiveRank(), [view(residuals(0, tokens=1))])
-    with pytest.raises(lsim.LayersimError, match=r"2 sequences.* 1"):
+    with pytest.raises(lsim.LayersimError, match=r"effective rank.* 1 sequences\b"):
         from_views(lsim.EffectiveRank(level="sequence"), [view(residuals(0))])
 
 

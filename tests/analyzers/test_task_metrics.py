@@ -180,13 +180,13 @@ REFUSED = {
     r"head has one output.*labels\.float\(\)": (1, {"labels": torch.zeros(ROWS, dtype=torch.long)}, {}),
     r"3 outputs.*labels\.long\(\)": (3, {"labels": torch.rand(ROWS)}, {}),
     "`labels`.* 1 .* 24 ": (1, {"labels": torch.ones(ROWS)}, {}),
-    "at least 2 rows with a score": (1, {"labels": torch.tensor([1.0] + [torch.nan] * (ROWS - 1))}, {}),
+    "2 or more rows with a score": (1, {"labels": torch.tensor([1.0] + [torch.nan] * (ROWS - 1))}, {}),
     r"makes one prediction per row": (1, {"labels": torch.rand(ROWS)}, {"seq_len": 6}),
     r"`labels`.*\(19,\).* 24\b": (1, {"labels": torch.rand(ROWS - 5)}, {}),
     "classifies whole rows": (3, {}, {}),
     "`max_memory_gb` is 1e-09": (3, {"labels": torch.arange(ROWS) % 3, "max_memory_gb": 1e-9}, {}),
     r"`labels`.* 0 to 3\b.* 0 to 2\b": (3, {"labels": torch.arange(ROWS) % 4}, {}),
-    "at least 1 positions with a label": (3, {"labels": torch.full((ROWS,), -100)}, {}),
+    "positions with a target": (3, {"labels": torch.full((ROWS,), -100)}, {}),
 }
 
 

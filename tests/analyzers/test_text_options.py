@@ -8,7 +8,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.analyzers.analyzer import with_options
+from tl_layersim.commands.models_and_data import with_options
 from tl_layersim.lens import ExitHeads
 
 
@@ -37,7 +37,7 @@ def test_values_are_python_or_plain_text(text, option, value):
         ("minibatch=128", "`--option` is 'minibatch=128'"),
         ("cka", "`--option` is 'cka'"),
         ("cak.minibatch=128", r"'cak\.minibatch=128'.* cka"),
-        ("cka.minibach=128", r"'cka\.minibach=128'.* minibatch"),
+        ("cka.minibach=128", r"'cka\.minibach=128'.* cka\.minibatch\b"),
         ("cka.minibatch=many", "`minibatch`.*many"),
     ],
 )

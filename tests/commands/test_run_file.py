@@ -10,7 +10,7 @@ import yaml
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.analyzers.analyzer import as_settings, with_options
+from tl_layersim.commands.models_and_data import as_settings, with_options
 
 from .helpers import SHORT, done, run
 

@@ -167,7 +167,7 @@ def test_a_missing_label_is_none_whatever_the_batch():
 
 def test_masked_models_are_not_asked_for_the_next_token_in_silence():
     model = build("Bert")
-    with pytest.warns(lsim.LayersimWarning, match="masked position"):
+    with pytest.warns(lsim.LayersimWarning, match="masked language model"):
         lsim.analyze(model, random_tokens(2, 9), lsim.LogitLens())
 
 

@@ -24,7 +24,7 @@ from ..core.arguments import Limit, PermutationCount, Seed
 from ..core.wording import amount
 from ..sources.model_description import Model
 from ._permutation_null import is_one_model, null_fields
-from ._samples import draw_grid, draw_permutations, held_out, pool_key
+from ._samples import draw_grid, draw_permutations, pool_key
 from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
 
 EPS = torch.finfo(torch.float64).eps
@@ -36,18 +36,16 @@ FEW_HELD_OUT_ROWS = 20
 EXCHANGED = 256
 
 
-def cross_product_kernel(
-    *views: View, rows: partial[Tensor], split: tuple[float, int, int | None] | None = None
-) -> dict[str, Tensor]:
-    """Cross-products of the sites of one model, or between the sites of two models, over the samples of one batch.
+def cross_product_kernel(*views: View, rows: partial[Tensor], split: partial[Tensor] | None = None) -> dict[str, Tensor]:
+    """Cross-products between the sites of one or two models, over one batch.
 
     Analyzers of one run that read the same samples of one model share the products of a batch.
 
     Args:
         *views: the view of one model, or the views of two models on the same tokens.
         rows: function that takes a view and returns its samples, `site sample width`.
-        split: the arguments of `held_out` after `row`, for products of training samples ("train.") and of held-out samples
-            ("test.") apart; None for products of all samples.
+        split: function that takes the row of each sample and returns whether it is held out. Training samples ("train.") and
+            held-out samples ("test.") then have products of their own. None for products of all samples.
 
     Returns:
         See `cross_products`.
@@ -69,14 +67,12 @@ def cross_product_kernel(
     return cross_products(sides, own=[view.memo[key] for view in views])
 
 
-def _split_cross_products(
-    views: Sequence[View], rows: partial[Tensor], split: tuple[float, int, int | None]
-) -> dict[str, Tensor]:
+def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: partial[Tensor]) -> dict[str, Tensor]:
     number = views[0].row
     assert number is not None
     if rows.keywords["level"] == "sequence":
         number = number[row_ends(views[0]).to(number.device)]
-    test = held_out(number, *split)
+    test = split(number)
     sides = [rows(view).double() for view in views]
     out: dict[str, Tensor] = {}
     for name, chosen in (("train", ~test), ("test", test)):
@@ -86,8 +82,10 @@ def _split_cross_products(
     return out | {"test.rows": torch.tensor(len(torch.unique(number[test])))}
 
 
-def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None] | None) -> Draws:
-    """Draw what the permutation null exchanges: single samples; or whole rows, at positions that all of these rows have.
+def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: partial[Tensor] | None) -> Draws:
+    """Draw the rows or single samples that the permutation null exchanges.
+
+    Rows are exchanged at positions that all of them have.
 
     Args:
         samples: the samples of a pool.
@@ -95,7 +93,7 @@ def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: tuple[fl
         by_row: whether whole rows are exchanged, not single samples.
         split: as for `cross_product_kernel`: training samples are exchanged with each other, and so are held-out samples.
     """
-    test = torch.zeros_like(samples.row, dtype=torch.bool) if split is None else held_out(samples.origin, *split)
+    test = torch.zeros_like(samples.row, dtype=torch.bool) if split is None else split(samples.origin)
     out = {}
     for name, chosen in ({"": ~test} if split is None else {"train.": ~test, "test.": test}).items():
         index = chosen.nonzero()[:, 0]
@@ -115,7 +113,7 @@ def exchanged_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Cross-products between sites for a pool's samples: in true order, and with the rows of the second site permuted.
+    """Cross-products of a pool's samples, in true order and with the rows of the second site permuted.
 
     Args:
         sides: samples of one model or of two, `site sample width`.
@@ -143,7 +141,7 @@ def exchanged_sums(
 def cross_products(
     sides: Sequence[Tensor], permutations: Tensor | None = None, own: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
-    """Sums and cross-products of the sites of one model, or between the sites of two models.
+    """Sums of the samples, and cross-products between the sites of one or two models.
 
     Args:
         sides: samples of each model, `site sample width`, float64.
@@ -168,7 +166,7 @@ def cross_products(
 
 
 def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
-    """Products x'y of all pairs of sites, `pair width_x width_y`; with `later`, each unordered pair once."""
+    """Products x'y of pairs of sites, `pair width_x width_y`. With `later`, each unordered pair occurs once."""
     width = y.shape[-1]
     flat = rearrange(y, "site sample d -> sample (site d)").contiguous()
     counts = [len(y) - site * later for site in range(len(x))]
@@ -181,18 +179,18 @@ def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
 
 
 def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> None:
-    """Warn if a fit uses fewer samples than dimensions.
+    """Warn if a result is computed from fewer samples than dimensions.
 
     Args:
         measure: name of the analyzer.
-        samples: number of samples that the fit uses.
+        samples: number of samples.
         width: width of the widest site.
         unit: the word for samples, in the plural.
     """
     if samples < width:
         warn(
-            f"{measure} is fitted on {samples:,} {unit} of {width:,} dimensions. With fewer samples than dimensions the result "
-            "depends on the number of samples: pass more data, or compare sites on equally many samples."
+            f"{measure} rests on {samples:,} {unit} of {width:,} dimensions. With fewer samples than dimensions, the result "
+            "depends on the number of samples. Pass more data, or compare sites on equally many samples."
         )
 
 
@@ -205,13 +203,13 @@ def warn_of_few_rows(measure: str, rows: int) -> None:
     """
     if rows < FEW_HELD_OUT_ROWS:
         warn(
-            f"{measure} is evaluated on {amount(rows, 'held-out row')}. Below {FEW_HELD_OUT_ROWS} its values scatter by "
-            "tenths: pass more rows, or a larger test_fraction=."
+            f"{measure} is evaluated on {amount(rows, 'held-out row')}, so its values scatter by tenths. Pass more rows, or a "
+            "larger test_fraction=."
         )
 
 
 def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float) -> Tensor:
-    """Weights of a ridge regression that penalises the weights of standardised dimensions.
+    """Weights of a ridge regression on standardised dimensions.
 
     The covariance of standardised dimensions has a mean eigenvalue of 1, and one dimension of large variance does not raise the
     penalty of the others.
@@ -235,8 +233,8 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
     least = 100 * EPS * (power / variance).where(spread, 0).max()
     if not ridge >= least:
         raise LayersimError(
-            f"`ridge` is {ridge:g}, a penalty that is lost in rounding because the mean of the activations is large; it must "
-            f"be at least {float(2 * least):.1g}."
+            f"`ridge` is {ridge:g}, which is lost in rounding because the activations have a large mean; it must be at least "
+            f"{float(2 * least):.1g}."
         )
     scale = variance.where(spread, torch.inf).rsqrt()
     penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)
@@ -244,7 +242,7 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
 
 
 def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Weights `width class` and offsets `class` of a linear probe, by ridge regression of one-hot labels.
+    """Fit a linear probe by ridge regression on one-hot labels: weights `width class` and offsets `class`.
 
     Args:
         second: `width width`, sum of x x' over training samples.
@@ -277,7 +275,7 @@ def samples_differ(second: Tensor, mean: Tensor) -> bool:
 
 
 class Sites:
-    """Means and variances (divided by n) of the sites of one model.
+    """Means and variances of the sites of one model. Variances are divided by n.
 
     Args:
         own: cross-products of each site with itself, `site width width`.
@@ -303,7 +301,7 @@ class Sites:
 
 
 class Covariances:
-    """Covariances (divided by n) within and between the sites of one model, or of two models.
+    """Covariances between the sites of one or two models, divided by n.
 
     Args:
         sums: sums that `cross_products` returned, added over all batches.
@@ -311,8 +309,8 @@ class Covariances:
 
     Attributes:
         samples: number of samples, n.
-        two_models: whether the columns are sites of a second model; if not, of the first model.
-        rows: the sites of the (first) model.
+        two_models: whether the columns are sites of a second model.
+        rows: the sites of the model, or of the first of two models.
         columns: the sites of the second model; within one model, `rows` again.
         permutations: number of random pairings of samples.
     """
@@ -331,13 +329,13 @@ class Covariances:
             self.columns = Sites(own["yy"], own["y"], self.samples)
 
     def permuted(self, number: int) -> Covariances:
-        """These covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
+        """The covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
         other = copy(self)
         other._cross = self._by_pair(self._null[number])
         return other
 
     def transposed(self) -> Covariances:
-        """These covariances with rows and columns exchanged."""
+        """The covariances with rows and columns exchanged."""
         other = copy(self)
         other.rows, other.columns, other._sizes = self.columns, self.rows, self._sizes[::-1]
         if self.two_models:
@@ -397,8 +395,8 @@ class CrossProductAnalyzer(SampleAnalyzer):
     max_memory_gb: Limit = 4.0
 
     @property
-    def split(self) -> tuple[float, int, int | None] | None:
-        """The arguments of `held_out` that select the held-out rows; None if no rows are held out."""
+    def split(self) -> partial[Tensor] | None:
+        """`held_out` with the options of the analyzer; None if no rows are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:
@@ -437,9 +435,8 @@ class CrossProductAnalyzer(SampleAnalyzer):
             count: number of samples.
         """
         why = (
-            f"either all of {count} {self.samples_in_words} are equal, as first tokens or [CLS] tokens are before the first "
-            "attention, or the mean is so large that rounding hides the spread "
-            '(CKA(estimator="minibatch") centres each minibatch)'
+            f"all {count} {self.samples_in_words} are equal up to rounding, as first tokens are before the first attention. If "
+            'a large mean hides their spread, CKA(estimator="minibatch") measures it'
         )
         refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), why)
         return sides[0][:, None] & sides[1]
@@ -447,7 +444,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
     def null(
         self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
     ) -> dict[str, Any]:
-        """The fields of the result that describe the permutation null, in which samples are paired at random.
+        """The fields of the result that describe the permutation null.
 
         Args:
             run: the finished run.

@@ -1,4 +1,4 @@
-"""Similarities of layers from matrices over pairs of samples: the common code of `CKA`, `RSA` and `MutualKNN`.
+"""Layer similarities from sample-by-sample matrices, for `CKA`, `RSA` and `MutualKNN`.
 
 Each layer of a minibatch of n samples becomes an n x n matrix of relations between samples: a centred Gram matrix, ranked
 dissimilarities, or the graph of nearest neighbours. The sums are products of these matrices, of all pairs of layers; and for a
@@ -73,7 +73,7 @@ def _without_diagonal(matrix: Tensor) -> Tensor:
 
 
 def average_ranks(values: Tensor) -> Tensor:
-    """Ranks within each row of `values`, from 1, in float64. Equal values share the mean of their ranks.
+    """Rank the values of each row, from 1, in float64. Equal values share the mean of their ranks.
 
     Args:
         values: `layer pair`.
@@ -91,7 +91,7 @@ def average_ranks(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairRelation:
-    """Relation between the samples of a minibatch at each layer, such as a centred Gram matrix.
+    """Relations between a minibatch's samples at each layer, such as centred Gram matrices.
 
     Attributes:
         terms: `layer term`, float64; the similarity of two layers is a sum of products of their terms.
@@ -117,7 +117,7 @@ Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
-    """Draw the minibatches of a pool of rows, and the rows and positions that the null exchanges.
+    """Draw a pool's minibatches, and the rows and positions that the null exchanges.
 
     Args:
         samples: the samples of the pool.
@@ -147,7 +147,7 @@ def pool_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Products of the relations of two layers, for all pairs of layers, summed over a pool's minibatches.
+    """Sum the products of layers' relations over a pool's minibatches, for all pairs of layers.
 
     Args:
         sides: samples of one model or of two models, `layer sample d_model`.
@@ -173,23 +173,6 @@ def pool_sums(
     return total
 
 
-def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
-    """Index of each sample's row, from 0 (None if all samples are from different rows), and the number of rows.
-
-    Args:
-        samples: the samples of a pool.
-        by_row: whether rows are independent of each other; if not, single samples are.
-    """
-    number: Tensor = torch.unique_consecutive(samples.row, return_inverse=True)[1]
-    rows = int(number[-1]) + 1 if len(number) else 0
-    return (number, rows) if by_row and rows < len(number) else (None, len(number))
-
-
-def rows_in(samples: Samples, chosen: Tensor, by_row: bool) -> int:
-    """Number of different data rows among a minibatch's samples; the number of samples if samples are independent."""
-    return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
-
-
 def pair_statistics(
     sides: Sequence[Tensor],
     widths: Sequence[tuple[int, ...]],
@@ -201,7 +184,7 @@ def pair_statistics(
     seed: int,
     triangles: bool = True,
 ) -> dict[str, Tensor]:
-    """Matrices between a minibatch's samples, one for each layer of one model, by which layers are compared.
+    """Matrices between the samples of each minibatch, for each layer of one model.
 
     Args:
         sides: samples of the model, `layer sample d_model`.
@@ -220,15 +203,18 @@ def pair_statistics(
     if not draws["minibatches"]:
         return {}
     [x], [wide] = sides, widths
-    row, rows = row_numbers(samples, by_row)
+    # Independent samples are rows of their own.
+    row = torch.unique_consecutive(samples.row, return_inverse=True)[1] if by_row else torch.arange(len(samples.row))
+    rows = int(row[-1]) + 1
     drawn = torch.stack(list(draws["minibatches"]))
 
     def matrices(chosen: Tensor) -> Tensor:
         whole = matrix(x[:, chosen.to(x.device)], wide)
         return upper_triangles(whole) if triangles else whole
 
-    own = torch.full(drawn.shape, -1) if row is None else row[drawn]
-    distinct = torch.tensor([rows_in(samples, one, by_row) for one in drawn])
+    # Without pairs of one row, no row has to be told from another.
+    own = row[drawn] if rows < len(row) else torch.full(drawn.shape, -1)
+    distinct = torch.tensor([len(torch.unique(row[one])) for one in drawn])
     pairs = torch.stack([matrices(one) for one in drawn])
     out = {"pairs": pairs, "row": own, "rows": torch.tensor(rows), "distinct": distinct}
     for grid in draws.get("grid", ()):
@@ -244,7 +230,7 @@ Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
 def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
-    """One model's statistics, and the relations between its samples: in each minibatch, and for the null.
+    """Turn one model's matrices into relations between samples, for each minibatch and for the null.
 
     Args:
         statistics: output of `pair_statistics`.
@@ -266,7 +252,7 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
 
 
 def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
-    """The sums of `pool_sums` for two models, computed from each model's statistics and relations.
+    """The sums of `pool_sums`, from the statistics and relations of both models.
 
     Args:
         a: output of `relations_of_pairs` for the first model.
@@ -280,13 +266,14 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
         for name, value in products(one, other, distinct, size).items():
             total[name] = value if name not in total else total[name] + value
     for one, other in zip(x.get("grid", ()), y.get("grid", ()), strict=True):
-        height, key = int(known["height"]), int(known["key"])
-        total |= null_products(one, other, height, int(known["grid samples"]), permutations, key)
+        orders = draw_orders(permutations, int(known["height"]), int(known["key"]))
+        null = _similarities(one, other) | {"permuted": permuted_products(one, other, orders)[:permutations]}
+        total |= {f"null {name}": value for name, value in null.items()} | {"null samples": known["grid samples"]}
     return total
 
 
 def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[str, Tensor]:
-    """Sums of one minibatch: the products of the relations of all pairs of layers.
+    """Products of layers' relations in one minibatch, for all pairs of layers.
 
     Args:
         x: relation of the first model.
@@ -305,24 +292,8 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
     return out | {name: torch.tensor(count) for name, count in counts.items()}
 
 
-def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
-    """Sums for a pool's permutation null: products for rows in true order, and for permuted rows. Keys begin with "null".
-
-    Args:
-        x: relation of the first model, with terms by row.
-        y: relation of the second model; within one model, `x` again.
-        rows: number of rows that the null exchanges.
-        samples: number of samples in these rows.
-        permutations: number of permutations.
-        key: random seed of the orders of rows.
-    """
-    out = _similarities(x, y)
-    out["permuted"] = permuted_products(x, y, draw_orders(permutations, rows, key))[:permutations]
-    return {f"null {name}": value for name, value in out.items()} | {"null samples": torch.tensor(samples)}
-
-
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
-    """Products of the relations of all pairs of layers, and the attribute `numbers` of both models' relations."""
+    """Products of layers' relations, and the `numbers` of both models."""
     a, b = x.terms, y.terms.to(x.terms.device)
     norms = a.norm(dim=1), b.norm(dim=1)
     own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
@@ -334,7 +305,7 @@ def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
 
 
 def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
-    """Similarities when the rows of the second model are permuted, `permutation row column`.
+    """Products with the rows of the second model permuted, `permutation row column`.
 
     Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
     of `draw_permutations`: cyclic shifts, whose products follow from Fourier transforms along the diagonals.
@@ -360,7 +331,7 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Reorder the rows, and Fourier-transform the terms along the diagonals, `frequency layer (diagonal term)`.
+    """Reorder the rows, and Fourier-transform the terms along the diagonals: `frequency layer (diagonal term)`.
 
     A cyclic shift of the rows moves the entries of a matrix along its diagonals, which wrap around.
 
@@ -397,7 +368,7 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
 
 
 def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
-    """Relation whose terms are the entries of a matrix over all pairs of samples.
+    """Make a `PairRelation` of matrices between samples.
 
     Args:
         terms: `layer (n n)`, 0 for pairs that are left out.
@@ -413,7 +384,7 @@ def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Ten
 
 
 def arccos_distance(result: LayerMatrix) -> float:
-    """Distance between two models: root of the sum of arccos(similarity)^2 over the pairs of layers at the same depth.
+    """Distance between two models: root of the sum of arccos(similarity)^2 over layers of equal depth.
 
     Layers are outputs of blocks, or other sites.
 
@@ -429,7 +400,7 @@ def arccos_distance(result: LayerMatrix) -> float:
     )
     if rows != columns or result.values.shape[0] != result.values.shape[1]:
         raise LayersimError(
-            f"The arccos distance is defined for models of equal depth; these have {rows} and {columns} layers."
+            f"The distance is defined for models with equally many layers; these models have {rows} and {columns}."
         )
     equal: Tensor = result.values.diagonal()[-rows:]
     return float(equal.clamp(-1, 1).arccos().square().sum().sqrt())
@@ -437,7 +408,7 @@ def arccos_distance(result: LayerMatrix) -> float:
 
 @result_class
 class MinibatchMatrix(CalibratedMatrix):
-    """A similarity for each pair of layers, computed from minibatches of samples, with its permutation null.
+    """Similarities of all pairs of layers, computed from minibatches of samples, with their permutation null.
 
     Attributes:
         samples: number of tokens (or sequences) in all minibatches.
@@ -451,7 +422,7 @@ class MinibatchMatrix(CalibratedMatrix):
 
 
 def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Partial correlations: similarities of layers after the similarity with the inputs is regressed out of both layers.
+    """Partial correlations of layers, given the embedding.
 
     Args:
         values: similarities, `... row column`; the first row and the first column are the embeddings.
@@ -473,7 +444,7 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
 @typed
 @dataclass(frozen=True, eq=False)
 class MinibatchAnalyzer(SampleAnalyzer):
-    """Base class of analyzers that relate a minibatch's samples to each other, and compare the relations between layers.
+    """Base class of analyzers that compare layers by relations between the samples of a minibatch.
 
     Args:
         minibatch: see `CKA`, as for all options.
@@ -495,7 +466,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     @property
     @abstractmethod
     def formula(self) -> tuple[Matrix, Relate]:
-        """The functions that compute the matrix of each layer, and turn the matrices into relations; see `pool_sums`."""
+        """The arguments `matrix` and `relate` of `pool_sums`."""
 
     @property
     def least(self) -> int:
@@ -562,7 +533,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def similarities(
         self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """The fields that the results of all minibatch measures share. Warns if minibatches have few rows.
+        """The fields that `CKA`, `RSA` and `MutualKNN` share. Warns if minibatches have few rows.
 
         Args:
             sums: sums over all pools.
@@ -578,9 +549,8 @@ class MinibatchAnalyzer(SampleAnalyzer):
             each = float(sums["rows"]) / minibatches
             if self.unit == "row" and each < FEW_ROWS:
                 warn(
-                    f"Minibatches of {type(self).__name__} have {each:.3g} different rows on average, and pairs from one "
-                    f"row are left out. With fewer than {FEW_ROWS} rows, values scatter widely. Pass more rows of data, "
-                    "shorter ones (seq_len=), or a larger minibatch=."
+                    f"Minibatches of {type(self).__name__} have {each:.3g} rows on average; with fewer than {FEW_ROWS} rows, "
+                    "values scatter widely. Pass more rows, shorter rows (seq_len=), or a larger minibatch=."
                 )
         if inputs is not None:
             values = without_inputs(values, *inputs)

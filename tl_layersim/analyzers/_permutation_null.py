@@ -27,7 +27,7 @@ EQUAL_WITHIN = 1e-10
 
 @result_class
 class CalibratedMatrix(LayerMatrix):
-    """A similarity for each pair of layers, with its null distribution when rows are paired at random.
+    """Similarities of all pairs of layers, with the null distribution of randomly paired rows.
 
     Tokens of a text depend on each other, so the null exchanges whole rows of the data, position with position, among the rows
     of a pool. Rows of unequal lengths are compared at positions that all rows which are exchanged have, so the null has an
@@ -158,7 +158,7 @@ class CalibratedMatrix(LayerMatrix):
         return replace(self, split_half=whole, noise_ceiling=whole.clamp(min=0).sqrt())
 
     def transposed(self) -> Any:
-        """The comparison of the two models in the other order: rows become columns in every field."""
+        """The same comparison with the models exchanged: rows become columns in every field."""
         other = {"row": "column", "column": "row"}
         sides = {"residual": "column", "column": "residual"}
         swapped: dict[str, Any] = {}
@@ -173,39 +173,30 @@ class CalibratedMatrix(LayerMatrix):
         own |= {"provenance": self.provenance.swapped(), "replicates": tuple(one.transposed() for one in self.replicates)}
         return replace(self, **swapped, **own)
 
-    def to_last_headline(self, measure: str) -> dict[str, float]:
-        """Headline numbers for a summary table: the similarities of some layers with the last layer.
+    def headline(self) -> dict[str, float]:
+        null = {
+            "calibrated maximum over pairs of layers": float(self.max_calibrated),
+            "p-value of the maximum over pairs of layers": float(self.max_p_value),
+        }
+        return self._to_last() | (null if self.permutations else {})
 
-        Args:
-            measure: name of the measure.
-        """
+    def _to_last(self) -> dict[str, float]:
+        """Headline similarities of some layers with the last layer."""
         to_last = self.values[:, -1]
         two = JOINT in self.provenance.model
         if len(to_last) == 1:
-            return {f"{measure} of the two models": float(to_last[0])} if two else {}
-        name = f"{measure}(first model's {{}}, second's last)" if two else f"{measure}({{}}, last)"
-        same = {} if self.split_half.isnan() else {f"split-half reliability of {measure}": float(self.split_half)}
+            return {f"{self.measure} of the two models": float(to_last[0])} if two else {}
+        name = f"{self.measure}(first model's {{}}, second's last)" if two else f"{self.measure}({{}}, last)"
+        same = {} if self.split_half.isnan() else {f"split-half reliability of {self.measure}": float(self.split_half)}
         if two and self.layers == self.coordinates("column"):
-            same |= {f"{measure} of the same layers, mean": float(self.values.diagonal().mean())}
+            same |= {f"{self.measure} of the same layers, mean": float(self.values.diagonal().mean())}
         if not self.in_depth_order:
-            return same | self.sites_headline(measure)
+            return same | self.sites_headline(self.measure)
         return same | {
             name.format(self.first_layer()): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
         }
-
-    def null_headline(self) -> dict[str, float]:
-        """Headline numbers for a summary table: the largest calibrated value and its p-value; empty without a null."""
-        if not self.permutations:
-            return {}
-        return {
-            "calibrated maximum over pairs of layers": float(self.max_calibrated),
-            "p-value of the maximum over pairs of layers": float(self.max_p_value),
-        }
-
-    def headline(self) -> dict[str, float]:
-        return self.to_last_headline(self.measure) | self.null_headline()
 
 
 def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: bool = True) -> dict[str, Any]:
@@ -273,7 +264,7 @@ def p_values(values: Tensor, null: Tensor) -> Tensor:
 
 
 def null_threshold(values: Tensor, null: Tensor) -> Tensor:
-    """Threshold of a permutation test at `ALPHA`: the 95 % quantile of the null values together with the observed value.
+    """The 95 % quantile of the null values together with the observed value: the threshold of a test at `ALPHA`.
 
     Args:
         values: observed values, of any shape.
@@ -305,9 +296,5 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
 
 
 def is_one_model(models: Sequence[Model]) -> bool:
-    """Whether all models of a run are the same model.
-
-    Args:
-        models: the models of the run, see `Run`.
-    """
+    """Whether all models of a run are the same model."""
     return len({id(model) for model in models}) < 2

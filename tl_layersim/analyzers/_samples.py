@@ -1,10 +1,11 @@
-"""Samples of a view: tokens or rows, held-out rows, sums by row of the data, and random draws from a pool of rows.
+"""Samples of a view, held-out rows, sums by row, and random draws from a pool of rows.
 
 Plain functions of torch: they run inside the kernels that call them, also on a server.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..activations.row_pools import SAMPLES_OF_ROW, Samples, mixed
 from ..activations.view import View, row_ends
 from ..core import LayersimError, Sums
+from ..data.labels import NO_LABEL
 from ..lens.statistics import read_vectors
 
 # Multiples of the golden ratio, as fractions of 2^32: they are evenly spread over 0 to 1, and have no period.
@@ -49,9 +51,29 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
         return view.activations[:, ends - lengths + 1]
     if pool == "flat":
         if (least := int(lengths.min())) < (most := int(lengths.max())):
-            raise LayersimError(f"`pool` is 'flat', and rows have from {least} to {most} tokens; they must have equally many.")
+            raise LayersimError(f"`pool` is 'flat', but rows have {least} to {most} tokens; all rows must have equally many.")
         return view.activations.reshape(len(view.activations), len(ends), -1)
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
+
+
+def check_classes(classes: Tensor, limit: float, remedy: str = "") -> None:
+    """Raise an error if a class is negative, or not below a limit.
+
+    Args:
+        classes: `sample`, the labels that are classes.
+        limit: a number above every class that is allowed.
+        remedy: sentence that says how to raise the limit; "" if it cannot be raised.
+
+    Raises:
+        LayersimError: a class is not allowed.
+    """
+    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < limit:
+        least, most = int(classes.min()), int(classes.max())
+        allowed = f"from 0 to {limit - 1}" if limit < math.inf else "0 or more"
+        raise LayersimError(
+            f"`labels` are classes from {least} to {most}; they must be {allowed}, or {NO_LABEL} for no class."
+            + f" {remedy}" * (most >= limit)
+        )
 
 
 def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> Tensor:
@@ -69,7 +91,7 @@ def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> 
 
 
 def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row: bool) -> list[Tensor]:
-    """Draw the samples of each minibatch without replacement, and return their indices.
+    """Draw minibatches without replacement. Returns indices of samples.
 
     The draw depends on the rows of the pool and the seed, not on the number of the pool.
 
@@ -97,17 +119,16 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row:
     if size < least:
         return []
     chosen = chosen[mixed(key[chosen]).argsort()]
-    drawn = torch.split(chosen[: len(chosen) // size * size], size)
-    return [one for one in drawn if not by_row or _has_rows(samples.row[one], least)]
-
-
-def _has_rows(row: Tensor, least: int) -> bool:
-    counts: Tensor = torch.unique(row, return_counts=True)[1]
-    return len(counts) >= LEAST_ROWS and len(row) - int(counts.max()) >= least - 1
+    minibatches = []
+    for one in torch.split(chosen[: len(chosen) // size * size], size):
+        each: Tensor = torch.unique(samples.row[one], return_counts=True)[1]
+        if not by_row or (len(each) >= LEAST_ROWS and size - int(each.max()) >= least - 1):
+            minibatches.append(one)
+    return minibatches
 
 
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw rows, and positions that all of these rows have; returns indices of samples, `row position`.
+    """Draw rows, and positions that all these rows have. Returns indices of samples, `row position`.
 
     Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
     numbers of samples of the rows alone.
@@ -188,17 +209,15 @@ def pool_key(samples: Samples, seed: int) -> int:
 
 
 def row_counts_kernel(view: View) -> dict[str, Tensor]:
-    """Number of counted positions in each row of the data, as far as they are known without running the model."""
+    """Number of counted positions in each row of the data."""
     assert view.row is not None
     if len(view.row) and int(view.row.max()) >= COUNTED_ROWS:
-        raise LayersimError(
-            f"`per_prompt` is True, but the data has more than {COUNTED_ROWS} rows, which is the limit for values by prompt."
-        )
+        raise LayersimError(f"`per_prompt` is True; it must be False for data of more than {COUNTED_ROWS} rows.")
     return {"rows": torch.bincount(view.row, minlength=COUNTED_ROWS)}
 
 
 def counted_rows(first: Sums) -> Tensor:
-    """Indices of the rows of the data that have counted positions, ascending.
+    """Indices of the rows with counted positions, ascending.
 
     Args:
         first: sums of `row_counts_kernel`; empty without values by row.
@@ -206,25 +225,24 @@ def counted_rows(first: Sums) -> Tensor:
     return first["rows"].nonzero()[:, 0] if first else torch.zeros(0, dtype=torch.int64)
 
 
-def prompt_fields(name: str, sums: Sums, first: Sums, known: str) -> dict[str, Any]:
-    """Fields of a result that hold values by row of the data; empty if values by row were not measured.
+def prompt_fields(name: str, sums: Sums, first: Sums) -> dict[str, Any]:
+    """The fields of a result by row of the data; empty if values by row were not measured.
 
     Args:
         name: name of the quantity.
         sums: sums of the main pass over the data.
         first: sums of `row_counts_kernel`; empty without values by row.
-        known: name of the sums with the number of samples at which the quantity is defined.
     """
     none = torch.zeros(0, dtype=torch.float64)
     return {
-        f"prompt_{name}": sums[f"prompt {name}"] / sums[known] if first else none,
+        f"prompt_{name}": sums[f"prompt {name}"] / sums[f"prompt {name} known"] if first else none,
         "prompt_tokens": sums["prompt tokens"] if first else none,
         "prompt_rows": tuple(counted_rows(first).tolist()),
     }
 
 
 def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
-    """Sum of the values of each row of the data, `row ...`, float64.
+    """Sum values by row of the data: `row ...`, float64.
 
     Args:
         values: `sample ...`.
@@ -238,7 +256,7 @@ def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
-    """The values that are not NaN, by row of the data; the keys are names such as "row 3".
+    """Values by row of the data, without NaN. Keys are names such as "row 3".
 
     Args:
         values: `row`, the values.

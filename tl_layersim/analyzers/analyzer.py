@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import json
 import math
-import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import combinations_with_replacement, product
@@ -26,7 +21,7 @@ from ..activations.view import Kernel
 from ..architectures.layouts import NO_HEAD
 from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import Head
-from ..core import LayersimError, LayersimWarning, Provenance, Result, Sums, typed, warn
+from ..core import LayersimError, Provenance, Result, Sums, typed, warn
 from ..core.code_digests import digest_of_code
 from ..core.registry import Registry
 from ..core.sums import need_memory
@@ -114,8 +109,7 @@ class Analyzer(ABC):
         - `families`: families of sites that it always reads, whatever sites the user asked for; none for those of the user.
         - `optional_families`: further families that it reads where the model has them.
         - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
-        - `needs_rows`: whether the kernel reads the number of each row in the data, which `attach` does not know.
-        - `prompts`: whether each row must be a text of its own, so that packed rows raise an error.
+        - `prompts`: whether each row must be a numbered text of its own: packed rows and `attach` then raise an error.
         - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
             dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
         - `by_statistics`: whether models to compare run one after another, so that only their statistics of a batch are held.
@@ -133,7 +127,6 @@ class Analyzer(ABC):
     families: ClassVar[tuple[str, ...]] = ()
     optional_families: ClassVar[tuple[str, ...]] = ()
     needs_calls: ClassVar[bool] = False
-    needs_rows: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
     weighs: ClassVar[tuple[Weight, ...]] = ()
     by_statistics: ClassVar[bool] = False
@@ -144,7 +137,7 @@ class Analyzer(ABC):
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
-        """Sets the options that depend on the model, before a run; returns the analyzer with these options.
+        """Return an analyzer in which options that depend on the model are set.
 
         Args:
             model: the model, with the sites of this analyzer.
@@ -159,12 +152,12 @@ class Analyzer(ABC):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether `positions="mean"` is refused: the output head, next tokens and block calls need single positions."""
+        """Whether the kernel needs single positions, so that `positions="mean"` raises an error."""
         return self.needs_unembed or self.needs_calls
 
     @property
     def label_source(self) -> str:
-        """Source of the labels: "data" for a column of the data, "rows" for a tensor with an entry per row, "" for none."""
+        """Source of the labels: "data" for a column, "rows" for a tensor by row, "" for none."""
         return ""
 
     def first_kernel(self) -> Kernel | None:
@@ -180,7 +173,7 @@ class Analyzer(ABC):
         """
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        """Kernel of pools of rows, run beside `kernel`; its sums are added to those of `kernel`. None if there is none.
+        """Second kernel of the main pass, which reads pools of rows; None for none. Its sums join those of `kernel`.
 
         Args:
             first: sums of the first pass, empty without one.
@@ -188,7 +181,7 @@ class Analyzer(ABC):
         return None
 
     def pool_need(self, density: float) -> int:
-        """Number of rows of the largest pool that a kernel draws samples from; 0 without a `PoolKernel`.
+        """Number of rows in the largest pool of a `PoolKernel`; 0 without a `PoolKernel`.
 
         Args:
             density: mean number of counted positions of a row.
@@ -196,7 +189,7 @@ class Analyzer(ABC):
         return 0
 
     def exchange(self) -> Exchange | None:
-        """Cross-model statistics of a batch; None if the analyzer needs the activations of both models in one place."""
+        """Statistics by which models are compared without their activations; None if activations are needed."""
         return None
 
     @abstractmethod
@@ -212,7 +205,7 @@ class Analyzer(ABC):
         """
 
     def check_sites(self, *models: Model) -> None:
-        """Raise an error if the layers of a model are not the sites that this analyzer needs.
+        """Raise an error if this analyzer cannot read the sites of a model.
 
         Args:
             *models: one model; two models to compare; or more, to compare all pairs of.
@@ -222,7 +215,7 @@ class Analyzer(ABC):
         """
         if self.needs_two_models and len(models) == 1:
             raise LayersimError(
-                f"{type(self).__name__} compares two models, but is given only {models[0].name}. Use compare(model_a, model_b, "
+                f"{type(self).__name__} compares two models, but only {models[0].name} is given. Use compare(model_a, model_b, "
                 f"data, {type(self).__name__}())."
             )
         for model in models:
@@ -232,13 +225,15 @@ class Analyzer(ABC):
                 need_equal_width(model, type(self).__name__)
         # The sums of the batch, the running sums, and the new sums while the two are added.
         if need := 3 * 8 * self.sum_numbers(*models) / 1e9:
-            name, permutations = type(self).__name__, getattr(self, "permutations", 0)
-            what = f"The sums of {name} with {permutations} permutations" if permutations else f"The sums of {name}"
-            fewer = "Fewer sites (at=) or permutations= take less." if permutations else "Fewer sites (at=) take less."
-            need_memory(what, need, getattr(self, "max_memory_gb", math.inf), fewer)
+            fewer = (
+                "Fewer sites (at=) or permutations take less."
+                if getattr(self, "permutations", 0)
+                else "Fewer sites (at=) take less."
+            )
+            need_memory(f"The sums of {type(self).__name__}", need, getattr(self, "max_memory_gb", math.inf), fewer)
 
     def sum_numbers(self, *models: Model) -> float:
-        """Number of float64 values in the sums, for `max_memory_gb`; 0 if there are few, or if a width is not known.
+        """Number of float64 values in the sums, for `max_memory_gb`; 0 if few or not known.
 
         Args:
             *models: one model; two models to compare; or more, to compare all pairs of.
@@ -256,7 +251,7 @@ class Analyzer(ABC):
         """
 
     def compute_seconds(self, model: Model) -> float:
-        """Seconds on one core that a call of `compute` takes; 0 if few.
+        """Seconds that `compute` takes on one core; 0 if few.
 
         With intervals, `compute` is called for each block of rows.
 
@@ -266,7 +261,7 @@ class Analyzer(ABC):
         return 0.0
 
     def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
-        """Raise an error if a batch lacks the inputs that this analyzer needs, before the model runs on it.
+        """Raise an error before the model runs if a batch lacks inputs that this analyzer needs.
 
         Args:
             batch: a batch of the data.
@@ -346,7 +341,7 @@ class SampleAnalyzer(Analyzer):
 
 
 def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Model, Model]]:
-    """The pairs of models to compare: a model with itself; two models; or all pairs of several models, each with itself too.
+    """The pairs of models to compare. One model is paired with itself; more than two models give all pairs.
 
     Args:
         models: one model; two models to compare; or more, to compare all pairs of.
@@ -358,7 +353,7 @@ def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Mode
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first four names as text, and how many more there are.
+    """The first four names as text, with "and others" if there are more.
 
     Args:
         names: all names.
@@ -371,8 +366,18 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
 
 
+def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
+    """The first four of the sites at which `chosen` is True, as text; "" if there are none.
+
+    Args:
+        sites: all sites.
+        chosen: `site`.
+    """
+    return listed(name for name, one in zip(sites, chosen, strict=True) if one)
+
+
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
-    """The sites at which samples are omitted, each with the number of omitted samples, as text; "" if there are none.
+    """Sites at which samples are omitted, with the numbers of samples, as text; "" for none.
 
     Args:
         sites: all sites.
@@ -384,7 +389,7 @@ def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
 
 
 def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
-    """Warn of sites at which a measure is not defined; raise an error if it is defined at none of the rows or columns.
+    """Warn of sites at which a measure is not defined; raise an error if no row or no column is defined.
 
     Args:
         measure: name of the measure.
@@ -403,7 +408,9 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
 
 
 def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (divided by N) of a quantity over the samples that have it; NaN if no sample has it.
+    """Mean and standard deviation of a quantity; NaN if no sample has a value.
+
+    The variance is divided by the number of samples.
 
     Args:
         sums: sums of the quantity, of its square ("^2") and of the samples that have it (" known").
@@ -415,7 +422,7 @@ def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
 
 
 def code_digest(analyzer: Analyzer) -> str:
-    """Digest (12 hex digits) of an analyzer's bytecode, including the functions of its module that it calls.
+    """Digest of an analyzer's bytecode and of the functions that it calls.
 
     Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
 
@@ -423,7 +430,7 @@ def code_digest(analyzer: Analyzer) -> str:
         analyzer: an analyzer of this package or a user's own.
 
     Returns:
-        The digest; "" for an analyzer of this package.
+        The digest, 12 hex digits; "" for an analyzer of this package.
     """
     cls = type(analyzer)
     if cls.__module__.split(".")[0] == __name__.split(".")[0]:
@@ -459,12 +466,12 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
         LayersimError: there are too few samples.
     """
     if given < needed:
-        raise LayersimError(f"{analyzer} needs at least {needed} {unit}; the data has {given}.")
+        raise LayersimError(f"{analyzer} needs {needed} or more {unit}; the data has {given}.")
 
 
 @typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
-    """All analyzers by name: the analyzers of this package, then those that installed packages declare as entry points.
+    """Analyzers by name, from this package and from entry points of installed packages.
 
     Examples:
         >>> sorted(find_analyzers())[:2]
@@ -476,25 +483,23 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
         try:
             cls = entry.load()
         except Exception as error:  # an error in another package must not break this one
-            warnings.warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}", stacklevel=2)
+            warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}")
             continue
         analyzers.setdefault(cls.name, cls)
     return analyzers
 
 
-def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:
-    """Raise an error if a model has no known unembedding, or if its head does not fit the targets or `heads`.
+def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
+    """Raise an error if a model has no known unembedding, or if its head cannot predict the targets.
 
     Args:
         model: the model to be analyzed.
         analyzer: name of the analyzer, for the message.
         targets: whether predictions are compared with targets.
         own_labels: whether the targets are labels instead of next tokens.
-        heads: `ExitHeads` of the layers below the last; None if every layer is read by the model's own head.
 
     Raises:
-        LayersimError: the unembedding is not known, the head classifies rows and the targets are next tokens, or the heads
-            belong to another model.
+        LayersimError: the unembedding is not known, or the head classifies rows and the targets are next tokens.
     """
     if model.head is None:
         why = NO_HEAD.get(model.source)
@@ -502,79 +507,13 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
             f"{analyzer} needs an unembedding, but none is known for {model.name} ({model.source}): "
             f"{why or f'load it by {CLASSES_WITH_HEAD}, or name its norm and head in unembed= of open_model'}."
         )
-    if isinstance(heads, ExitHeads):
-        heads.check(model)
     if targets and not own_labels and "MaskedLM" in model.source:
-        warnings.warn(
-            f"{model.name} was trained to predict the token at a masked position, and its input contains the next token: the "
-            f"next token is not a meaningful target. {analyzer}(labels=...) takes other targets.",
-            LayersimWarning,
-            stacklevel=2,
+        warn(
+            f"The targets of {analyzer} are next tokens, but {model.name} is a masked language model, whose input contains "
+            "them. Pass other targets (labels=)."
         )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(
             f"The head of {model.name} classifies whole rows, so it does not predict a next token. {analyzer}(labels='data') "
             "reads classes from a column `label` beside the texts."
         )
-
-
-def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> dict[str, Analyzer]:
-    """The analyzers with some of their options set from text.
-
-    Args:
-        analyzers: the analyzers, by name.
-        settings: settings of the form `name.option=value`. A value is written as in Python or JSON; text needs no quotation
-            marks.
-
-    Raises:
-        LayersimError: a setting does not have this form, or names an analyzer or option that does not exist.
-
-    Examples:
-        >>> from .cka import CKA
-        >>> with_options({"cka": CKA()}, ["cka.minibatch=128"])["cka"].minibatch
-        128
-    """
-    values: dict[str, dict[str, Any]] = {name: {} for name in analyzers}
-    for setting in settings:
-        match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", setting, re.DOTALL)
-        if match is None:
-            raise LayersimError(
-                f"`--option` is {setting!r}; it must have the form name.option=value, such as cka.minibatch=128."
-            )
-        name, option, text = match.groups()
-        if name not in analyzers:
-            raise LayersimError(
-                f"`--option` is {setting!r}; its analyzer must be one of this run: {', '.join(sorted(analyzers))}."
-            )
-        known = [field.name for field in fields(analyzers[name])]  # type: ignore[arg-type]  # analyzers are dataclasses
-        if option not in known:
-            raise LayersimError(f"`--option` is {setting!r}; {name} has only the options {', '.join(sorted(known))}.")
-        values[name][option] = _value(text)
-    return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}  # type: ignore[type-var]
-
-
-def as_settings(analyzer: Analyzer) -> list[str]:
-    """The options of an analyzer as text, from which `with_options` makes the same analyzer.
-
-    Args:
-        analyzer: an analyzer. An option that text cannot hold, such as heads that were read from a file, is left out.
-
-    Examples:
-        >>> from .cosine import Cosine
-        >>> as_settings(Cosine(center="none"))[0]
-        'cosine.center=none'
-    """
-    options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}  # type: ignore[arg-type]  # dataclasses
-    texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
-    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_value(text)) == repr(options[name])]
-
-
-def _value(text: str) -> Any:
-    """Parse a value written as in JSON or Python; return any other text unchanged."""
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError):
-            return read(text)
-    return text
-
-
-__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "SiteNeed", "Weight", "need_head", "need_tokens"]

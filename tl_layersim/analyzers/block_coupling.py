@@ -1,4 +1,4 @@
-"""Block coupling: alignment of the top singular vectors of the Jacobians of all pairs of blocks, averaged over prompts."""
+"""Block coupling: alignment of two blocks' Jacobians by their top singular vectors, averaged over prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupli
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, Analyzer, Run, SiteNeed, listed, need_tokens
+from .analyzer import AUBRY, Analyzer, Run, SiteNeed, sites_where
 
 PairField = Literal[
     "coupling",
@@ -226,7 +226,7 @@ class BlockCouplingResult(Result):
 
     @property
     def null_coupling(self) -> Tensor:
-        """Coupling to expect of random vectors, `layer layer`: 1 (0 with `normalize=False`) minus their mis-coupling `null`."""
+        """Coupling of random vectors, `layer layer`: 1 - `null`; -`null` with `normalize=False`."""
         return float(self.normalize) - self.null
 
     def measured_on(self, field: str) -> str:
@@ -235,7 +235,7 @@ class BlockCouplingResult(Result):
 
     @typed
     def mean(self, field: PairField = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
-        """Mean of a matrix over pairs of different blocks, without undefined pairs; NaN if no pair is defined.
+        """Mean of a matrix over the defined pairs of different blocks; NaN if there are none.
 
         Args:
             field: name of the matrix.
@@ -250,16 +250,17 @@ class BlockCouplingResult(Result):
         if k is not None:
             by_k = field in ("coupling", "values", "null", "null_coupling")
             if k not in self.ks or not by_k:
-                raise LayersimError(
-                    f"`k` is {k}; {field!r} of this result takes {' or '.join(map(str, self.ks)) if by_k else 'no `k`'}."
-                )
+                allowed = " or ".join(map(str, self.ks)) if by_k else "None"
+                raise LayersimError(f"`k` is {k}; for {field!r} of this result, it must be {allowed}.")
             matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
             matrix = float(self.normalize) - matrix if "coupling" in field else matrix
         chosen = torch.full(matrix.shape, diagonal) | ~torch.eye(len(matrix), dtype=torch.bool)
         return float(matrix[chosen].nanmean())
 
     def by_prompt(self) -> dict[str, float]:
-        """Mean coupling of each data row, with keys such as "row 3"; rows with NaN are left out. `relate` takes this mapping.
+        """Mean coupling of each row of the data, by names such as "row 3". `relate` takes this mapping.
+
+        Rows without a defined coupling are left out.
 
         Raises:
             LayersimError: the run had `per_prompt=False`.
@@ -284,7 +285,7 @@ class BlockCouplingResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True)
 class BlockCoupling(Analyzer):
-    r"""Alignment of the top singular vectors of the Jacobians of all pairs of blocks, averaged over prompts.
+    r"""Coupling of all pairs of blocks: alignment of the top singular vectors of their Jacobians, averaged over prompts.
 
     $$
     J^l = \frac{\partial (f^l(X))_t}{\partial x^{l-1}_t} = U_l S_l V_l^\top, \qquad
@@ -343,22 +344,17 @@ class BlockCoupling(Analyzer):
     per_prompt: bool = False
 
     def __post_init__(self) -> None:
-        for given, least in ((self.ks, 2), (self.token_indices, None)):
-            if not given or len(set(given)) < len(given) or (least is not None and min(given) < least):
-                name = "k" if least else "tokens"
-                raise LayersimError(
-                    f"`{name}` is {brief(getattr(self, name))}; it must be one or more different "
-                    f"numbers{' of at least 2' if least else ''}."
-                )
+        if not self.ks or min(self.ks) < 2:
+            raise LayersimError(f"`k` is {brief(self.k)}; it must be one or more numbers, each at least 2.")
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """`k` as a tuple: the numbers of singular vectors for which coupling is computed."""
+        """The option `k` as a tuple."""
         return (self.k,) if isinstance(self.k, int) else self.k
 
     @property
     def token_indices(self) -> tuple[int, ...]:
-        """`tokens` as a tuple of indices."""
+        """The option `tokens` as a tuple of indices."""
         return (-1,) if self.tokens == "last" else tuple(self.tokens)
 
     def check(self, *models: Model) -> None:
@@ -389,15 +385,13 @@ class BlockCoupling(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> BlockCouplingResult:
         samples = int(sums["samples"])
-        need_tokens(samples, 1, "BlockCoupling", "prompts")
         refuse_failed_replay(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
         count = sums["count"].double()
         # The coupling of a block with itself is defined if it has k singular vectors above rounding error.
-        undefined = [name for name, n in zip(run.layers[1:], sums["count"][0].diagonal(), strict=True) if not n]
-        if undefined:
+        if undefined := sites_where(run.layers[1:], sums["count"][0].diagonal() == 0):
             warn(
-                f"Coupling is not defined for {listed(undefined)}, and NaN there: on every prompt, the "
-                f"Jacobian has fewer than {self.ks[0]} singular values above rounding."
+                f"Coupling is not defined for {undefined}, and NaN there: on every prompt, the Jacobian has fewer than "
+                f"{self.ks[0]} singular values above rounding."
             )
         by_k, null = (sums[name] / count for name in ("total", "null"))
         square = sums["square"] / count[0]
@@ -430,7 +424,7 @@ class BlockCoupling(Analyzer):
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),
-            **prompt_fields("coupling", sums, run.first, "prompt count"),
+            **prompt_fields("coupling", sums, run.first),
             ks=ks,
             lengths=tuple("1" if i == 0 else f"{2**i} to {2 ** (i + 1) - 1}" for i in lengths.tolist()),
             method=pick_method(d_model, len(run.layers) - 1, max(ks)) if self.method == "auto" else self.method,
@@ -444,7 +438,7 @@ class BlockCoupling(Analyzer):
 def block_coupling_kernel(
     view: View, *, options: CouplingOptions, positions: tuple[int, ...], normalize: bool, rows: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """For every pair of blocks, sums over prompts of their coupling.
+    """Sum the coupling of every pair of blocks over the prompts of a batch.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
@@ -503,6 +497,6 @@ def block_coupling_kernel(
         assert view.row is not None
         of = view.row[at.to(view.row.device)]
         out["prompt coupling"] = sums_by_row(score * with_pairs, of, rows)
-        out["prompt count"] = sums_by_row(with_pairs, of, rows)
+        out["prompt coupling known"] = sums_by_row(with_pairs, of, rows)
         out["prompt tokens"] = sums_by_row(torch.ones(len(view.row)), view.row, rows)
     return out

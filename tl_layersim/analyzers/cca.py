@@ -16,7 +16,7 @@ from ..core.arguments import Fraction
 from ._moments import Covariances, CrossProductAnalyzer, Sites
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
-from .analyzer import Run, need_tokens
+from .analyzer import Run
 
 # Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
 SMALLEST_EIGENVALUE = 1e-12
@@ -113,7 +113,7 @@ class CCAResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "CCA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, summed over layers of the same depth (outputs of blocks or other sites).
+        r"""Distance between two models of equal depth, summed over pairs of layers at the same depth.
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\bar\rho(H_l, H'_l))^2}$$
 
@@ -178,7 +178,6 @@ class CCA(CrossProductAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> CCAResult:
         count = int(sums["samples"])
-        need_tokens(count, 2, "CCA", self.samples_in_words)
         products = Covariances(sums)
         defined = products.rows.defined, products.columns.defined
         known = self.defined_pairs(run, defined, count)
@@ -190,8 +189,8 @@ class CCA(CrossProductAnalyzer):
             trivial = " Every value is 1 by construction." if share == 1 else ""
             warn(
                 f"CCA rests on {count} {self.samples_in_words} of up to {largest} dimensions: unrelated sites would have a "
-                f"mean squared correlation of about {share:.2f}.{trivial} Pass more data, or measure this with "
-                "permutations=200 at a few sites."
+                f"mean squared correlation of about {share:.2f}.{trivial} Pass more data, or measure this "
+                "baseline with permutations=200 at a few sites."
             )
         fields: dict[str, Any] = {name: one.where(known, math.nan) for name, one in _summaries(products, rows, columns).items()}
         null: dict[str, Any] = {}
@@ -213,20 +212,13 @@ class CCA(CrossProductAnalyzer):
         )
 
     def _whitened_sites(self, products: Covariances) -> tuple[list[WhitenedSite], list[WhitenedSite]]:
-        """Whiten the row sites and the column sites."""
         rows = [self._whitened(products.rows, site, products.samples) for site in range(len(products.rows.mean))]
         if not products.two_models:
             return rows, rows
         return rows, [self._whitened(products.columns, site, products.samples) for site in range(len(products.columns.mean))]
 
     def _whitened(self, sites: Sites, site: int, count: int) -> WhitenedSite:
-        """Whiten a site: its principal directions, largest variance first, scaled to variance 1.
-
-        Args:
-            sites: the sites of a model.
-            site: index of the site.
-            count: number of samples.
-        """
+        """Whiten a site; the direction of largest variance comes first."""
         eigenvalues, vectors = torch.linalg.eigh(sites.covariance(site))
         eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
         floor = max(
@@ -248,7 +240,7 @@ def _dimension_counts(numbers: list[int], defined: Tensor) -> Tensor:
 def _whitened_covariances(
     products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, itself: bool
 ) -> dict[tuple[int, int], Tensor]:
-    """Covariances between the whitened samples of each pair of sites that have dimensions."""
+    """Covariances between whitened sites, by pair of sites. Sites without dimensions are left out."""
     return {
         (row, column): rows[row].whiten.T @ covariance @ columns[column].whiten
         for row, others in products.pairs(itself=itself)
@@ -258,7 +250,7 @@ def _whitened_covariances(
 
 
 def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> dict[str, Tensor]:
-    """Every summary of the canonical correlations of all pairs, `row column`; within one model, 1 for a site with itself."""
+    """Summaries of the canonical correlations, each `row column`. Within one model, a site has 1 with itself."""
     out = {
         name: torch.eye(len(rows), len(columns), dtype=torch.float64)
         for name in ("values", "squared", "svcca", "pwcca", "column_pwcca")

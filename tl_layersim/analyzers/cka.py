@@ -23,7 +23,7 @@ from ..activations.view import Kernel, View
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import Model
 from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
-from .analyzer import Exchange, Run, Weight, compared, need_tokens, refuse_undefined
+from .analyzer import Exchange, Run, Weight, compared, refuse_undefined
 
 # Rows of a Gram matrix that are one product; smaller products are slower by the FLOP.
 GRAM_ROWS = 128
@@ -88,7 +88,7 @@ class CKAResult(MinibatchMatrix):
     distance_name: ClassVar[str] = "CKA distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, summed over layers of the same depth (outputs of blocks or other sites).
+        r"""Distance between two models of equal depth, summed over pairs of layers at the same depth.
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
@@ -218,14 +218,11 @@ class CKA(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         exact = self.estimator == "exact"
-        if exact:
-            need_tokens(int(sums["samples"]), 4, "CKA", self.samples_in_words)
         self.need_rows(tuples_of_rows(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
         cross, own_x, own_y = exact_hsic(sums) if exact else (sums["xy"], sums["xx"], sums["yy"])
         defined_x, defined_y = own_x > 0, own_y > 0
         count = int(sums["samples"])
-        given = f"{count} {self.samples_in_words}"
-        why = f"all of {given} are equal, as first tokens or [CLS] tokens are before the first attention"
+        why = f"all {count} {self.samples_in_words} are equal, as first tokens are before the first attention"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
         if count < 100:
             warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
@@ -252,7 +249,9 @@ def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
 
 
 def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
-    """Centre Gram matrices for HSIC; also sum r and r^2 over samples, with r a sample's squared distance from the mean.
+    """Relations for HSIC: centred Gram matrices, or Gram matrices without pairs of one row.
+
+    Their `numbers` are the sums of r and r^2 over samples, with r a sample's squared distance from the mean.
 
     The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
     minibatch by its pairs, and cancels among minibatches of one size.
@@ -350,14 +349,14 @@ class RowTerms:
     total: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        """All terms of each layer as one vector, `layer term`, and their signs, `term`."""
+        """All terms of each layer as one vector, `layer term`, and the signs of the terms, `term`."""
         parts = (self.pairs, self.with_row, self.of_sample, self.between, self.of_row, self.total[:, None])
         signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
         ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
         return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
 
     def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The terms by pair of rows, `layer row row term`; and the signs of the terms that pair a row with itself, `term`.
+        """The terms by pair of rows, `layer row row term`, and the signs of a row's terms with itself, `term`.
 
         The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
         three terms, so that there is place for those of single rows.
@@ -415,7 +414,7 @@ def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
 
 
 def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
-    """Numbers of ordered pairs, triples and quadruples of samples that all come from different rows.
+    """Count ordered pairs, triples and quadruples of samples from different rows.
 
     Args:
         n: number of samples.
@@ -436,7 +435,7 @@ def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tu
 
 
 def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
-    """Sum of the samples of each model, and their number.
+    """Sums of each model's samples, and their number.
 
     Args:
         *views: the view of one model, or the views of two models on the same tokens.
@@ -447,7 +446,7 @@ def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
 
 
 def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], by_row: bool) -> dict[str, Tensor]:
-    """Cross-products of one batch, float64; `exact_hsic` takes their sums over batches.
+    """Cross-products of one batch for `exact_hsic`, float64.
 
     Args:
         *views: the view of one model, or the views of two models on the same tokens.
@@ -479,7 +478,7 @@ def _centred(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def _products(x: Tensor, y: Tensor, row: Tensor) -> dict[str, Tensor]:
-    """Products of centred samples, and products of their sums over each row.
+    """Products of centred samples, and of their sums by row.
 
     Args:
         x: `layer sample d_model`.
@@ -522,7 +521,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC over all pairs of samples from different rows, from the summed output of `exact_kernel`.
+    """HSIC over all samples without pairs of one row, from the summed output of `exact_kernel`.
 
     The samples sum to 0, so the terms of `without_rows` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.
@@ -543,7 +542,9 @@ def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exact_biased_cka(sums: Sums) -> Tensor:
-    """CKA by the biased HSIC_0 over all samples, |X'Y|^2 / (|X'X| |Y'Y|) of centred samples, `row column`; NaN if undefined.
+    """CKA by the biased HSIC_0 over all samples, `row column`.
+
+    It is |X'Y|^2 / (|X'X| |Y'Y|) for centred samples; NaN if not defined.
 
     Args:
         sums: summed output of `exact_kernel`.

@@ -13,10 +13,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
+from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import Model
-from .analyzer import CSORDAS, Analyzer, Run, listed, mean_and_std, need_tokens, omitted_at
+from .analyzer import CSORDAS, Analyzer, Run, mean_and_std, omitted_at
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")
 # Sites inside a block at which a sublayer may read the stream. The MLP of a sequential block reads it after attention, and that
@@ -107,7 +107,7 @@ class ContributionResult(Result):
 @typed
 @dataclass(frozen=True)
 class Contribution(Analyzer):
-    r"""Norm of each sublayer's output relative to the residual stream, and its cosines with this stream and the final stream.
+    r"""Contribution of attention and MLP outputs to the residual stream: relative norm and cosines.
 
     For the output $a_t$ of the attention or the MLP of a block and the stream $h_t$ to which it is added:
 
@@ -145,17 +145,11 @@ class Contribution(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> ContributionResult:
         count = int(sums["count"])
-        need_tokens(count, 1, "Contribution")
         sublayers = sublayer_sites(run.layers)
-        if not sublayers:
-            raise LayersimError(
-                f"Contribution needs sites blocks.{{i}}.hook_attn_out and hook_mlp_out, which this source does not read; it "
-                f"has {listed(run.layers)}."
-            )
         if zero := omitted_at(sublayers, count - sums["cosine known"], count):
             warn(
-                "Tokens have no cosine if a sublayer's output or its stream is zero, and no relative norm if the stream is "
-                f"zero. They are omitted: {zero}."
+                "Tokens at which a sublayer's output or its stream is zero have no cosine and are omitted from its mean: "
+                f"{zero}. Relative norms omit tokens whose stream is zero."
             )
         (ratio, ratio_std), (cosine, cosine_std), (final, final_std) = (
             mean_and_std(sums, name) for name in ("ratio", "cosine", "final")
@@ -174,7 +168,7 @@ class Contribution(Analyzer):
 
 
 def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
-    """Selects the outputs of sublayers from `names`, block by block in the order of the forward pass.
+    """Names of the sublayers' outputs, in the order of the forward pass.
 
     Args:
         names: names of sites, in any order. The stacks of an encoder-decoder keep the order in which they are named.
@@ -185,14 +179,14 @@ def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def stack_and_block(sublayer: str) -> tuple[str, int]:
-    """Splits the name of a sublayer's site into the prefix of its stack (encoder or decoder) and the index of its block."""
+    """Prefix of a sublayer's stack (encoder or decoder), and index of its block."""
     match = SUBLAYER.fullmatch(sublayer)
     assert match is not None
     return match[1], int(match[2])
 
 
 def contribution_kernel(view: View) -> dict[str, Tensor]:
-    """Sums over tokens of the relative norm and the cosines of each sublayer's output, and of their squares.
+    """Sum the relative norms and cosines of each sublayer's output, and their squares, over tokens.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the activations.
 
@@ -201,13 +195,9 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
     """
     sublayers = sublayer_sites(view.sites)
     streams = _streams(view.sites, sublayers)
-    device = view.activations.device
-
-    def zeros(count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64, device=device)
-
+    none = torch.zeros(len(streams), dtype=torch.float64, device=view.activations.device)
     names = [f"{quantity}{part}" for quantity in ("ratio", "cosine", "final") for part in ("", "^2", " known")]
-    out = {name: zeros(len(streams)) for name in names}
+    out = {name: none.clone() for name in names}
     for start in range(0, view.activations.shape[1], CHUNK):
         x = view.activations[:, start : start + CHUNK]
         for number, places in enumerate(streams):
@@ -221,7 +211,7 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
 
 
 def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, int, int]]:
-    """For each sublayer, three indices: its output, the stream it is added to, and the final stream of its stack."""
+    """Indices of each sublayer's output, of the stream before it is added, and of the final stream."""
     streams = []
     for name in sublayers:
         stack, block = stack_and_block(name)

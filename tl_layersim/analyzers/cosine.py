@@ -17,9 +17,8 @@ from ..activations.view import Kernel, View
 from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.arguments import Bins
 from ..core.intervals import QUANTILES
-from ..core.wording import brief
 from ..sources.model_description import Model
-from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, need_tokens, omitted_at
+from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
 
 
@@ -205,7 +204,7 @@ class CosineResult(LayerMatrix):
         return self.angular.diagonal(n).clone()
 
     def blocks_to_drop(self, n: int) -> tuple[int, ...]:
-        """Indices of the n consecutive blocks whose input and output are closest in angle: the first candidates to leave out.
+        """Indices of the n consecutive blocks that turn the residual stream least, by angular distance.
 
         Args:
             n: number of blocks.
@@ -271,11 +270,6 @@ class Cosine(Analyzer):
     histogram_bins: Bins = 2000
 
     def __post_init__(self) -> None:
-        if isinstance(self.center, Tensor) and not bool(self.center.isfinite().all()):
-            raise LayersimError(
-                f"`center` is {brief(self.center)}, with {int((~self.center.isfinite()).sum())} numbers that are not finite; "
-                "all must be finite."
-            )
         raw = isinstance(self.center, str) and self.center == "none"
         object.__setattr__(self, "weighs", ("power" if raw else "variance",))
 
@@ -286,8 +280,8 @@ class Cosine(Analyzer):
             wrong_width = model.widest is not None and self.center.shape[-1] != model.widest
             if self.center.shape[0] != len(model.layers) or wrong_width:
                 raise LayersimError(
-                    f"`center` has shape {tuple(self.center.shape)}; the sites of {model.name} need ({len(model.layers)}, "
-                    f"{model.widest or 'd_model'})."
+                    f"`center` has shape {tuple(self.center.shape)}; for the sites of {model.name}, it must have shape "
+                    f"({len(model.layers)}, {model.widest or 'd_model'})."
                 )
 
     def first_kernel(self) -> Kernel | None:
@@ -304,18 +298,17 @@ class Cosine(Analyzer):
     def compute(self, sums: Sums, run: Run) -> CosineResult:
         count = int(sums["count"])
         offset = self._mean(run.first)
-        need_tokens(count, 2 if run.first else 1, "Cosine")
         # Number of tokens that have a cosine at both layers; 0 / 0 is NaN.
         pairs = sums["pairs"].double()
         what = "is zero" if offset is None else "is the mean itself"
         if not bool(sums["pairs"].any()):
             raise LayersimError(
-                f"The cosine is not defined at any layer: the residual of all {count} tokens {what} at every layer."
+                f"The cosine is not defined at any layer: at every layer, the residual of all {count} tokens {what}."
             )
         if affected := omitted_at(run.layers, count - sums["pairs"].diagonal(), count):
             warn(
-                f"Tokens whose residual {what} up to rounding have no cosine and are omitted: {affected}. A layer is NaN if "
-                "this holds for all its tokens, as for first tokens or [CLS] before the first attention."
+                f"Tokens whose residual {what} up to rounding have no cosine and are omitted: {affected}. Layers without "
+                "other tokens are NaN."
             )
         mean = sums["sum"] / pairs
         itself = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
@@ -350,7 +343,7 @@ class Cosine(Analyzer):
 
 
 def _minimum_and_outliers(histogram: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest value and fraction of box-plot outliers, `series`, of histograms over [-1, 1], `series bin`; NaN if empty."""
+    """Smallest value and fraction of outliers of histograms over [-1, 1], each `series`; NaN if empty."""
     bins, total = histogram.shape[-1], histogram.sum(-1)
     edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)
     low, high = quantiles_from_histogram(histogram, -1.0, 1.0, (0.25, 0.75))
@@ -377,22 +370,8 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
     return torch.tensor(adjacent, dtype=torch.bool)
 
 
-def refuse_unequal_widths(view: View) -> None:
-    """Raise an error if the sites of a view differ in width.
-
-    The widths may be known only now, and a view pads narrower sites with zeros.
-    """
-    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
-    if odd:
-        raise LayersimError(
-            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]} and {view.sites[odd[0]]} "
-            f"{view.widths[odd[0]]}."
-        )
-
-
 def mean_kernel(view: View) -> dict[str, Tensor]:
     """Sum of the residual over tokens, and the number of tokens."""
-    refuse_unequal_widths(view)
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.
         "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.activations]),
@@ -401,7 +380,7 @@ def mean_kernel(view: View) -> dict[str, Tensor]:
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
-    """Sums over tokens of the cosine, its square and its sign, and histograms, for pairs of layers; counts of ordered triples.
+    """Sums, counts and histograms of the cosines between layers, over the tokens of a batch.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -410,7 +389,13 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         mean: `residual d_model` to subtract, None for no centring.
         bins: number of bins of each histogram.
     """
-    refuse_unequal_widths(view)
+    # The widths may be known only now, and a view pads narrower sites with zeros.
+    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
+    if odd:
+        raise LayersimError(
+            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]}, and {view.sites[odd[0]]} "
+            f"has width {view.widths[odd[0]]}."
+        )
     x = view.activations
     layers, tokens, _ = x.shape
     device = x.device
@@ -486,7 +471,9 @@ def _cosines(unit: Tensor, known: Tensor) -> Tensor:
 
 
 def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
-    """Number of triples l1 < l2 < l3 with COS(l1, l3) < COS(l2, l3), and of all triples, by l3 from 1 on: `2 layer`.
+    """Numbers of ordered triples of layers and of all triples, by the last layer of the triple, `2 layer`.
+
+    A triple l1 < l2 < l3 is ordered if COS(l1, l3) < COS(l2, l3).
 
     Args:
         cosine: `token layer layer`.
@@ -505,7 +492,7 @@ def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
-    """Histogram over [-1, 1] of each column of `values`, where `known` is True: `token series` to `series bin`."""
+    """Histograms over [-1, 1] of the known values of each series: `token series` to `series bin`."""
     index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
     series = values.shape[1]
     index = index + bins * torch.arange(series, device=values.device)

@@ -19,8 +19,7 @@ from ..core.site_names import site_in_words
 from ..core.wording import number_text
 from ..sources.model_description import Model
 from ._moments import samples_differ
-from ._samples import samples
-from .analyzer import Run, SampleAnalyzer, need_tokens, refuse_undefined
+from .analyzer import Run, SampleAnalyzer, refuse_undefined
 
 
 @result_class
@@ -153,51 +152,46 @@ class EffectiveRank(SampleAnalyzer):
         object.__setattr__(self, "weighs", ("samples", "variance" if self.center == "dataset" else "power"))
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(second_moments_kernel, level=self.level, pool=self.pool)
+        return partial(second_moments_kernel, rows=self.read)
 
     def compute(self, sums: Sums, run: Run) -> EffectiveRankResult:
         unit = self.samples_in_words
         n, centred = int(sums["samples"]), self.center == "dataset"
-        need_tokens(n, 2 if centred else 1, "EffectiveRank", unit)
         widths = tuple((sums["width"] // n).tolist())
+        top = min(self.top, sums["second"].shape[-1])
+        by_site = []
+        for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
+            by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
+        ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
+        why = f"all {n} {unit} are equal up to rounding, as first tokens are before the first attention"
+        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
         most = n - centred
         if most < max(widths):
             warn(
                 f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
                 "all are biased downwards. Pass more data."
             )
-        top = min(self.top, sums["second"].shape[-1])
-        by_site = []
-        for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
-            by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
-        ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
-        why = f"all of {n} {unit} are equal up to rounding, as first tokens or [CLS] tokens are before the first attention"
-        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
         return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)
 
 
-def spectrum_of(second: Tensor, mean: Tensor) -> Tensor | None:
-    """Eigenvalues of the second moments about a mean, descending; None if the samples do not differ from the mean.
+def spectrum_of(second: Tensor, mean: Tensor) -> Tensor:
+    """Eigenvalues of the second moments about a mean, descending.
 
-    Eigenvalues within the rounding error of the moments are 0.
+    Eigenvalues within the rounding error of the moments are 0; all are 0 if the samples do not differ from the mean.
 
     Args:
         second: `width width`, mean of x x' over the samples.
         mean: `width`, the mean to subtract.
     """
     if not samples_differ(second, mean):
-        return None
+        return torch.zeros_like(mean)
     values: Tensor = torch.linalg.eigvalsh(second - torch.outer(mean, mean)).flip(0)
     floor = len(values) * torch.finfo(torch.float64).eps * second.diagonal().sum()
     return values.where(values > floor, 0)
 
 
-def _ranks(values: Tensor | None, top: int) -> dict[str, Tensor]:
-    """The tensor fields of the result for one site, from its eigenvalues in descending order."""
-    if values is None:
-        undefined = torch.tensor(math.nan, dtype=torch.float64)
-        ranks = dict.fromkeys(("values", "eigenvalue_rank", "participation_ratio", "stable_rank", "directions_90"), undefined)
-        return ranks | {"spectrum": undefined.expand(top)}
+def _ranks(values: Tensor, top: int) -> dict[str, Tensor]:
+    """The tensor fields of the result at one site, from descending eigenvalues; NaN if all are 0."""
     total = values.sum()
     share = values / total
     return {
@@ -206,7 +200,7 @@ def _ranks(values: Tensor | None, top: int) -> dict[str, Tensor]:
         "participation_ratio": 1 / share.square().sum(),
         "stable_rank": 1 / share[0],
         # Rounding of the sum must not add a direction.
-        "directions_90": (share.cumsum(0) < 0.9 - 1e-12).sum().double() + 1,
+        "directions_90": ((share.cumsum(0) < 0.9 - 1e-12).sum().double() + 1).where(total > 0, math.nan),
         "spectrum": share[:top],
     }
 
@@ -218,20 +212,19 @@ def _exp_entropy(values: Tensor) -> Tensor:
     return rank
 
 
-def second_moments_kernel(view: View, *, level: str, pool: str) -> dict[str, Tensor]:
-    """Sum of the samples, and sum of their second moments, float64.
+def second_moments_kernel(view: View, *, rows: partial[Tensor]) -> dict[str, Tensor]:
+    """Sums of the samples and of their second moments, float64.
 
     Args:
         view: activations of one batch.
-        level: "token" or "sequence".
-        pool: for "sequence", "mean", "last" or "first".
+        rows: function that takes a view and returns its samples, `site sample width`.
     """
-    x = samples(view, level=level, pool=pool)
+    x = rows(view)
     total, second = [], []
     for site in x:
-        rows = site.double()
-        total.append(rows.sum(0))
-        second.append(rows.T @ rows)
+        wide = site.double()
+        total.append(wide.sum(0))
+        second.append(wide.T @ wide)
     count = x.shape[1]
     return {
         "samples": torch.tensor(count),

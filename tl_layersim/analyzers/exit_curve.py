@@ -169,9 +169,9 @@ class ExitCurveResult(Result):
 
     @typed
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
-        """Lowest (and so fastest) measured threshold from which on agreement and accuracy reach the given values.
+        """Lowest measured threshold at and above which agreement and accuracy reach the given values.
 
-        The threshold is chosen on one half of the rows, because its agreement on rows that chose it is too high.
+        The lowest threshold is the fastest. It is chosen on one half of the rows, on which its agreement is too high.
         `at(threshold, held_out=True)` has its agreement on the other half.
 
         At threshold 1 no position exits early. If this threshold is returned, no lower measured threshold is sufficient, and
@@ -199,7 +199,7 @@ class ExitCurveResult(Result):
 
     @typed
     def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
-        """The threshold that `threshold_for` returns, but None if no measured threshold reaches the values.
+        """The threshold of `threshold_for`; None if no measured threshold reaches the values.
 
         Args:
             agreement: smallest agreement; None not to require any.
@@ -214,8 +214,9 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy, each `threshold`, on the rows for choosing thresholds: a half, or all if a half is empty."""
+        """Agreement and accuracy, each `threshold`, on the half of the rows that chooses thresholds."""
         if bool(self.part_agreement.isnan().any()):
+            # A half is empty.
             return self.agreement, self.accuracy
         return self.part_agreement[0], self.part_accuracy[0]
 
@@ -299,7 +300,7 @@ class ExitCurve(LensAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
         count, targets = int(sums["count"].sum()), int(sums["targets"].sum())
-        self.check_sums(sums, run, count, targets)
+        self.check_sums(sums, run, targets)
         parts = sums["exits"].double()
         exits, counts, known = parts.sum(0), sums["count"][:, None], sums["targets"][:, None]
         return ExitCurveResult(
@@ -330,7 +331,7 @@ def exit_kernel(
     memory_mb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """For each half of the rows and each threshold, counts of exits, and sums over the predictions at these exits.
+    """Count exits, and sum over the predictions at exits, by half of the rows and by threshold.
 
     Args:
         view: activations of one batch.
@@ -369,7 +370,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """The half of the rows that each token belongs to, `token`: 0 if thresholds are chosen on it, 1 if it is held out."""
+    """Half of the data that each token belongs to, `token`: 0 chooses thresholds, 1 is held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:

@@ -21,7 +21,7 @@ from ..core.site_names import site_in_words
 from ..lens.statistics import compare_lenses, first_final
 from ..sources.activation_checks import refuse_bad_logits
 from ..sources.model_description import Model
-from .analyzer import Analyzer, Run, SiteNeed, Weight, need_head, need_tokens, omitted_at
+from .analyzer import Analyzer, Run, SiteNeed, Weight, need_head, omitted_at
 
 LENS_SOURCE = "of the logit lens (nostalgebraist 2020), as McGrath et al. 2023 follow an ablation through later layers."
 
@@ -117,7 +117,7 @@ class InterventionEffectResult(Result):
 @typed
 @dataclass(frozen=True)
 class InterventionEffect(Analyzer):
-    r"""Effect of an intervention on each layer: cosine, relative change and logit lens of a clean and an edited run, by token.
+    r"""Effect of an intervention on each layer: the clean and the edited run compared token by token.
 
     $$\cos^{(l)} = \operatorname{mean}_t \frac{\langle x^l_t, \tilde x^l_t \rangle}{|x^l_t| \, |\tilde x^l_t|}, \qquad
     \Delta^{(l)} = \operatorname{mean}_t \frac{|\tilde x^l_t - x^l_t|}{|x^l_t|}, \qquad
@@ -187,12 +187,10 @@ class InterventionEffect(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> InterventionEffectResult:
         count = int(sums["count"])
-        need_tokens(count, 1, "InterventionEffect")
         if zero := omitted_at(run.layers, count - sums["cosine known"], count):
             warn(f"Tokens whose clean or edited activation is zero have no cosine and are omitted: {zero}.")
         positions = int(sums["positions"])
         if self.lens:
-            need_tokens(positions, 1, "InterventionEffect", "positions that the head reads")
             refuse_bad_logits(sums["bad"], run.layers)
         return InterventionEffectResult(
             # 0 / 0 is NaN, at sites where no token has a cosine or a relative change, and without a lens.
@@ -209,7 +207,7 @@ class InterventionEffect(Analyzer):
 
 
 def effect_kernel(clean: View, edited: View, *, memory_mb: float | None) -> dict[str, Tensor]:
-    """Sums over tokens of the cosine and the relative change at each site, and of the lens's changes at each block.
+    """Sum cosines, relative changes and changes of the lens over the tokens of a batch.
 
     Args:
         clean: activations of one batch in the clean run.

@@ -1,10 +1,11 @@
-"""Linear predictivity: how well ridge regression predicts one site's activations from another's, on held-out rows."""
+"""Linear predictivity: R2 on held-out rows of predicting one site's activations from another's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from ..core import LayersimError, Sums, axes, result_class, typed
 from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix
+from ._samples import held_out
 from .analyzer import Run, Weight
 
 
@@ -70,7 +72,7 @@ class LinearPredictivityResult(CalibratedMatrix):
 @typed
 @dataclass(frozen=True, eq=False)
 class LinearPredictivity(CrossProductAnalyzer):
-    r"""R2 of predicting one site's activations from another's by ridge regression, in both directions.
+    r"""R2 of ridge regressions that predict one site's activations from another's, in both directions.
 
     $$R^2 = 1 - \frac{\sum_i \lVert y_i - \bar y - \hat W'(x_i - \bar x) \rVert^2}{\sum_i \lVert y_i - \bar y_{\mathrm{held}}
     \rVert^2}, \qquad \hat W = (\Sigma_X + \mathrm{ridge} \, \mathrm{diag} \, \Sigma_X)^{-1} \Sigma_{XY}$$
@@ -116,7 +118,6 @@ class LinearPredictivity(CrossProductAnalyzer):
     name: ClassVar[str] = "linear_predictivity"
     weighs: ClassVar[tuple[Weight, ...]] = ("samples",)
     symmetric: ClassVar[bool] = False
-    needs_rows: ClassVar[bool] = True
     # Whole rows of the data are held out.
     prompts: ClassVar[bool] = True
     seconds_per_pair: ClassVar[float] = 0.1
@@ -128,15 +129,15 @@ class LinearPredictivity(CrossProductAnalyzer):
     first_test_row: NonNegativeInt | None = None
 
     @property
-    def split(self) -> tuple[float, int, int | None]:
-        return float(self.test_fraction), self.seed, self.first_test_row
+    def split(self) -> partial[Tensor]:
+        return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
         train, test = Covariances(sums, "train."), Covariances(sums, "test.")
         count = train.samples + test.samples
         if train.samples < 2 or test.samples < 2:
             raise LayersimError(
-                f"LinearPredictivity needs two training {self.samples_in_words} and two held-out ones; it has {train.samples} "
+                f"LinearPredictivity needs two training and two held-out {self.samples_in_words}; the data has {train.samples} "
                 f"training and {test.samples} held-out {self.samples_in_words}."
             )
         warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
@@ -163,7 +164,7 @@ class LinearPredictivity(CrossProductAnalyzer):
         )
 
     def _r2(self, train: Covariances, test: Covariances, defined: Tensor) -> Tensor:
-        """R2 on held-out samples of every column site predicted from every row site, `row column`.
+        """Held-out R2 of each column site, predicted from each row site, `row column`.
 
         Args:
             train: covariances of the training samples.

@@ -16,12 +16,12 @@ from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
-from ..core.wording import amount, brief
+from ..core.wording import amount
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
 from ._moments import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
-from ._samples import GOLDEN, SHIFT, held_out
+from ._samples import GOLDEN, SHIFT, check_classes, held_out
 from .analyzer import LabelledAnalyzer, Run, listed
 
 # Weights `site width class` and offsets `site class`, over all classes.
@@ -137,35 +137,22 @@ class ProbeAnalyzer(LabelledAnalyzer):
     max_memory_gb: Limit = 4.0
     control: Literal["token", "row"] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        labels = self.labels
-        if isinstance(labels, Tensor):
-            _check_classes(labels, None)
-            if len(set(labels[labels != NO_LABEL].tolist())) < 2:
-                raise LayersimError(
-                    f"`labels` of a linear probe are {brief(sorted(set(labels.flatten().tolist())))}; they must hold at "
-                    f"least two classes besides {NO_LABEL}."
-                )
-
     @property
-    def split(self) -> tuple[float, int, int | None]:
-        """The arguments of `held_out` that select the held-out rows."""
-        return (float(self.test_fraction), self.seed, self.first_test_row)
+    def split(self) -> partial[Tensor]:
+        """`held_out` with the options of the analyzer."""
+        return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
-            raise LayersimError(
-                f"`control` is 'token', but {'means of rows have no token' if batch.pooled else 'samples have no token ids'}."
-            )
-        if not isinstance(self.labels, Tensor):
-            # The sums of `LinearProbe` have a place for so many classes.
-            _check_classes(targets(tokens_alone(batch), self.labels), getattr(self, "max_classes", None))
+            why = "means of rows have no token" if batch.pooled else "samples have no token ids"
+            raise LayersimError(f"`control` is 'token'; it must be 'row' or None, because {why}.")
+        classes = targets(tokens_alone(batch), self.labels)
+        check_classes(classes[classes != NO_LABEL], getattr(self, "classes", math.inf), "Pass a larger max_classes=.")
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
-        """Number of training samples and of held-out samples of each class, each `class`.
+        """Numbers of training and of held-out samples in each class, each `class`.
 
         Args:
             first: sums of the first pass.
@@ -183,15 +170,13 @@ class ProbeAnalyzer(LabelledAnalyzer):
     def kernel(self, first: Sums) -> Kernel:
         train, test = self.counts(first)
         known = train.nonzero()[:, 0].tolist()
-        given = f"{int(train.sum())} training samples in {len(known)} classes, {int(test.sum())} held-out samples"
+        many = amount(len(known), "class", "classes")
+        given = f"{int(train.sum())} training samples of {many} and {int(test.sum())} held-out samples"
         if len(known) < 2:
-            raise LayersimError(
-                "A linear probe needs training samples of two classes; "
-                + (f"every training sample has class {known[0]}." if known else f"it has {given}.")
-            )
+            raise LayersimError(f"A linear probe needs training samples of two classes; the data has {given}.")
         if not int(test.sum()):
             raise LayersimError(
-                f"A linear probe needs held-out samples; it has {given}. A larger test_fraction= or test_data= gives some."
+                f"A linear probe needs held-out samples; the data has {given}. Pass a larger test_fraction=, or test_data=."
             )
         classes = (train + test).nonzero()[:, 0]
         weight, offset = self.fit(first)
@@ -211,7 +196,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
         )
 
     def result(self, sums: Sums, run: Run, method: str, width: int) -> LinearProbeResult:
-        """The result, from the counts of the probes' predictions.
+        """Make the result from the counts of predictions.
 
         Args:
             sums: sums of the main pass. If they lack a block of the data, accuracies are over the samples that are left.
@@ -344,41 +329,29 @@ def warn_of_constant(sites: list[str]) -> None:
     """
     if sites:
         warn(
-            f"All training samples are equal at {listed(sites)}, as [CLS] "
-            "tokens are before the first attention: a probe predicts the most frequent class there."
+            f"All training samples are equal at {listed(sites)}, as first tokens are before the first attention. The probe "
+            "predicts the most frequent class there."
         )
 
 
-def _check_classes(labels: Tensor, limit: int | None) -> None:
-    """Raise an error if classes are negative, or at or above a limit."""
-    known = labels[labels != NO_LABEL]
-    if not len(known):
-        return
-    low, high = int(known.min()), int(known.max())
-    if low < 0:
-        raise LayersimError(
-            f"`labels` of a linear probe are from {low} to {high}; they must be 0 or more, or {NO_LABEL} for no label."
-        )
-    if limit is not None and high >= limit:
-        raise LayersimError(f"`labels` holds class {high}; with max_classes={limit} classes are 0 to {limit - 1}.")
+def labelled(view: View, labels: str | Tensor, split: partial[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Class of each sample, and masks of the training and of the held-out samples.
 
-
-def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """The class of each sample, and whether it is a training or a held-out sample; neither if it has no label.
+    A sample without a label is in neither mask.
 
     Args:
         view: activations of one batch.
         labels: the classes.
-        split: the arguments of `held_out` after `row`.
+        split: function that takes the row of each sample and returns whether it is held out.
     """
     assert view.row is not None
     target = targets(view, labels)
-    known, out = target != NO_LABEL, held_out(view.row.to(target.device), *split)
+    known, out = target != NO_LABEL, split(view.row.to(target.device))
     return target, known & ~out, known & out
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
-    """Index of each sample's control group (samples with one control label), hashed from its token type or its row.
+    """Control group of each sample, hashed from its token id or its row. A group shares one control label.
 
     Args:
         view: activations of one batch.
@@ -406,15 +379,15 @@ def control_classes(counts: Tensor) -> Tensor:
 
 
 def probe_sums_kernel(
-    view: View, *, labels: str | Tensor, classes: int, split: tuple[float, int, int | None], control: str | None = None
+    view: View, *, labels: str | Tensor, classes: int, split: partial[Tensor], control: str | None = None
 ) -> dict[str, Tensor]:
-    """Second moments, class sums and class sizes of the training samples, and class sizes of the held-out samples. Float64.
+    """Sums for the fit of the probes: second moments, class sums and class sizes. Float64.
 
     Args:
         view: activations of one batch.
         labels: the classes.
         classes: a number above every class.
-        split: the arguments of `held_out` after `row`.
+        split: function that takes the row of each sample and returns whether it is held out.
         control: the unit that control labels are drawn for, "token" or "row"; None for no control labels. Their sums
             are `parts` and `part_samples`.
     """
@@ -422,7 +395,7 @@ def probe_sums_kernel(
     device, width = view.activations.device, view.activations.shape[-1]
     groups = {"total": (target[train], classes)}
     if control is not None:
-        groups["parts"] = (control_part(view, control, split[1]).to(target.device)[train], CONTROL_PARTS)
+        groups["parts"] = (control_part(view, control, split.keywords["seed"]).to(target.device)[train], CONTROL_PARTS)
     second = []
     sums = {
         name: torch.zeros(len(view.activations), count, width, dtype=torch.float64, device=device)
@@ -453,10 +426,10 @@ def probe_counts_kernel(
     classes: Tensor,
     weight: Tensor,
     offset: Tensor,
-    split: tuple[float, int, int | None],
+    split: partial[Tensor],
     control: tuple[str, Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Confusion matrices on held-out samples, correct predictions on training samples, and the sizes of both sets.
+    """Confusion matrices on held-out samples, and numbers of correct predictions on training samples.
 
     Args:
         view: activations of one batch.
@@ -464,7 +437,7 @@ def probe_counts_kernel(
         classes: `class`, ascending.
         weight: `site width class`, weights of the probes.
         offset: `site class`, offsets of the probes; -inf for classes without training samples.
-        split: the arguments of `held_out` after `row`.
+        split: function that takes the row of each sample and returns whether it is held out.
         control: for control labels: "token" or "row", the index of each part's class, and the weights and offsets of their
             probes. None for no control labels.
     """
@@ -483,7 +456,7 @@ def probe_counts_kernel(
     out |= {"confusion": torch.stack(confusion), "train_correct": torch.stack(correct)}
     if control is not None:
         unit, class_of_part, weight, offset = control
-        number = class_of_part[control_part(view, unit, split[1]).cpu()].to(device)
+        number = class_of_part[control_part(view, unit, split.keywords["seed"]).cpu()].to(device)
         out["control_correct"] = torch.stack(
             [
                 ((layer.double() @ w + b).argmax(1) == number)[test].sum()

@@ -35,7 +35,7 @@ SETTLED = 0.5
 @typed
 @dataclass(frozen=True, eq=False)
 class LensAnalyzer(LabelledAnalyzer):
-    """Base class of analyzers that read the predictions of each layer, by the model's output head or a head for each layer.
+    """Base class of analyzers that apply an output head to each layer.
 
     Args:
         norm: see `LogitLens`, as for all options.
@@ -55,37 +55,32 @@ class LensAnalyzer(LabelledAnalyzer):
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     def check(self, *models: Model) -> None:
-        need_head(
-            models[0],
-            type(self).__name__,
-            targets=not is_none(self.labels),
-            own_labels=bool(self.label_source),
-            heads=self.heads,
-        )
+        targets, own_labels = not is_none(self.labels), bool(self.label_source)
+        need_head(models[0], type(self).__name__, targets=targets, own_labels=own_labels)
+        if isinstance(self.heads, ExitHeads):
+            self.heads.check(models[0])
 
     @property
     def lens(self) -> dict[str, Any]:
-        """The options of the lens, in the form that kernels take."""
+        """The arguments of the lens, as kernels take them."""
         return {
             "normed": self.norm == "final",
             "memory_mb": float(self.lens_memory_mb),
             "heads": self.heads.plain if isinstance(self.heads, ExitHeads) else None,
         }
 
-    def check_sums(self, sums: Sums, run: Run, count: int | Tensor, targets: int | Tensor = 1) -> None:
-        """Raise an error if positions or targets are too few or logits are not finite; warn of labels without a row of data.
+    def check_sums(self, sums: Sums, run: Run, targets: int = 1) -> None:
+        """Raise an error if targets are missing or logits are not finite; warn of unused labels.
 
         Args:
             sums: sums over all batches.
             run: the finished run.
-            count: number of positions.
             targets: number of positions with a target.
         """
         warn_of_unused(self.labels, run.provenance)
-        need_tokens(int(count), 1, type(self).__name__, "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
         if not is_none(self.labels):
-            need_tokens(int(targets), 1, type(self).__name__, "positions with a target")
+            need_tokens(targets, 1, type(self).__name__, "positions with a target")
 
     def unembedding(self, run: Run) -> str:
         """The map from the residual x to logits, as text; with `heads`, the map of the layers below the last."""
@@ -341,7 +336,7 @@ class LogitLens(LensAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
         count, targets = int(sums["count"]), int(sums["targets"])
-        self.check_sums(sums, run, count, targets)
+        self.check_sums(sums, run, targets)
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
         return LogitLensResult(
@@ -367,7 +362,7 @@ class LogitLens(LensAnalyzer):
 
 
 def _after_first(shares: Tensor) -> Tensor:
-    """Put NaN for the first layer before values of the steps between layers, which begin at the second layer."""
+    """Prepend NaN for the first layer, which has no step."""
     return torch.cat([torch.full((1,), math.nan, dtype=torch.float64), shares])
 
 
@@ -381,7 +376,7 @@ def lens_kernel(
     mean: Tensor | None = None,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over positions of the loss, ranks and entropy of every layer's predictions.
+    """Sum the loss, ranks and entropy of every layer's predictions over positions.
 
     Args:
         view: activations of one batch.
@@ -420,7 +415,7 @@ def lens_kernel(
 
 
 def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
-    """Whether the cosine to the last layer rises from each block's output to the next one's, `step position`.
+    """Whether the cosine to the last layer rises in each block after the first, `step position`.
 
     Args:
         view: activations of one batch.

@@ -115,7 +115,9 @@ class MutualKNN(MinibatchAnalyzer):
 
 
 def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> PairRelation:
-    """Graph of each sample's k nearest neighbours, and for each layer k / (number of other samples), summed over samples.
+    """Graphs of the k nearest neighbours of each sample, as a relation.
+
+    Its `numbers` are the sums over samples of k / (number of samples in other rows).
 
     Args:
         matrix: dissimilarities, `layer n n`.

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View, row_ends, targets
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
-from ..core.arguments import Limit
-from ..core.wording import brief
+from ..core.arguments import Limit, TwoOrMore
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
 from ..sources.activation_checks import need_stream
 from ..sources.model_description import Model
-from ._samples import samples
-from .analyzer import Analyzer, LabelledAnalyzer, Run, listed, need_head
+from ._moments import warn_of_few_samples
+from ._samples import check_classes, samples
+from .analyzer import Analyzer, LabelledAnalyzer, Run, need_head, sites_where
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
 COUNTED_IDS = 2**19
@@ -100,7 +100,7 @@ class NeuralCollapseResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class NeuralCollapse(LabelledAnalyzer):
-    r"""Neural collapse: covariance within classes relative to that between classes (NC1), and the class means (NC2, NC3).
+    r"""Neural collapse: variability within and between classes (NC1), and the geometry of the class means (NC2, NC3).
 
     $$\mathrm{NC}_1 = \frac{1}{K} \mathrm{tr}(\Sigma_W \Sigma_B^{+}), \quad
     \Sigma_W = \frac{1}{N} \sum_{k, i} (h_{k i} - \bar h_k)(h_{k i} - \bar h_k)', \quad
@@ -156,7 +156,7 @@ class NeuralCollapse(LabelledAnalyzer):
     first_without_model: ClassVar[bool] = True
 
     labels: Any = "next_token"
-    classes: int | tuple[int, ...] | list[int] = 10
+    classes: TwoOrMore | tuple[int, ...] | list[int] = 10
     level: Literal["auto", "token", "sequence"] = "auto"
     pool: Literal["last", "first", "mean", "head"] | None = None
     classifier: Float[Tensor, "class d_model"] | None = None
@@ -166,11 +166,6 @@ class NeuralCollapse(LabelledAnalyzer):
         super().__post_init__()
         if isinstance(self.classes, list):
             object.__setattr__(self, "classes", tuple(self.classes))
-        least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
-        if least < 2:
-            raise LayersimError(f"`classes` is {brief(self.classes)}; it must be at least 2, or name two classes or more.")
-        if self.classifier is not None and not bool(self.classifier.isfinite().all()):
-            raise LayersimError(f"`classifier` is {brief(self.classifier)}; all its numbers must be finite.")
 
     @property
     def whole_rows(self) -> bool:
@@ -243,16 +238,12 @@ class NeuralCollapse(LabelledAnalyzer):
         warn_of_unused(self.labels, run.provenance)
         counts, classes = sums["samples"].double(), self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
+            given = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
             raise LayersimError(
                 "NeuralCollapse needs two classes, a sample in each, and more samples than classes; the data has "
-                + (", ".join(f"{int(n)} of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)) or "no class")
-                + "."
+                f"{', '.join(given) or 'no class'}."
             )
-        if int(counts.sum()) < sums["second"].shape[-1]:
-            warn(
-                f"NeuralCollapse rests on {int(counts.sum()):,} samples of {sums['second'].shape[-1]:,} dimensions: with fewer "
-                "samples than dimensions NC1 depends on the number of samples. Pass more data, or fewer classes=."
-            )
+        warn_of_few_samples("NeuralCollapse", int(counts.sum()), sums["second"].shape[-1], "samples")
         if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
             raise LayersimError(
                 f"`classifier` has {len(self.classifier)} rows; it must have one for each class, and the data has classes from "
@@ -261,11 +252,10 @@ class NeuralCollapse(LabelledAnalyzer):
         nc1, within, between = zip(
             *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
         )
-        undefined = [name for name, value in zip(run.layers, nc1, strict=True) if math.isnan(value)]
-        if undefined:
+        if undefined := sites_where(run.layers, torch.stack(nc1).isnan()):
             warn(
-                f"NC1 is not defined at {listed(undefined)}, and NaN there: all classes have the same "
-                "mean, as they do if all samples end, or begin, in the same token."
+                f"NC1 is not defined at {undefined}, and NaN there: all classes have the same mean, as if all samples "
+                "were one token."
             )
         away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
         away = away.masked_fill(torch.stack(between).eq(0)[:, None, None], 0)
@@ -350,11 +340,7 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
     if by_row:
         classes = classes[row_ends(view)]
     classes = classes[classes != NO_LABEL]
-    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < COUNTED_IDS:
-        raise LayersimError(
-            f"`labels` are numbers from {int(classes.min())} to {int(classes.max())}; classes are 0 to {COUNTED_IDS - 1}, and "
-            f"{NO_LABEL} means no label."
-        )
+    check_classes(classes, COUNTED_IDS)
     return {"labels": torch.bincount(classes, minlength=COUNTED_IDS)}
 
 

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import Sums, axes, result_class, typed, warn
-from ._moments import Covariances, CrossProductAnalyzer
+from ..core import Sums, axes, result_class, typed
+from ._moments import Covariances, CrossProductAnalyzer, warn_of_few_samples
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
-from .analyzer import Run, Weight, need_tokens
+from .analyzer import Run, Weight
 
 
 @result_class
@@ -57,7 +57,7 @@ class ProcrustesResult(CalibratedMatrix):
     distance_name: ClassVar[str] = "Procrustes distance (radians)"
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, summed over layers of the same depth (outputs of blocks or other sites).
+        r"""Distance between two models of equal depth, summed over pairs of layers at the same depth.
 
         $$\sqrt{\sum_{l=1}^{L} \theta(H_l, H'_l)^2}$$
 
@@ -119,15 +119,9 @@ class Procrustes(CrossProductAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> ProcrustesResult:
         count = int(sums["samples"])
-        need_tokens(count, 2, "Procrustes", self.samples_in_words)
         products = Covariances(sums)
         known = self.defined_pairs(run, (products.rows.defined, products.columns.defined), count)
-        if count < sums["x"].shape[-1]:
-            warn(
-                f"Procrustes rests on {count} {self.samples_in_words} of {sums['x'].shape[-1]} dimensions: with fewer "
-                "samples than dimensions, unrelated sites are similar too. Pass more data, or measure this with "
-                "permutations=200 at a few sites."
-            )
+        warn_of_few_samples("Procrustes", count, sums["x"].shape[-1], self.samples_in_words)
         values = _similarities(products, products, itself=False).where(known, math.nan)
         null: dict[str, Any] = {}
         if "null.samples" in sums.fields:
@@ -146,7 +140,7 @@ class Procrustes(CrossProductAnalyzer):
 
 
 def _similarities(products: Covariances, own: Covariances, *, itself: bool) -> Tensor:
-    """Procrustes similarity of all pairs: nuclear norms of the cross-covariances over the roots of the variances.
+    """Procrustes similarities, `row column`: nuclear norms of cross-covariances, divided by roots of variances.
 
     Args:
         products: covariances between the sites.

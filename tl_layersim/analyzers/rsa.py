@@ -114,7 +114,7 @@ class RSA(MinibatchAnalyzer):
 
 
 def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> PairRelation:
-    """Dissimilarities of all pairs of samples, centred, and scaled so that the mean of their squares is 1.
+    """Dissimilarities of all pairs of samples, scaled to mean 0 and mean square 1.
 
     The product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.
 

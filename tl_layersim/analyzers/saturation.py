@@ -95,7 +95,7 @@ class SaturationResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class Saturation(LensAnalyzer):
-    r"""Saturation layer of each token: the first block from which on its most likely next token is the final prediction.
+    r"""Saturation layer of each token: the first block after which its most likely next token no longer changes.
 
     $$l_t = \min \{ l : \arg\max_v \mathrm{logits}^{(l)}_{t v} = \dots = \arg\max_v \mathrm{logits}^{(L)}_{t v} \}$$
 
@@ -138,11 +138,11 @@ class Saturation(LensAnalyzer):
     def compute(self, sums: Sums, run: Run) -> SaturationResult:
         counts = sums["counts"].double()
         total = int(sums["counts"].sum())
-        self.check_sums(sums, run, total)
+        self.check_sums(sums, run)
         if affected := omitted_at(run.layers[1:], sums["counts"] - sums["known"], sums["counts"]):
             warn(
-                f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine. The "
-                f"mean cosine of the tokens that saturate omits them: {affected}."
+                f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine and are "
+                f"omitted from `cosine_to_last`: {affected}."
             )
         # 0 / 0 is NaN, at blocks without tokens that have a cosine.
         cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)
@@ -172,7 +172,7 @@ def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
 def saturation_kernel(
     view: View, *, normed: bool, mean: Tensor | None, memory_mb: float, heads: LayerHeads | None = None
 ) -> dict[str, Tensor]:
-    """Number of tokens that saturate at each layer, and the sum of their cosines to the last layer.
+    """Count tokens that saturate at each block, and sum their cosines to the last layer.
 
     Args:
         view: activations of one batch.

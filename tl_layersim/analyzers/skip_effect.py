@@ -22,12 +22,12 @@ from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
 from ..sources.model_description import Model
-from .analyzer import CSORDAS, Analyzer, Run, SiteNeed
+from .analyzer import CSORDAS, Analyzer, Run, SiteNeed, sites_where
 
 
 @result_class
 class SkipEffectResult(Result):
-    """Effects of skipping each block: means over tokens, and means over rows of the largest effect. Float64.
+    """Effects of skipping each block: the mean over tokens, and the largest effect in a row. Float64.
 
     Attributes:
         values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the affected block's contribution
@@ -132,7 +132,7 @@ class SkipEffectResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True)
 class SkipEffect(Analyzer):
-    r"""Skip one block, and measure how much the contributions of all later blocks and the output probabilities change.
+    r"""Change of later blocks' contributions, and of the output probabilities, when one block is skipped.
 
     $$
     c^l_t = x^l_t - x^{l-1}_t, \qquad
@@ -199,10 +199,9 @@ class SkipEffect(Analyzer):
                 f"({run.provenance.tokens} in all), so no block is skipped."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
-        bad = [name for name, is_finite in zip(run.layers[1:], finite, strict=True) if not is_finite]
-        if bad:
+        if bad := sites_where(run.layers[1:], ~finite):
             raise LayersimError(
-                f"Activations are NaN or infinite when {', '.join(bad[:4])} is skipped. Load the model in float32 or bfloat16."
+                f"Activations are NaN or infinite when {bad} is skipped. Load the model in float32 or bfloat16."
             )
         counts = sums["count"][:, :-1]
         most = int(counts.amax())
@@ -245,7 +244,7 @@ class Skip:
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
-    """For each skipped block: its effects summed over tokens, and the largest effect in each row summed over rows.
+    """Sum the effects of each skipped block over tokens, and its largest effect in each row over rows.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
@@ -259,7 +258,7 @@ def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: f
 
 
 def _everywhere(view: View, keep_first: int) -> Skip:
-    """Skip blocks at all positions but the first few, and measure effects at the counted tokens of these positions.
+    """Skip blocks, and measure effects, at all positions but the first few.
 
     A classifier's output is read at one position of a row, which may be one of the first few.
     """
@@ -271,7 +270,7 @@ def _everywhere(view: View, keep_first: int) -> Skip:
 
 
 def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
-    """Skip blocks before each of some evenly spaced positions of a row, and measure effects from there on."""
+    """Skip blocks before a split of each row, and measure effects after the split, for several splits."""
     batch, pos = view.calls[0].hidden.shape[:2]
     ends = row_ends(view)
     length = view.position.new_zeros(batch).index_put((view.sequence[ends],), view.position[ends] + 1)
@@ -289,7 +288,7 @@ def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
 
 
 def _read(view: View, tokens: Tensor) -> Tensor:
-    """Indices of the tokens in the mask `tokens` that the model's head reads."""
+    """Indices of the masked tokens that the model's head reads."""
     index = read_positions(view)
     if index is not None:
         tokens = tokens & torch.zeros_like(tokens).index_fill(0, index.to(tokens.device), True)
@@ -297,7 +296,7 @@ def _read(view: View, tokens: Tensor) -> Tensor:
 
 
 def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tensor]:
-    """Sums of effects over tokens and over rows, `skipped affected`; the last column holds the effects on the output."""
+    """Sums of effects over tokens and over rows, `skipped affected`. The last column is the output."""
     blocks, rows, device = len(view.calls), view.calls[0].hidden.shape[0], view.activations.device
     total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
     count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
@@ -314,7 +313,7 @@ def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tens
 
 
 def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Skips one block and runs all blocks after it. Yields the index of an affected block, the changes, and the tokens' rows.
+    """Skip one block and run all later blocks; yields each later block's index, its changes, and the rows of the tokens.
 
     The index of the output is -1.
 
@@ -349,13 +348,13 @@ def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator
 
 
 def _at(view: View, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """Residuals at the tokens of the view, `batch pos d_model` to `sample d_model`, in the view's dtype."""
+    """Residuals at tokens of the view: `batch pos d_model` to `sample d_model`, in the view's dtype."""
     row, place = (index[tokens].to(hidden.device) for index in (view.sequence, view.position))
     return hidden[row, place].to(view.activations)
 
 
 def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields chunks of tokens, each with the norm of the change of the output probabilities at these tokens.
+    """Yield chunks of tokens, with the norms of their changes in output probabilities.
 
     Args:
         view: activations of one batch.

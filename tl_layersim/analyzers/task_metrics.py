@@ -18,12 +18,11 @@ from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..core.arguments import Limit
 from ..core.sums import need_memory
-from ..data.labels import NO_LABEL, label_key, number_tensor, warn_of_unused
+from ..data.labels import NO_LABEL, label_key, number_tensor
 from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
 from ..lens.targets import gives_classes
-from ..sources.activation_checks import refuse_bad_logits
 from ..sources.model_description import Model
-from .analyzer import Run, SiteNeed, need_tokens
+from .analyzer import Run, SiteNeed, need_tokens, sites_where
 from .logit_lens import LensAnalyzer
 
 
@@ -198,13 +197,12 @@ class TaskMetrics(LensAnalyzer):
         return partial(confusion_kernel, labels=self.labels, max_memory_gb=float(self.max_memory_gb), **self.lens)
 
     def compute(self, sums: Sums, run: Run) -> Result:
-        warn_of_unused(self.labels, run.provenance)
-        refuse_bad_logits(sums["bad"], run.layers)
         if self.is_regression:
+            self.check_sums(sums, run)
             return _correlations(sums["scores"], sums["count"], self.labels, run)
         confusion = sums["confusion"]
         count = int(confusion[0].sum())
-        need_tokens(count, 1, "TaskMetrics", "positions with a label")
+        self.check_sums(sums, run, count)
         f1, by_class, mcc = zip(*(_metrics(table) for table in confusion), strict=True)
         return TaskMetricsResult(
             values=torch.tensor(f1, dtype=torch.float64),
@@ -292,9 +290,8 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
         layers=run.layers,
         provenance=run.provenance,
     )
-    equal = [name for name, value in zip(run.layers[1:], result.values, strict=True) if math.isnan(value)]
-    if equal:
-        warn(f"The correlation is NaN at {', '.join(equal[:4])}, because all predictions are equal there.")
+    if equal := sites_where(run.layers[1:], result.values.isnan()):
+        warn(f"The correlation is NaN at {equal}, because all predictions are equal there.")
     return result
 
 

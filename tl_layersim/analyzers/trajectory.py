@@ -19,7 +19,7 @@ from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES, with_margin
 from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, need_tokens, omitted_at
+from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, omitted_at
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
 DECADES = (-6.0, 8.0)
@@ -226,7 +226,7 @@ class TrajectoryResult(Result):
 
     @typed
     def by_prompt(self, field: Literal["lss", "expodistance", "equidistance"] = "lss") -> dict[str, float]:
-        """Mean of a quantity over the tokens of each data row, as a mapping that `relate` takes.
+        """Mean of a quantity over the tokens of each row of the data. `relate` takes this mapping.
 
         Args:
             field: name of the quantity.
@@ -355,17 +355,16 @@ class Trajectory(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> TrajectoryResult:
         count = int(sums["count"])
-        need_tokens(count, 1, "Trajectory")
         for what, names in (("residual", run.layers), ("update", run.layers[1:])):
             if zero := omitted_at(names, sums[f"zero_{what}"], count):
                 warn(
-                    f"A token's trajectory has no shape if its {what} is zero: {zero}. Such tokens are omitted from the "
-                    "quantities that are not defined for them."
+                    f"A token's trajectory has no shape if its {what} is zero: {zero}. Growth, line-shape score and "
+                    "expodistance omit such tokens."
                 )
         if int(sums["flat"]):
             warn(
-                f"{int(sums['flat'])} of {count} tokens have no expodistance and are omitted from it: their norm is the same "
-                "at the first and last layer, and expodistance divides by the mean growth."
+                f"{int(sums['flat'])} of {count} tokens have no expodistance, because their norm is the same at the first and "
+                "the last layer."
             )
 
         whole: dict[str, Any] = {}
@@ -374,7 +373,7 @@ class Trajectory(Analyzer):
             whole[f"{name}_quantiles"] = quantiles_of_logs(sums[f"{name} bins"])
         prompts: dict[str, Any] = {}
         for name in PROMPT_FIELDS:
-            prompts |= prompt_fields(name, sums, run.first, f"prompt {name} known")
+            prompts |= prompt_fields(name, sums, run.first)
         tokens = prompts["prompt_tokens"]
         prompts["prompt_norm"] = sums["prompt norm"] / tokens[:, None] if run.first else tokens.new_zeros(0, len(run.layers))
         layers = run.layers
@@ -407,13 +406,13 @@ class Trajectory(Analyzer):
 
 
 def quantiles_of_logs(histogram: Tensor) -> Tensor:
-    """Quantiles `quantile ...` from counts `... bin` of `log_histogram`; values in its first bin are given as 0."""
+    """Quantiles from counts of `log_histogram`: `... bin` to `quantile ...`. Values in the first bin become 0."""
     values = 10 ** quantiles_from_histogram(histogram, *DECADES, QUANTILES)
     return values.masked_fill(values <= 10 ** (DECADES[0] + 0.01), 0)
 
 
 def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows: Tensor | None = None) -> dict[str, Tensor]:
-    """Sums over tokens of each quantity of their trajectories and of its square, with logarithmic histograms.
+    """Sums and histograms of the quantities of trajectories, over the tokens of a batch.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
 
@@ -459,7 +458,7 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
 
 
 def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
-    """Residuals `layer token d_model` of the tokens `start` to `end`, with `last`, `token d_model`, as the last layer."""
+    """Residuals of tokens `start` to `end`, `layer token d_model`, with `last` as the last layer."""
     return torch.cat([x[:-1, start:end], last[None, start:end]])
 
 
@@ -487,7 +486,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
 
 
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """Quantities of each token's trajectory, `layer token` or `token`, from residuals `layer token d_model`. Float64."""
+    """Quantities of each token's trajectory, `layer token` or `token`, float64."""
     step = x[1:] - x[:-1]
     unit, update = unit_vectors(step)
     norm = torch.stack([norms(layer) for layer in x])
@@ -526,7 +525,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Histograms of `values` where `known` is True, `... token` to `... bin`, in bins of a hundredth of a decade."""
+    """Logarithmic histograms of the known values: `... token` to `... bin`. A bin is a hundredth of a decade."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.flatten(0, -2) if values.dim() > 1 else values[None]

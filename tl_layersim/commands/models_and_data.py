@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import csv
+import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -211,7 +214,6 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
     Raises:
         LayersimError: there is no such analyzer or option.
     """
-    from ..analyzers.analyzer import with_options
     from ..engine.run_arguments import choose_analyzers
 
     chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])
@@ -220,6 +222,58 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
     here = [one for one in call.options["option"] or [] if one not in in_file]
     kept = [one for one in in_file if one.partition(".")[0] in chosen]
     return with_options(chosen, list({one.partition("=")[0]: one for one in [*kept, *here]}.values()))
+
+
+def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """The analyzers with some of their options set from text.
+
+    Args:
+        analyzers: the analyzers, by name.
+        settings: settings of the form `name.option=value`. A value is written as in Python or JSON; text needs no quotation
+            marks.
+
+    Raises:
+        LayersimError: a setting does not have this form, or its analyzer or option does not exist.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> with_options({"cka": lsim.CKA()}, ["cka.minibatch=128"])["cka"].minibatch
+        128
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in analyzers}
+    for setting in settings:
+        place, equals, text = setting.partition("=")
+        name, _, option = place.partition(".")
+        near = {name: analyzers[name]} if name in analyzers else analyzers
+        known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]
+        if not equals or place not in known:
+            raise LayersimError(f"`--option` is {setting!r}; it must be name.option=value, with one of {', '.join(known)}.")
+        values[name][option] = _value(text)
+    return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}
+
+
+def as_settings(analyzer: Any) -> list[str]:
+    """The options of an analyzer as text, from which `with_options` makes the same analyzer.
+
+    Args:
+        analyzer: an analyzer. An option that text cannot hold, such as heads that were read from a file, is left out.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> as_settings(lsim.Cosine(center="none"))[0]
+        'cosine.center=none'
+    """
+    options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}
+    texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
+    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_value(text)) == repr(options[name])]
+
+
+def _value(text: str) -> Any:
+    """Parse a value written as in JSON or Python; return any other text unchanged."""
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return text
 
 
 def own_analyzer(name: str) -> Any:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..core.errors import LayersimError, without_secrets
+from .models_and_data import as_settings
 from .options import CommandCall, names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_run_file
 
@@ -134,8 +135,6 @@ def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
     Args:
         analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.
     """
-    from ..analyzers.analyzer import as_settings
-
     return {"option": [one for analyzer in analyzers.values() for one in as_settings(analyzer)]} if analyzers else {}
 
 

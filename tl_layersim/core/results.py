@@ -55,8 +55,8 @@ UNTRAINED = "untrained "
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
     *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
-    *("in_depth_order", "measure", "measured_on", "null_headline", "of_untrained", "partners", "pictures"),
-    *("sites_headline", "tensor_fields", "to_last_headline"),
+    *("in_depth_order", "measure", "measured_on", "of_untrained", "partners", "pictures"),
+    *("sites_headline", "tensor_fields"),
     *("transposed", "values_name", "with_halves", "with_replicates", "with_twins"),
 }
 

@@ -49,9 +49,9 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         needs = {
             f"labels={analyzer.options().get('labels')!r} of the data": bool(analyzer.label_source),
             f"whole rows, which the head of {source.model.name} classifies": whole_rows,
-            "rows of the data that it holds out": analyzer.needs_rows,
             "replays of blocks": analyzer.needs_calls,
             "a first pass over the data": not one_pass,
+            "the rows of the data": analyzer.prompts,
         }
         if need := next((need for need, applies in needs.items() if applies), None):
             instead = (not one_pass and analyzer.one_pass) or "lsim.analyze(model, data, analyzers)"
