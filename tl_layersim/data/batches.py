@@ -19,6 +19,7 @@ from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
 from .row import ModelInputs, Row
+from .texts import Text, TextRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
@@ -229,10 +230,6 @@ class Batches:
     def __post_init__(self) -> None:
         if isinstance(self.data.source, str | Path):
             refuse_path(self.data.source)
-        if self.data.seq_len and self.model.context and self.data.seq_len > self.model.context:
-            raise LayersimError(
-                f"`seq_len` is {self.data.seq_len}; it must be at most {self.model.context}, the context of {self.model.name}."
-            )
         if self.data.pack and self.model.reads_rows:
             raise LayersimError(
                 f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row. Use "
@@ -327,11 +324,11 @@ class Batches:
         kept = KeptRows(self.model.tokenizer, self.model.processor)
         self.data.keep(self._read_by, kept)
         self.notes.begin()
-        reader = self._reader
-        for row in self._limited(reader.rows(reader.all_items())):
+        texts = TextRows(self.data, self.model, self.notes)
+        for row in self._limited(texts.rows(self._items())):
             kept.add(row)
             yield row
-        reader.warn_of_cut()
+        texts.warn_of_cut()
         self.notes.once(self.notes.runs.warning(self.model))
         kept.notes = replace(self.notes) if kept.fits else None
 
@@ -425,11 +422,11 @@ class Batches:
 
     def count_rows(self) -> int:
         """Number of rows in the data, before tokenisation and splitting of long rows."""
-        return sum(1 for _ in self._reader.all_items())
+        return sum(1 for _ in self._items())
 
-    @property
-    def _reader(self) -> Reader:
-        return Reader(self.data, self.model, self.notes, self.labelled)
+    def _items(self) -> Iterator[Text | Row]:
+        """Texts, chats and rows of the data."""
+        return Reader(self.data, self.model, self.notes, self.labelled).items(self.data.source)
 
 
 class BatchSize(NamedTuple):

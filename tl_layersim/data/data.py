@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
-from ..core.errors import LayersimError, warn
+from ..core.errors import warn
 from ..core.wording import brief
 from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
@@ -144,9 +144,6 @@ class Data:
         chat_template: template that renders chat messages, in place of the tokenizer's own.
         add_generation_prompt: whether each chat ends with the tokens that begin an assistant's answer.
 
-    Raises:
-        LayersimError: a number is too small, or `skip_first` leaves no position of a row.
-
     Examples:
         >>> import tl_layersim as lsim
         >>> data = lsim.Data(lsim.demo_text()[:4], seq_len=32, skip_first=2)
@@ -172,12 +169,6 @@ class Data:
     add_generation_prompt: bool = False
     # By model properties that the rows depend on.
     _kept: dict[Hashable, KeptRows] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        if self.seq_len and self.skip_first >= self.seq_len:
-            raise LayersimError(
-                f"`skip_first` is {self.skip_first} and `seq_len` is {self.seq_len}; `skip_first` must be smaller."
-            )
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:

@@ -20,14 +20,15 @@ NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
 LABELS = ("labels", "label")
 
 
-def number_tensor(values: Any) -> Tensor:
-    """Convert numbers or bools to a dense tensor on the CPU.
+def number_tensor(values: Any, name: str = "data") -> Tensor:
+    """Convert numbers or bools to a tensor on the CPU.
 
     Args:
         values: a tensor, an array, a number, or lists of these, all of one shape.
+        name: the argument or the column that holds the values, for the message.
 
     Raises:
-        ValueError: the values cannot be converted; the message gives the reason.
+        LayersimError: the values are no numbers, or have different shapes.
 
     Examples:
         >>> number_tensor([[3, 4], torch.tensor([5, 6])])
@@ -35,12 +36,9 @@ def number_tensor(values: Any) -> Tensor:
                 [5, 6]])
     """
     try:
-        table = _joined(values)
+        return _joined(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{brief(values)}: {first_line(error)}") from error
-    if table.is_nested or table.layout != torch.strided or table.is_meta or table.is_quantized or table.is_complex():
-        raise ValueError(f"{table.dtype} in a {type(values).__name__} that is nested, sparse, meta, quantised or complex")
-    return table.detach().cpu()
+        raise LayersimError(f"`{name}` is {brief(values)}; it must be numbers of one shape: {first_line(error)}.") from error
 
 
 def _joined(values: Any) -> Tensor:
@@ -88,16 +86,11 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
             other = ", 'none'" if optional else ""
             raise LayersimError(f"`labels` is {labels!r}; it must be 'next_token', 'data'{other} or the labels themselves.")
         return labels
-    try:
-        table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels))
-        whole = table.dim() in (1, 2) and not table.is_floating_point() and table.dtype != torch.bool
-        found = f"{table.dtype} of shape {tuple(table.shape)}"
-    except (TypeError, ValueError, RuntimeError) as error:
-        whole, found = False, str(error) if isinstance(error, ValueError) else brief(labels)
-    if not whole:
+    table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels), "labels")
+    if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
         raise LayersimError(
-            f"`labels` is {found}; it must be whole numbers, one for each row or each position, {NO_LABEL} where one is "
-            "missing."
+            f"`labels` is {table.dtype} of shape {tuple(table.shape)}; it must be integers, one for each row or each position, "
+            f"and {NO_LABEL} for a missing label."
         )
     # The tensor itself: it stays on its device, and analyzers with the same labels share their targets.
     return labels if isinstance(labels, Tensor) else table
@@ -125,13 +118,10 @@ def whole_numbers(labels: Any) -> Tensor:
         labels = [NO_LABEL if is_missing(x) else x for x in labels]
     elif is_missing(labels):
         labels = NO_LABEL
-    try:
-        numbers = number_tensor(labels)
-    except ValueError:
-        numbers = None
-    if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
+    numbers = number_tensor(labels, "labels")
+    if numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise LayersimError(
-            f"`labels` in the data are {brief(labels)}; they must be whole numbers, one for each row or each token. Scores of "
-            "a regression head go to `TaskMetrics(labels=scores)`."
+            f"`labels` in the data is {brief(labels)}; it must be integers, one for each row or each token. Scores for a "
+            "regression head go to `TaskMetrics(labels=scores)`."
         )
     return numbers.long()

@@ -36,8 +36,6 @@ ENCODER = ("attention_mask", "input_ids", "inputs_embeds")
 DECODER = ("decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
 DECODER_IDS = "decoder_input_ids"
 MASK = "attention_mask"
-# Lists in lists beyond this depth contain themselves.
-DEEPEST = 16
 ATTACH = "with lsim.attach(model, analyzers) as probe: "
 # What the first axis of values is: the rows of a batch, an axis of one row, or whichever their number of axes tells.
 Level = Literal["batch", "row", "either"]
@@ -59,20 +57,6 @@ def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str 
     return {name: data[name] for name in names if data.get(name) is not None}
 
 
-def as_values(name: str, values: Any) -> Tensor:
-    """The values of an input as a tensor on the CPU.
-
-    Raises:
-        LayersimError: the values are not a table of numbers.
-    """
-    try:
-        return number_tensor(values)
-    except ValueError as error:
-        raise LayersimError(
-            f"`{name}` in the data is an input of the model; it must be a table of numbers: {error}."
-        ) from error
-
-
 def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]:
     """Split the main input into rows; returns whether it was a single row without an axis of rows, and the rows.
 
@@ -82,22 +66,26 @@ def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]
         level: "row" for the values of one row, "batch" for several rows, "either" if unknown.
     """
     is_list = isinstance(values, list | tuple)
-    first = as_values(name, values[0] if is_list and len(values) else values)
+    first = number_tensor(values[0] if is_list and len(values) else values, name)
     axes, known = first.dim() + is_list, ROW_AXES.get(name)
     if level == "row" or (known is not None and axes <= known) or (level == "either" and known is None and axes < 2):
-        return True, [as_values(name, values)]
-    return False, [as_values(name, value) for value in values] if is_list else list(first)
+        return True, [number_tensor(values, name)]
+    return False, [number_tensor(value, name) for value in values] if is_list else list(first)
 
 
-def by_row(name: str, values: Any, count: int) -> list[Tensor]:
-    """Split the values of an input into `count` rows.
+def _by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
+    """Split the values of an input into `count` rows; None for a single row without an axis of rows.
 
     Raises:
         LayersimError: the values have another number of rows.
     """
+    if count is None:
+        table = number_tensor(values, name)
+        # Position ids and the like may come with an axis of rows, `1 pos`.
+        return [table[0] if name in SHARED and table.dim() == 2 and len(table) == 1 else table]
     if isinstance(values, list | tuple) and len(values) == count:
-        return [as_values(name, value) for value in values]
-    table = as_values(name, values)
+        return [number_tensor(value, name) for value in values]
+    table = number_tensor(values, name)
     if name in SHARED and table.dim() and len(table) == 1:
         table = table.expand(count, *table.shape[1:])
     if table.dim() == 0 or len(table) != count:
@@ -114,14 +102,8 @@ def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tens
         inputs: columns of inputs.
         count: number of rows; None if the values are one row without an axis of rows.
     """
-    columns = {name: [_alone(name, v)] if count is None else by_row(name, v, count) for name, v in inputs.items()}
+    columns = {name: _by_row(name, values, count) for name, values in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(1 if count is None else count)]
-
-
-def _alone(name: str, values: Any) -> Tensor:
-    """One input of a single row, as a tensor. Position ids and the like may come with an axis of rows, `1 pos`."""
-    table = as_values(name, values)
-    return table[0] if name in SHARED and table.dim() == 2 and len(table) == 1 else table
 
 
 def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInputs) -> frozenset[str]:
@@ -153,23 +135,18 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
     Raises:
-        LayersimError: the rows have different inputs, or inputs of different shapes.
+        LayersimError: the rows have different inputs.
     """
     names = list(dict.fromkeys(name for row in rows for name in row.inputs))
     along = frozenset(name for row in rows for name in row.positional)
     if not names:
         return {}, along
-    if len({row.has_tokens for row in rows}) > 1:
-        raise _unlike("some rows with token ids, and some without")
     batch, apart = {}, other_stack(model)
     for name in names:
         parts = [_of_row(row, name, name in along, model) for row in rows]
         if name in along or name in apart:
             longest = width if name in along else max(len(part) for part in parts)
             parts = [torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])]) for part in parts]
-        if len({part.shape for part in parts}) > 1:
-            shapes = sorted({tuple(part.shape) for part in parts})
-            raise _unlike(f"`{name}` of shapes {', '.join(map(str, shapes[:4]))}")
         batch[name] = torch.stack(parts)
     return batch, along
 
@@ -180,28 +157,11 @@ def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
         return row.inputs[name]
     default = model.inputs.get(name)
     if name in row.inputs or default is None or not along:
-        raise _unlike(f"`{name}` by position in some, and not in others" if name in row.inputs else f"`{name}` in some alone")
-    return torch.full((len(row.tokens),), default)
-
-
-def _unlike(given: str) -> LayersimError:
-    return LayersimError(
-        f"`data` has rows of different inputs, which one forward pass cannot take: {given}. Use one call for each kind of "
-        "rows, or `batch_size=1` for different shapes."
-    )
-
-
-def refuse_integers(name: str, values: Tensor) -> None:
-    """Raise an error if pixels or features are integers, and so did not pass the model's processor.
-
-    Raises:
-        LayersimError: the values are integers.
-    """
-    if name in ROW_AXES and not values.is_floating_point():
         raise LayersimError(
-            f"`{name}` is {values.dtype} of shape {tuple(values.shape)}; it "
-            "must be floating-point numbers, as the model's processor gives them."
+            f"`data` has rows with `{name}` and rows without, or `{name}` by position in some rows only; a batch needs the "
+            "same inputs in all rows. Use one call for each kind of row."
         )
+    return torch.full((len(row.tokens),), default)
 
 
 def is_image(value: Any) -> bool:
@@ -242,10 +202,7 @@ def as_plain(value: Any) -> Any:
 
 def innermost(value: Any) -> Any:
     """The first item of nested lists that is not None; other values are unchanged."""
-    for _ in range(DEEPEST):
-        value = as_plain(value)
-        if not isinstance(value, list):
-            break
+    while isinstance(value := as_plain(value), list):
         value = next((item for item in value if item is not None), None)
     return value
 
@@ -301,7 +258,7 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
     length = len(inputs[own[0]])
     attended = torch.ones(length, dtype=torch.bool)
     if mask in inputs:
-        attended = as_mask(inputs[mask])
+        attended = as_mask(inputs[mask], mask)
     elif own[0] == "input_ids" and (derived := mask_of(inputs[own[0]][None], model)) is not None:
         attended = derived[0]
     if attended.shape != (length,) or not bool(attended.any()):
@@ -377,7 +334,7 @@ def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
     """
     if model.processor is None:
         raise LayersimError(
-            "`data` contains images, but no image processor is known for the model. Pass "
+            f"`data` contains images, and {model.name} has no image processor. Pass "
             "`Data(..., tokenizer=AutoImageProcessor.from_pretrained(name))`."
         )
     found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")

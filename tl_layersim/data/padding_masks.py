@@ -160,15 +160,17 @@ def masked_warning(pads: Sequence[int]) -> str:
     )
 
 
-def as_mask(mask: Any) -> Tensor:
-    """Convert a mask of ones and zeros to bool. An additive mask (0 keeps, -inf drops) raises an error."""
-    try:
-        values = number_tensor(mask)
-    except ValueError as error:
-        raise LayersimError(f"`attention_mask` must be ones and zeros of the tokens' shape: {error}.") from error
+def as_mask(mask: Any, name: str = "attention_mask") -> Tensor:
+    """Convert a mask of ones and zeros to bool. An additive mask (0 keeps, -inf drops) raises an error.
+
+    Args:
+        mask: the mask.
+        name: the argument or the column that holds the mask, for the message.
+    """
+    values = number_tensor(mask, name)
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
-            f"`attention_mask` has values from {float(values.min()):g} to {float(values.max()):g}; it must be 1 for tokens and "
-            "0 for padding. If 0 stands for tokens, pass `mask == 0`."
+            f"`{name}` has values from {float(values.min()):g} to {float(values.max()):g}; it must be ones and "
+            "zeros, and 0 leaves a position out."
         )
     return values.bool()

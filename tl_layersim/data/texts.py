@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.wording import brief, first_line
+from ..core.wording import brief
 from .data import Data, Notes
-from .non_token_inputs import ATTACH, ROW_AXES, as_plain, decoder_alone, innermost, reads_decoder
+from .non_token_inputs import ATTACH, as_plain, decoder_alone, innermost, reads_decoder
 from .row import ModelInputs, Row
 
 SEGMENTS = "token_type_ids"
@@ -86,13 +85,7 @@ def adds_specials(tokenizer: Any) -> bool:
 
 
 def tokenizer_of(model: ModelInputs) -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        LayersimError: the model has no tokenizer.
-    """
-    if model.tokenizer is None and model.main_input in ROW_AXES:
-        raise LayersimError(f"`data` holds texts, but {model.name} takes `{model.main_input}`.")
+    """The tokenizer of a model; raises an error if the model has none."""
     if model.tokenizer is None:
         raise LayersimError(f"{model.name} has no tokenizer, so texts cannot be read. Pass `Data(..., tokenizer=...)`.")
     return model.tokenizer
@@ -107,20 +100,13 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
         longest: number of tokens to which the tokenizer cuts each text; None to cut none.
 
     Raises:
-        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or not Unicode.
+        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing.
     """
     for one in texts:
         if one.text is None:
             raise LayersimError(
                 f"`data` has no text in row {one.number}. Leave such rows out: data.filter(...), table.dropna()."
             )
-        try:
-            f"{one.text}{one.second}".encode()
-        except UnicodeEncodeError as error:
-            raise LayersimError(
-                f"`data` has a lone surrogate in row {one.number}, which no tokenizer reads: {first_line(error)}. Use "
-                "text.encode('utf-8', 'replace').decode()."
-            ) from error
     tokenizer = tokenizer_of(model)
     specials = adds_specials(tokenizer)
     sides = [[one.text for one in texts]]
@@ -161,7 +147,7 @@ def _undoubled(text: Text, tokenizer: Any) -> Text:
 
 @dataclass(frozen=True)
 class TextRows:
-    """Turns texts and chats into rows of tokens; base class of `Reader`.
+    """Turns texts and chats into rows of tokens.
 
     Args:
         data: the data with its reading options.
@@ -197,26 +183,24 @@ class TextRows:
 
     def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
         """Encode chats and texts as token ids, texts in groups; rows of tokens are passed on in order."""
-        numbered = (
-            replace(x, source=number) if isinstance(x, Row) else replace(x, number=number) for number, x in enumerate(items)
-        )
-        for kind, group in itertools.groupby(numbered, _kind):
+        for kind, group in itertools.groupby(self._numbered(items), _kind):
             if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
                 raise LayersimError(f"`{name}` applies to chat messages only, and `data` holds texts or tokens.")
-            if reads_decoder(self.model) and kind != "row":
-                raise decoder_alone("a text alone", self.model)
             if kind == "text":
                 while some := list(itertools.islice(group, TEXTS_AT_ONCE)):
                     texts = encode([one for one in some if isinstance(one, Text)], self.model)
                     yield from map(self._one_row, texts) if self.model.reads_rows else texts
             for item in group:
-                if not isinstance(item, Row):
-                    yield self._chat(item)
-                elif reads_decoder(self.model) and not item.inputs and len(item.tokens):
-                    raise decoder_alone("a row of token ids alone", self.model)
-                else:
-                    yield item
+                yield item if isinstance(item, Row) else self._chat(item)
+
+    def _numbered(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
+        """The items with their index in the data."""
+        for number, item in enumerate(items):
+            alone = not isinstance(item, Row) or (len(item.tokens) > 0 and not item.inputs)
+            if alone and reads_decoder(self.model):
+                raise decoder_alone("texts or token ids alone", self.model)
+            yield replace(item, source=number) if isinstance(item, Row) else replace(item, number=number)
 
     def _split(self, row: Row) -> Iterator[Row]:
         count = len(row.tokens)
@@ -224,7 +208,7 @@ class TextRows:
         parts = [row] if count <= length else [row[start : start + length] for start in range(0, count, length)]
         parts = [part for part in parts if part.attention.any()]
         if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
-            raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
+            raise row_too_long("a row of token ids", count, length, self.model)
         return iter(parts)
 
     def _one_row(self, text: Text) -> Text:
@@ -235,11 +219,6 @@ class TextRows:
         room = self.length - (0 if own else len(self.bos))
         if len(text.ids) <= room:
             return text
-        specials = tokenizer.num_special_tokens_to_add(text.second is not None) if adds_specials(tokenizer) else 0
-        if room <= specials:
-            raise LayersimError(
-                f"`seq_len` is {self.length}, which leaves no room for a text beside the tokenizer's {specials} special tokens."
-            )
         # A first special token that the text brings along is doubled before `encode` takes one away.
         [cut] = encode([text], self.model, room + text.own)
         return replace(cut, cut=True)
@@ -248,22 +227,20 @@ class TextRows:
         """The tokens of a chat. All special tokens come from its template: no BOS is added.
 
         Raises:
-            LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
+            LayersimError: `positions` is "assistant", and the template does not mark the assistant's tokens.
         """
-        template, tokenizer = self._template(), self.model.tokenizer
-        messages = _text_messages(chat.messages, chat.number)
+        tokenizer, messages = tokenizer_of(self.model), _text_messages(chat.messages, chat.number)
+        template: str = tokenizer.get_chat_template(self.data.chat_template)
         given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
-            if self.data.selection.rule != "assistant":
-                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                return replace(chat, ids=ids)
-            spans = _assistant_spans(tokenizer, messages, text, given)
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        if self.data.selection.rule != "assistant":
+            return replace(chat, ids=tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if not GENERATION.search(template):
             raise LayersimError(
-                f"`data` has a chat in row {chat.number} that the chat template cannot render: {type(error).__name__}: "
-                f"{first_line(error)}."
-            ) from error
+                "`positions` is 'assistant', but the chat template does not mark the assistant's tokens. Write "
+                "{% generation %} and {% endgeneration %} around the assistant's messages in `chat_template`."
+            )
+        spans = _assistant_spans(tokenizer, messages, text, given)
         encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         marks = [
             any(start < stop and max(end, start + 1) > begin for begin, stop in spans)
@@ -304,7 +281,7 @@ class TextRows:
     def windows(self, text: Text) -> Iterator[Row]:
         """Split a text's tokens into rows; a long text continues in further rows, and no token is lost."""
         if text.messages is not None and self.model.reads_rows and len(text.ids) > self.length:
-            raise row_too_long(len(text.ids), self.length, self.model, "a chat")
+            raise row_too_long("a chat", len(text.ids), self.length, self.model)
         self.notes.texts += 1
         self.notes.cut += text.cut
         self.notes.own_bos += text.own
@@ -361,17 +338,12 @@ class TextRows:
             del held[:start], separates[:start]
 
         for text in items:
-            if isinstance(text, Row) or text.messages is not None:
+            if isinstance(text, Row) or text.messages is not None or text.inputs or text.segments is not None:
                 raise LayersimError(
-                    f"`pack` applies to texts only, and `data` has {'rows of tokens' if isinstance(text, Row) else 'chats'}."
+                    "`pack` is True, which joins texts; `data` must hold single texts, without token ids, chats or "
+                    "further inputs."
                 )
-            end = self.model.tokenizer.eos_token_id
-            ids = text.ids
-            if text.inputs or text.segments is not None:
-                raise LayersimError(
-                    "`pack` is True, which joins texts, but each text has its own inputs: "
-                    f"{', '.join(text.inputs) or SEGMENTS}."
-                )
+            ids, end = text.ids, self.model.tokenizer.eos_token_id
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
                 # The separator is the BOS of this text.
                 del held[-1], separates[-1]
@@ -385,20 +357,18 @@ def _kind(item: Text | Row) -> str:
     return "row" if isinstance(item, Row) else "text" if item.messages is None else "chat"
 
 
-def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> LayersimError:
-    """The error for tokens that do not fit into one row of a row classifier.
+def row_too_long(kind: str, tokens: int, longest: int, model: ModelInputs) -> LayersimError:
+    """The error for a row that a row classifier cannot read in parts.
 
     Args:
+        kind: "a chat" or "a row of token ids".
         tokens: number of tokens.
         longest: largest number of tokens in a row.
         model: the model.
-        given: description of the tokens for the message, such as "a chat".
     """
-    fits = model.context is None or tokens <= model.context
-    remedy = f"seq_len={tokens}" if fits else f"tokenizer(texts, truncation=True, max_length={longest})"
     return LayersimError(
-        f"`data` has {given} of {tokens} tokens, but `seq_len` is {longest}, and the head of {model.name} makes one prediction "
-        f"per row, so the row is not split. Pass {remedy}, or texts."
+        f"`data` has {kind} of {tokens} tokens, but `seq_len` is {longest}. The head of {model.name} makes one prediction per "
+        "row, so rows are not split."
     )
 
 
