@@ -71,9 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print_error(error)
         raise SystemExit(2) from None
-    except Exception as error:
-        print(f"tl_layersim did not expect this {type(error).__name__}; please report it as a bug.", file=sys.stderr)
-        raise
     finally:
         warnings.showwarning = shown_before
 

@@ -159,13 +159,11 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
     from tl_layersim.sources import load_by_name
 
     (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
-    (tmp_path / "zeros").write_bytes(b"\0" * 64)
     (tmp_path / "table.parquet").write_bytes(b"no parquet")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "set")
     (tmp_path / "folder").mkdir()
     for name, text in {
         "weights.txt": "^`--data` is .*weights.txt.*UTF-8",
-        "zeros": "^`--data` is .*zeros.*UTF-8",
         "table.parquet": "^`--data` is .*table.parquet.*UTF-8",
         "folder": "^`--data` is .*folder",
         "set": "^`--data` is .*set.* split test",
@@ -173,6 +171,6 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
     }.items():
         with pytest.raises(lsim.LayersimError, match=text):
             load_data(str(tmp_path / name), "test")
-    for name in ("nothing", "folder", "set", "zeros"):
+    for name in ("nothing", "folder", "set"):
         with pytest.raises(lsim.LayersimError, match=f"^`--model` is .*{name}"):
             load_by_name.load_model(str(tmp_path / name), "cpu", "float32", False)

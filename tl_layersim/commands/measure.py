@@ -96,11 +96,6 @@ def compare_models(call: CommandCall) -> None:
     from .. import compare
 
     analyzers = chosen_analyzers(call)
-    for name, one in analyzers.items():
-        if not one.compares:
-            raise LayersimError(
-                f"`analyzers` contains {name}, which measures one model and cannot compare two. Use tl-layersim report."
-            )
     prepare(call)
     data = read_data(call)
     result: Any = compare(opened(call, "model_a"), opened(call, "model_b"), data, analyzers, **call.of("compare"))

@@ -152,10 +152,7 @@ def _read_file(path: Path) -> Any:
             ".parquet": pandas.read_parquet,
         }
         return readers[path.suffix](path)
-    text = path.read_text(encoding="utf-8")
-    if "\0" in text:
-        raise ValueError("it holds zero bytes")
-    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
+    return [paragraph for paragraph in path.read_text(encoding="utf-8").split("\n\n") if paragraph.strip()]
 
 
 def read_data(call: CommandCall, of_prompts: bool = False) -> Data:

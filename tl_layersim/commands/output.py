@@ -37,14 +37,11 @@ def make_folder(out: Path, option: str = "out") -> None:
         option: name of the option, for messages.
 
     Raises:
-        LayersimError: the folder cannot be created or written to.
+        LayersimError: the folder cannot be written to.
     """
     from ..core.file_format import refuse_unwritable_folder
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LayersimError(f"`{option}` is {out}, a folder that cannot be created: {error.strerror or error}.") from None
+    out.mkdir(parents=True, exist_ok=True)
     refuse_unwritable_folder(out, option)
 
 

@@ -37,8 +37,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         arguments: cyclopts' arguments, with the values of the command line.
 
     Raises:
-        LayersimError: the file cannot be read, belongs to another command, or sets an option that only the command line may
-            set.
+        LayersimError: the file cannot be read, or sets an unknown option or one that only the command line may set.
     """
     from cyclopts.config import Dict
 
@@ -47,10 +46,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     if "config" not in given:
         return
     path = Path(given["config"][-1].value)
-    found = parsed_run_file(path)
-    if found.pop(COMMAND, commands[-1]) != commands[-1]:
-        raise LayersimError(f"`--config` is {path}, which belongs to another command; it must be a run file of {commands[-1]}.")
-    found.pop(RECORD, None)
+    found = {name: value for name, value in parsed_run_file(path).items() if name not in (COMMAND, RECORD)}
     for name, value in found.items():
         # The library would take other spellings too, such as trustRemoteCode.
         if name not in known:
@@ -73,14 +69,9 @@ def parsed_run_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        # A few lines of aliases of aliases could grow without bound as text.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.BaseLoader)):
-            raise ValueError("it has an alias, such as *name")
         # This loader leaves every value a text: 2:10 is no number, and no is not False.
-        found = yaml.load(text, Loader=yaml.BaseLoader)
-    # ValueError: text in another encoding, or an alias.
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise LayersimError(f"`--config` is {path}, which cannot be read as YAML: {error}") from None
     if not isinstance(found, dict):
         raise LayersimError(f"`--config` is {path}, which must hold a line `option: value` for each option.")

@@ -16,7 +16,6 @@ from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
 from ..core.result_declarations import ValuesAlias, result_class
 from ..core.results import Result, axes
-from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open_model import open_source
@@ -69,14 +68,6 @@ class PredictionGrid(Result):
     top_words: tuple[tuple[tuple[str, ...], ...], ...]
     tokens: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        Result.__post_init__(self)
-        if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
-            raise LayersimError(
-                f"`words` has rows of {brief([len(row) for row in self.words])} words; its shape must be "
-                f"{tuple(self.values.shape)}, `token layer`."
-            )
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """Labels of the `rank` axis, from 1."""
@@ -120,13 +111,6 @@ class TrajectoryPCA(Result):
     )
     explained: Float64[Tensor, " component"] = axes("component", label="Explained variance", unit="fraction", within=(0, 1))
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        skipped = self.provenance.options.get("skip_first", 0)
-        # A bool is an int; positions of a figure are counted from this number.
-        if type(skipped) is not int or not 0 <= skipped < 2**31:
-            raise LayersimError(f"`skip_first` of the provenance is {brief(skipped)}; it must be a whole number of 0 or more.")
 
     def headline(self) -> dict[str, float]:
         return {"variance in the plane (fraction)": float(self.explained.sum())}
@@ -194,7 +178,7 @@ def trajectory_pca(
             can be compared.
 
     Raises:
-        LayersimError: there are fewer than three tokens, or no layer is kept.
+        LayersimError: there are fewer than three tokens, or the residuals of all tokens are equal.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17, whose rows are all, shallow and deep layers.
@@ -210,9 +194,6 @@ def trajectory_pca(
     options = {"fit": fit} | ({} if sites == slice(None) else {"sites": str(sites)})
     kernel = partial(pca_kernel, whole=fit == "path")
     out, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
-    layers = source.model.layers[sites]
-    if not layers:
-        raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
             f"`prompt` gives no principal plane: the residual of the last layer is the same at all its {len(tokens)} tokens."
@@ -221,7 +202,7 @@ def trajectory_pca(
         values=out["coordinates"].double()[:, sites],
         explained=out["explained"].double(),
         tokens=tokens,
-        layers=layers,
+        layers=source.model.layers[sites],
         provenance=provenance,
     )
 
