@@ -164,6 +164,15 @@ def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
     return torch.full((len(row.tokens),), default)
 
 
+def refuse_integers(name: str, values: Tensor) -> None:
+    """Raise an error if pixels or features are integers, which models would convert to floats without scaling them."""
+    if name in ROW_AXES and not values.is_floating_point():
+        raise LayersimError(
+            f"`{name}` is {values.dtype} of shape {tuple(values.shape)}; it must be floating-point numbers, as the model's "
+            "processor returns."
+        )
+
+
 def is_image(value: Any) -> bool:
     """Whether a value is an image or a list of images: PIL images or uint8 arrays."""
     if isinstance(value, list):

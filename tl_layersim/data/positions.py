@@ -148,7 +148,7 @@ class Positions:
             # An empty list becomes a float tensor.
             return found.long()
         # A mask as integers would select the positions 0 and 1.
-        if found.dtype != torch.bool and len(found.unique()) < found.numel():
+        if found.dtype != torch.bool and len(torch.unique(found)) < found.numel():
             raise LayersimError(
                 f"`positions` returned an index twice for a row of {len(tokens)} tokens; it must return a bool mask or "
                 "different indices."

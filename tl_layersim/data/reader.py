@@ -40,6 +40,7 @@ from .non_token_inputs import (
     positional,
     processed,
     reads_decoder,
+    refuse_integers,
     rows_of,
     unclear_columns,
     without_padding,
@@ -200,7 +201,8 @@ class Reader:
         for parts, label, own in zip(texts, self._classes(data, len(texts)), rows, strict=True):
             # A pair without one of its texts is a row without text.
             missing = any(map(is_missing, parts))
-            yield Text(None, label, inputs=own) if missing else Text(parts[0], label, *parts[1:], inputs=own)
+            text, second = (None, None) if missing else (parts[0], parts[1] if len(parts) > 1 else None)
+            yield Text(text, label, second, inputs=own)
 
     def _name_unread(self, data: Mapping[str, Any], read: list[str]) -> None:
         """Log the columns that are not read, once."""
@@ -242,11 +244,7 @@ class Reader:
             length = len(own) if has_tokens or name == EMBEDDINGS else 1
             inputs = without_padding(others, model)
             if not has_tokens:
-                if name in ROW_AXES and not own.is_floating_point():
-                    raise LayersimError(
-                        f"`{name}` is {own.dtype} of shape {tuple(own.shape)}; it must be floating-point numbers, as the "
-                        "model's processor returns."
-                    )
+                refuse_integers(name, own)
                 inputs = {name: own} | inputs
             attention = torch.ones(length, dtype=torch.bool)
             if has_tokens or mask is not None:
