@@ -248,27 +248,6 @@ class TextRows:
         ]
         return replace(chat, ids=encoded["input_ids"], marks=marks)
 
-    def _template(self) -> str:
-        """The text of the template. Raise an error if `positions` needs marks that the template lacks."""
-        tokenizer = tokenizer_of(self.model)
-        try:
-            template: str = tokenizer.get_chat_template(self.data.chat_template)
-        except (AttributeError, ValueError):
-            raise LayersimError(
-                f"`data` contains chat messages, and the tokenizer of {self.model.name} has no chat template for them. Pass "
-                "`Data(..., chat_template=...)` with the template that they are meant for."
-            ) from None
-        if self.data.selection.rule == "assistant" and not (GENERATION.search(template) and tokenizer.is_fast):
-            raise LayersimError(
-                "`positions='assistant'` needs a chat template that marks the assistant's tokens, and a fast tokenizer. "
-                + (
-                    "This tokenizer is not fast."
-                    if GENERATION.search(template)
-                    else "Write {% generation %} ... {% endgeneration %} around the assistant's messages in `chat_template`."
-                )
-            )
-        return template
-
     def warn_of_cut(self) -> None:
         """Warn that texts were cut to one row."""
         if self.notes.cut:
