@@ -12,9 +12,9 @@ from .options import CommandCall, command
 from .output import analyzer_settings, make_folder, prepare, print_files, print_run, print_table, write_report, written
 from .run_file import run_file, write_run_file
 
-# Beside the recommended threshold.
+# Mark of the recommended threshold.
 MARK = "*"
-# Of many thresholds, the table shows these and the recommended one.
+# With more thresholds, the table shows those in `SHOWN` and the recommended one.
 MOST_ROWS = 15
 SHOWN = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 CURVE_NUMBERS = ("speedup", "agreement", "accuracy", "perplexity")
@@ -48,7 +48,7 @@ def report_on_model(call: CommandCall) -> None:
     analyzers = chosen_analyzers(call)
     options = call.of("analyze")
     if "shard" in options:
-        call.refuse(("out", "format"), "with `shard`, which writes sums and no report; `tl-layersim merge` takes it")
+        call.refuse(("out", "format"), "with `shard`, because `tl-layersim merge` writes the report")
         number, of = options["shard"]
         options.setdefault("save_to", Path("parts") / f"part-{number}-of-{of}.safetensors")
         make_folder(options["save_to"].parent, "save_to")
@@ -107,7 +107,7 @@ def recommended(*, agreement: float = 0.95) -> None:
     """Options for the recommended threshold.
 
     Args:
-        agreement: minimum agreement with the full model, 0 to 1; the lowest threshold that reaches it is recommended.
+        agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended.
     """
 
 
@@ -160,9 +160,9 @@ def _print_curve(curve: Any, agreement: float) -> None:
         return
     point = curve.at(chosen, held_out=True)
     print(
-        f"{MARK} Recommended: threshold {chosen:g}. It and all higher thresholds have an agreement of {agreement:g} or more in "
-        f"one half of the rows. In the other half: {point.speedup:.3g} times fewer blocks, agreement {point.agreement:.4g}. "
-        "The cost of exit checks is not included."
+        f"{MARK} Recommended: threshold {chosen:g}. On one half of the rows, this and all higher thresholds have an agreement "
+        f"of {agreement:g} or more. On the other half, {point.speedup:.3g} times fewer blocks run, with an agreement of "
+        f"{point.agreement:.4g}. The cost of exit checks is not included."
     )
     if chosen == curve.thresholds[-1] == 1:
         print("At threshold 1 no position exits early, so early exit saves nothing at this agreement.")
@@ -185,7 +185,7 @@ def timed(*, time: bool = False) -> None:
     """Options for the timing of `estimate`.
 
     Args:
-        time: load the weights and time one batch. Without it only the configuration is read.
+        time: load the weights and time one batch. Without this option, only the configuration is read.
     """
 
 

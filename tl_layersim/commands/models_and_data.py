@@ -39,7 +39,7 @@ def named_model(
         dtype: dtype of the weights. Default: float32.
         trust_remote_code: run the Python code that comes with the model. Without this option, such a model is an error.
         remote: run on nnsight's default NDIF server. nnsight reads the key from NDIF_API_KEY or nnsight.login().
-        server: run on another NDIF server, http://host:port, or in nnsight's simulation of one, local.
+        server: run on another NDIF server, http://host:port; local is nnsight's simulation of a server.
 
     Raises:
         LayersimError: the model cannot be loaded, or an option has no effect on a server.
@@ -96,7 +96,7 @@ def named_data(*, data: str | None = None, split: str = "test", pack: bool | Non
     """Load data by name.
 
     Args:
-        data: text file, table, folder of a saved data set, or hub name. Default: the demo text.
+        data: text file, table, folder of a saved data set, or name of a data set on the hub. Default: the demo text.
         split: split of a data set.
         pack: join texts, and cut rows of full length. Default: on for text files, unless an analyzer reads each row as a
             prompt; off for other data.
@@ -132,7 +132,7 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
             dataset = datasets.load_from_disk(name)
             return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
         return datasets.load_dataset(name, split=split, streaming=True)
-    # Whatever a library raises while it reads data is about these data.
+    # Libraries raise errors of many kinds for data that they cannot read.
     except Exception as error:
         raise LayersimError(
             f"`{option}` is {name}, which cannot be read: {first_line(error)}. It must be a text file in UTF-8, a table, the "
@@ -232,7 +232,7 @@ def own_analyzer(name: str) -> Any:
 
     path, _, cls = name.rpartition(":")
     try:
-        # Under the name that `import` gives the file, by which files of results and shards name the class.
+        # The name that `import` gives the module. Files of results and of shards name the class by this module.
         spec = spec_from_file_location(Path(path).stem, path)
         assert spec is not None, "it is no Python file"
         assert spec.loader is not None
@@ -241,7 +241,7 @@ def own_analyzer(name: str) -> Any:
         sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)
         return getattr(module, cls)()
-    # Any error of the user's file.
+    # The file may raise any error.
     except Exception as error:
         raise LayersimError(f"`analyzers` is {name}, which raises {type(error).__name__}: {error}") from error
 

@@ -11,7 +11,7 @@ from ..core.errors import LayersimError, without_secrets
 from .options import CommandCall, names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_run_file
 
-# By format: the method of a report that writes it, the name of the file, and what it is.
+# By format: the method of a report that writes the file, the name of the file, and its kind.
 FORMATS = {
     "html": ("to_html", "report.html", "Report"),
     "csv": ("to_csv", "report.csv", "Table"),

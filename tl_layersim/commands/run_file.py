@@ -48,7 +48,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     path = Path(given["config"][-1].value)
     found = {name: value for name, value in parsed_run_file(path).items() if name not in (COMMAND, RECORD)}
     for name, value in found.items():
-        # The library would take other spellings too, such as trustRemoteCode.
+        # Cyclopts would accept other spellings too, such as trustRemoteCode.
         if name not in known:
             raise LayersimError(f"`--config` is {path}; its key {name} is no option of this command.")
         own_code = name == "analyzers" and ":" in str(value)
@@ -56,7 +56,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
             why = "options that run code, write files or choose a server are read from the command line alone"
             raise LayersimError(f"`{flag(name)}` is {value} in {path}; {why}.")
     allowed = {name: value for name, value in found.items() if name not in NOT_FROM_FILES}
-    # Below the name of the command: at the top level the library leaves out options named as a command, such as analyzers.
+    # Below the name of the command: at the top level, cyclopts leaves out options named as a command, such as analyzers.
     Dict({commands[-1]: allowed}, source=str(path))(app, commands[-1:], arguments)
 
 
@@ -69,7 +69,7 @@ def parsed_run_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        # This loader leaves every value a text: 2:10 is no number, and no is not False.
+        # This loader leaves every value a text. Others would read 2:10 as a number and no as False.
         found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise LayersimError(f"`--config` is {path}, which cannot be read as YAML: {error}") from None
@@ -131,7 +131,7 @@ def _used_options(report: Any) -> dict[str, Any]:
     """The options that a run used, including defaults that depend on the model, the data or other options."""
     options = next(iter(report.values())).provenance.options
     known = {**options, **options.get("training", {})}
-    # Sites, which `--at` of a stitch names in another form.
+    # `--at` of a stitch has another form than the sites in the provenance.
     return {name: value for name, value in known.items() if name != "at" and value is not None}
 
 

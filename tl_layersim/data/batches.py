@@ -1,4 +1,4 @@
-"""Batches: right-padded rows of tokens from any accepted data, with masks, labels and a digest."""
+"""Right-padded batches of the rows of the data, with masks and labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from .texts import Text, TextRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
-    """Add a batch's rows to a running hash that does not depend on the batch size or on uncounted padding.
+    """Update a hash with the rows of a batch.
+
+    The hash does not depend on the batch size or on padding that is not counted.
 
     Args:
         digest: the hash.
@@ -37,7 +39,7 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:
-    """A row of a batch as bytes, with all its inputs. Padding is left out unless it is counted."""
+    """Bytes of one row of a batch and of its inputs. Padding is left out unless it is counted."""
     attention = batch.attention[number]
     length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
@@ -55,9 +57,9 @@ def new_digest() -> Any:
     return hashlib.sha256()
 
 
-# Rows whose mean number of counted positions decides how many rows a pool needs.
+# Number of rows from which the mean number of counted positions per row is estimated.
 FIRST_ROWS = 16
-# Positions of a row that is run to find out how a model runs.
+# Number of positions in a short row, which is run to test a model.
 SHORT = 16
 
 
@@ -102,7 +104,7 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index of the first row of each forward pass; then the number of rows."""
+        """Index of the first row of each forward pass, followed by the number of rows."""
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:
@@ -137,7 +139,7 @@ class Batch:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Row and position of each token in the data, `batch pos`; the row is -1 if a batch row joins several data rows."""
+        """Row and position of each token in the data, `batch pos` each. The row is -1 in packed rows."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -206,7 +208,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of any accepted data, in the same order each time they are iterated over.
+    """Batches of the data, in the same order at each iteration.
 
     Args:
         data: the data with its reading options.
@@ -232,8 +234,8 @@ class Batches:
             refuse_path(self.data.source)
         if self.data.pack and self.model.reads_rows:
             raise LayersimError(
-                f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row. Use "
-                "pack=False."
+                f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row. Pass "
+                "`pack=False`."
             )
 
     @property
@@ -254,13 +256,13 @@ class Batches:
         for _ in self.rows():
             if self._kept is not None and not self._kept.fits:
                 raise LayersimError(
-                    f"`data` can be read only once, and {reader} needs several passes over it. Its rows take more than "
-                    f"{in_words(MOST_KEPT)}, too much to keep: pass {do}."
+                    f"`data` is a generator, which can be read only once, and {reader} needs several passes. The rows take "
+                    f"more than {in_words(MOST_KEPT)}, so they were not kept: pass {do}."
                 )
 
     @property
     def _kept(self) -> KeptRows | None:
-        """The rows that the last pass over the data kept for this model; None if it kept none."""
+        """The kept rows of the last pass over the data with this model; None before the first pass."""
         return self.data.kept(self._read_by)
 
     @property
@@ -283,10 +285,10 @@ class Batches:
         return self.data.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
-        """Counts of specially treated rows in the last pass over the data, for the provenance.
+        """Counts of rows whose BOS, mask or length was handled specially in the last pass, for the provenance.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
-        from padding ids; `cut_texts`: texts that were cut to one row, for a head that reads a row as one.
+        from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier.
         """
         return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
 
@@ -333,7 +335,7 @@ class Batches:
         kept.notes = replace(self.notes) if kept.fits else None
 
     def batch(self, rows: list[Row], first: int) -> Batch:
-        """Pad rows on the right to the longest and join them in a batch.
+        """Pad rows on the right and join them in a batch.
 
         Args:
             rows: at least one.
@@ -360,7 +362,7 @@ class Batches:
         return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
 
     def _count(self, batch: Batch) -> int:
-        """The number of positions of rows without token ids, from one forward pass per input shape."""
+        """Number of positions per row, from one forward pass for each shape of inputs."""
         # Rows without token ids are refused before where positions cannot be counted.
         assert self.count_positions is not None
         key = tuple((name, values.shape[1:]) for name, values in sorted(batch.inputs.items()))
@@ -369,15 +371,15 @@ class Batches:
         return self._counts[key]
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows with their counted positions, until `max_tokens` positions are counted. The last row is cut to this number.
+        """Select the counted positions of rows, and stop after `max_tokens` of them.
 
-        The last row stays whole for a row classifier, whose prediction would change.
+        The last row is cut there. For a row classifier it stays whole, because the prediction would change.
         """
         left, selection = self.data.max_tokens, self.data.selection
         for row in rows:
             self._refuse_unfit(row)
             if not row.has_positions:
-                # Their positions are selected when their number is known.
+                # Their positions are selected once a forward pass has counted them.
                 yield row
                 continue
             counted = selection.select(row.tokens, row.attention, row.marks)
@@ -415,7 +417,7 @@ class Batches:
         for name in ("seq_len", "max_tokens"):
             if (value := getattr(self.data, name)) is not None:
                 raise LayersimError(
-                    f"`{name}` is {value}; it applies to tokens, but the rows have none. Pass fewer rows instead, such as "
+                    f"`{name}` is {value}, but the rows have no tokens that it could limit. Pass fewer rows, such as "
                     "data.select(range(n))."
                 )
         return None

@@ -19,7 +19,7 @@ from .row import Row
 
 @dataclass
 class Notes:
-    """Counts of specially treated rows in one pass over the data, for the provenance.
+    """Counts and warnings of one pass over the data.
 
     Attributes:
         own_bos: number of rows whose text began with a BOS, so that none was added.
@@ -65,7 +65,7 @@ ROW_BYTES = 1000
 
 @dataclass
 class KeptRows:
-    """Tokenised rows of one pass over the data, kept for later passes if they take at most `MOST_KEPT` bytes.
+    """Tokenised rows of one pass over the data, kept for later passes up to `MOST_KEPT` bytes.
 
     Attributes:
         tokenizer: the tokenizer that made the tokens; None for rows of ids.
@@ -92,17 +92,17 @@ class KeptRows:
 
     @property
     def fits(self) -> bool:
-        """Whether the rows that were read so far are within `MOST_KEPT` bytes."""
+        """Whether the rows so far take at most `MOST_KEPT` bytes."""
         return self.size <= MOST_KEPT
 
 
 # The name of a column, or the names of two columns of texts that form pairs.
 Column = str | tuple[str, str]
-# Characters of a chat template that is recorded as it is.
+# Longest chat template that is recorded as text.
 LONGEST_RECORDED = 80
-# Characters of the first row that are shown.
+# Number of characters shown of the first row.
 LONGEST_SHOWN = 60
-# Further keys in the provenance of a run: no analyzer may have an option of such a name.
+# Further keys in the provenance of a run. No option of an analyzer has one of these names.
 RECORDED = (
     *("tokenizer", "processor", "main_input", "layers", "unembed", "at", "per_head"),
     *("own_bos", "masked_by_pad_id", "cut_texts"),
@@ -181,7 +181,7 @@ class Data:
         return given if isinstance(given, Data) else cls(given, **defaults)
 
     def like(self, given: Any) -> Data:
-        """Other data of the same call, such as `eval_data`, as a `Data`; raw data gets the same options as this data.
+        """Convert further data of the same call, such as `eval_data`, to a `Data`; raw data gets the options of this data.
 
         Args:
             given: a `Data`, or raw data.
@@ -199,7 +199,7 @@ class Data:
         return settled
 
     def kept(self, key: Hashable) -> KeptRows | None:
-        """The rows that the last pass over the data with this key has read; None before the first pass.
+        """Rows of the last pass over the data with this key; None before the first pass.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -207,7 +207,7 @@ class Data:
         return self._kept.get((key, self._state))
 
     def keep(self, key: Hashable, rows: KeptRows) -> None:
-        """Start a pass whose rows are kept under a key. Passes that run at the same time each fill their own rows.
+        """Keep the rows of a new pass under a key. Passes that run at the same time each fill their own rows.
 
         Args:
             key: properties of the model that the rows depend on.

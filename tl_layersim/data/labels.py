@@ -62,7 +62,7 @@ def is_none(labels: Any) -> bool:
 
 
 def label_source(labels: str | Tensor) -> str:
-    """The source of labels, see `Analyzer.label_source`: "rows" for a tensor, "data" for a column of the data, else ""."""
+    """Source of labels: "rows" for a tensor, "data" for a column of the data, else ""."""
     return "rows" if isinstance(labels, Tensor) else "data" if labels == "data" else ""
 
 
@@ -97,7 +97,7 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
 
 
 def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
-    """Warn if a table of labels has more rows than the data, because an extra first row would shift all labels."""
+    """Warn if a table of labels has more rows than the data. An extra first row would shift all labels."""
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
         warnings.warn(
             f"`labels` has {len(labels)} rows, but {run.sequences} rows of data were read (rows without tokens are skipped). "
@@ -108,7 +108,7 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
 
 
 def labels_in(data: Mapping[str, Any]) -> Any:
-    """The column of labels; None if the data has none. A label of None in an example becomes `NO_LABEL`."""
+    """The labels in a batch or an example; None if it has no such column. A label of None becomes `NO_LABEL`."""
     return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
 
 

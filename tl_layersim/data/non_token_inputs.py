@@ -1,9 +1,10 @@
-"""Inputs other than token ids: images, features, embeddings; and those of the encoder if the decoder is read, or vice versa.
+"""Inputs beside or in place of token ids, such as images and embeddings.
 
-An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
+An input has one value for each position of its row, such as segment ids and embeddings, or any values for the whole row, such
+as pixels.
 
-Inputs of the stack that is not read have positions of their own: each row holds them without padding, and batches pad
-them on the right with their own mask.
+Of an encoder-decoder, one stack is read. Inputs of the other stack have positions of their own: each row holds them without
+padding, and batches pad them on the right with their own mask.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EMBEDDINGS = "inputs_embeds"
 PIXELS = "pixel_values"
 # Number of axes that one row has in inputs of these names.
 ROW_AXES = {PIXELS: 3, "input_features": 2, "input_values": 1, EMBEDDINGS: 2}
-# Inputs of which Hugging Face models take one row for all rows.
+# Inputs that may have a single row for all rows of a batch.
 SHARED = ("position_ids", "token_type_ids")
 # Names of columns of tokens, and further outputs of tokenizers.
 TOKENS = ("input_ids", "tokens")
@@ -37,7 +38,7 @@ DECODER = ("decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds
 DECODER_IDS = "decoder_input_ids"
 MASK = "attention_mask"
 ATTACH = "with lsim.attach(model, analyzers) as probe: "
-# What the first axis of values is: the rows of a batch, an axis of one row, or whichever their number of axes tells.
+# First axis of values: rows of a batch, an axis of a single row, or either, which the number of axes then decides.
 Level = Literal["batch", "row", "either"]
 
 
@@ -52,13 +53,13 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
 
 
 def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
-    """The columns that are further inputs of the model, except columns in `skipped` and columns that are None."""
+    """Columns that are further inputs of the model. Columns in `skipped` and columns of None are left out."""
     names = [name for name in model.inputs if name not in skipped]
     return {name: data[name] for name in names if data.get(name) is not None}
 
 
 def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]:
-    """Split the main input into rows; returns whether it was a single row without an axis of rows, and the rows.
+    """Split the main input into rows. Returns whether it is a single row without an axis of rows, and the rows.
 
     Args:
         name: name of the input.
@@ -130,7 +131,7 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
 
 def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Collate the inputs of a batch, `row ...`. Inputs by position are zero-padded to `width`; their names are returned too.
+    """Join the inputs of rows in a batch, zero-padded to `width`. Also returns the names of inputs by position.
 
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
@@ -152,14 +153,14 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
 
 
 def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
-    """One input of a row. If the row lacks it, the value that the model assumes for a missing input."""
+    """One input of a row, or the default of the model if the row lacks the input."""
     if name in row.inputs and along == (name in row.positional):
         return row.inputs[name]
     default = model.inputs.get(name)
     if name in row.inputs or default is None or not along:
         raise LayersimError(
-            f"`data` has rows with `{name}` and rows without, or `{name}` by position in some rows only; a batch needs the "
-            "same inputs in all rows. Use one call for each kind of row."
+            f"`data` has `{name}` in some rows only, or with other axes; all rows of a batch must have the same inputs. Use "
+            "one call for each kind of row."
         )
     return torch.full((len(row.tokens),), default)
 
@@ -228,9 +229,9 @@ def find_column(data: Mapping[str, Any]) -> str | None:
 
 
 def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
-    """The error for a mapping in which the column of tokens, texts or the main input is ambiguous."""
+    """The error for a mapping whose column of texts or tokens is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
-    do = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name it: column={next(iter(data), None)!r}"
+    do = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name one: column={next(iter(data), None)!r}"
     other = "" if model.main_input == TOKEN_IDS else f" or `{model.main_input}`"
     given = f", and `column` is {column!r}" if column else ""
     return LayersimError(
@@ -244,12 +245,12 @@ def reads_decoder(model: ModelInputs) -> bool:
 
 
 def other_stack(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the mask and the inputs of the stack (encoder or decoder) that is not read."""
+    """Names of the mask and the inputs of the stack that is not read."""
     return ENCODER if reads_decoder(model) else DECODER
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
-    """The inputs of a row; those of the stack that is not read are cut to their attended positions and get a mask.
+    """Remove the padding from a row's inputs for the stack that is not read, and add their mask.
 
     Without a mask, the encoder's padding ids are dropped. All positions of a decoder are kept.
 
@@ -273,7 +274,7 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
     if attended.shape != (length,) or not bool(attended.any()):
         raise LayersimError(
             f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones; it must have one value for each of "
-            f"the {length} positions of `{own[0]}`: 1 for tokens, at least one, and 0 for padding."
+            f"the {length} positions of `{own[0]}`, and at least one 1."
         )
     places = attended.nonzero()[:, 0]
     span = slice(int(places[0]), int(places[-1]) + 1)
@@ -281,7 +282,7 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
 
 
 def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """Attention mask of decoder tokens, as `mask_of`. The first token starts a row and often equals the padding id.
+    """Attention mask of decoder tokens from padding ids. The first token is attended, also if it equals the padding id.
 
     Raises:
         LayersimError: padding precedes other tokens.
@@ -298,7 +299,7 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of some rows of a batch; those of the stack that is not read are cut to the longest of these rows.
+    """Cut the inputs of the stack that is not read to the longest of the rows.
 
     Args:
         inputs: `row ...`; masks among them belong to the other stack.
@@ -313,7 +314,7 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
-    """The error for data that lacks the decoder's tokens or the encoder's inputs, if a decoder is read."""
+    """The error for data without the tokens of the decoder or without the inputs of the encoder."""
     return LayersimError(
         f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
         f"`decoder_input_ids`. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
@@ -336,7 +337,7 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
 
 
 def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
-    """The inputs that the model's processor makes from images, each with an axis of rows.
+    """Inputs that the model's processor makes from images, with an axis of rows.
 
     Raises:
         LayersimError: the model has no processor, or the processor returns another number of rows.
@@ -383,6 +384,6 @@ def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None
         # A column that is named may also hold whole numbers of another type.
         return None if is_floats(data[column]) else column
     if len(names) > 1:
-        do = f"Name it: column={names[0]!r}" if model.main_input == PIXELS else f"Keep one: data.remove_columns({names[1:]})"
+        do = f"Name one: column={names[0]!r}" if model.main_input == PIXELS else f"Keep one: data.remove_columns({names[1:]})"
         raise LayersimError(f"`data` has several columns of images, {', '.join(names)}. {do}.")
     return names[0] if names else None

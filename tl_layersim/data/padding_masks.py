@@ -13,7 +13,7 @@ from ..core.errors import LayersimError
 from .labels import number_tensor
 from .row import ModelInputs
 
-# Rows after which tables are refused before the end of the data, and the share of them with a run of one id at an end.
+# Rows after which an error is raised before the end of the data, and the share of them that must look padded.
 EARLY_ROWS, EARLY_SHARE = 64, 0.75
 # Share of the rows from which a warning is given. Of rows of 64 tokens or more of GPT-2's tokenizer, at most 0.3 % end or begin
 # with a run of an id that is nowhere else in the row (WikiText, plays, Python), though 22 % of Python end in a run of spaces.
@@ -21,7 +21,9 @@ SHARE = 0.02
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """Attention mask `row pos` from the padding ids of tokenizer and configuration: False at padding at the ends of rows.
+    """Derive an attention mask `row pos` from padding ids at the start and the end of rows.
+
+    The padding ids are those of the tokenizer and the configuration.
 
     Returns:
         The mask, or None if rows have no padding.
@@ -49,7 +51,7 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
         if bool(unsure.any()):
             given = f"pad token {pad} " if named else f"token {pad} twice or more at an end"
             if named:
-                given += "at an end, which is another special token too" if shared else "between tokens"
+                given += "at an end, where it may be another special token" if shared else "between tokens"
             raise _missing(f"{int(unsure.sum())} of {len(rows)} rows with {given}", "mask", model, at_ends=shared)
         if not shared:
             mask &= ~ends

@@ -117,8 +117,8 @@ class Positions:
             return attention
         if continued and self.rule != "last":
             raise LayersimError(
-                f"`positions={self.record()}` refers to whole rows, but this forward pass continues rows from a cache. Use "
-                "positions='all' or 'last', or measure the finished rows."
+                f"`positions` is {self.record()}, which refers to whole rows, but this forward pass continues rows from a "
+                "cache. Use 'all' or 'last', or measure the finished rows."
             )
         return torch.stack([self.select(row, own) for row, own in zip(tokens, attention, strict=True)])
 

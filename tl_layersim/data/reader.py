@@ -139,7 +139,7 @@ class Reader:
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
-        """Items of a batch or an example: rows of the main input, rows of tokens, chats, or texts."""
+        """Rows, chats or texts of a batch or an example."""
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.data.column if isinstance(self.data.column, str) else None
         images = image_column(data, self.model, named)
@@ -169,7 +169,7 @@ class Reader:
     def _tokens_or_texts(
         self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
     ) -> Iterator[Text | Row]:
-        """Items of a mapping: rows of tokens, or chats or texts if there are no tokens."""
+        """Rows of tokens, chats or texts of a mapping."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
@@ -268,7 +268,7 @@ class Reader:
             yield whole if len(kept) == length else whole[int(kept[0]) : int(kept[-1]) + 1]
 
     def _derived_masks(self, rows: list[Tensor]) -> list[Tensor]:
-        """Attention masks from padding ids, for rows of tokens without a mask. Rows of equal length are processed together."""
+        """Derive attention masks from padding ids. Rows of equal length are processed together."""
         tables = [torch.stack(rows)] if len({len(row) for row in rows}) == 1 else [row[None] for row in rows]
         return [mask for table in tables for mask in (self._derived_mask(table) if table.numel() else table.bool())]
 
@@ -283,7 +283,7 @@ class Reader:
 
 
 def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, list[Tensor]]:
-    """Convert values to rows of token ids, int64, of any lengths; returns whether they are a single row, and the rows."""
+    """Convert values to rows of token ids. Returns whether they are a single row, and the rows."""
     nested = isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray)
     ragged = nested and len({len(row) for row in values if row is not None}) > 1
     rows: list[Tensor] = []
@@ -349,7 +349,7 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
 
 
 def _level_of_items(data: Any) -> Level:
-    """Whether the items of an iterable are batches (of a DataLoader) or rows (of a data set)."""
+    """Whether items are rows, as of a data set, batches, as of a DataLoader, or either."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return "row"
     return "either" if getattr(data, "batch_sampler", None) is None else "batch"

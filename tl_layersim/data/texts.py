@@ -1,4 +1,4 @@
-"""Texts and chats as rows of tokens: tokenisation, and cutting of single or joined texts into rows."""
+"""Tokenisation of texts and chats, and their division into rows of tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def is_chat(value: Any) -> bool:
 
 
 def chats_in(value: Any) -> list[Any]:
-    """The chats in a column: one for an example, several for a batch or a table; () for a missing one."""
+    """The chats in a column: one for an example, several for a batch or a table; () for a missing chat."""
     value = _as_messages(value)
     if any(isinstance(item, Mapping) and not isinstance(item.get("role"), list) for item in value):
         return [value]
@@ -114,8 +114,8 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
         sides.append([one.second for one in texts])
     if len(sides) > 1 and not specials:
         raise LayersimError(
-            f"`column` names a pair of texts, and the tokenizer, a {type(tokenizer).__name__}, has no special tokens that "
-            "separate the two."
+            f"`column` names a pair of texts, but the tokenizer, a {type(tokenizer).__name__}, has no special token to "
+            "separate them."
         )
     # This package adds BOS, once per row, so that every source reads the same tokens: TransformerLens changes the
     # tokenizers that it loads, so that they add their own.
@@ -182,11 +182,11 @@ class TextRows:
         return itertools.chain.from_iterable(self._split(x) if isinstance(x, Row) else self.windows(x) for x in encoded)
 
     def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
-        """Encode chats and texts as token ids, texts in groups; rows of tokens are passed on in order."""
+        """Tokenise chats and texts; rows of tokens are passed on."""
         for kind, group in itertools.groupby(self._numbered(items), _kind):
             if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
-                raise LayersimError(f"`{name}` applies to chat messages only, and `data` holds texts or tokens.")
+                raise LayersimError(f"`{name}` applies to chats only, but `data` holds texts or tokens.")
             if kind == "text":
                 while some := list(itertools.islice(group, TEXTS_AT_ONCE)):
                     texts = encode([one for one in some if isinstance(one, Text)], self.model)
@@ -212,7 +212,7 @@ class TextRows:
         return iter(parts)
 
     def _one_row(self, text: Text) -> Text:
-        """The text, cut by the tokenizer to one row with special tokens if it is longer."""
+        """Cut a text to one row with special tokens, if it is longer."""
         tokenizer = self.model.tokenizer
         # A tokenizer that cuts the beginning cuts the text's own BOS too.
         own = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
@@ -283,7 +283,7 @@ class TextRows:
             start += taken
 
     def row(self, ids: list[int], own: bool, adds: bool = True) -> tuple[Tensor, int]:
-        """Build the next row of a text, with a BOS; return it and the number of ids that it takes from the text.
+        """Build the next row of a text. Returns the row and the number of ids taken from the text.
 
         Args:
             ids: the next ids of the text.
@@ -354,7 +354,7 @@ def row_too_long(kind: str, tokens: int, longest: int, model: ModelInputs) -> La
 def _assistant_spans(
     tokenizer: Any, messages: list[dict[str, Any]], text: str, given: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
-    """Start and end (exclusive) of each part of the rendered text that the template marks.
+    """Spans of characters that the template marks in the rendered text, as start and exclusive end.
 
     `return_assistant_tokens_mask=True` maps these characters to tokens one by one: where a part begins or ends with a character
     without a token, as spaces are to some tokenizers, its mask ends too early or too late.
@@ -370,7 +370,7 @@ def _assistant_spans(
 
 
 def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
-    """The messages without empty fields. Raise an error if there are none, or if one holds more than text."""
+    """Remove empty fields from the messages of a chat. Raises an error for content other than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise LayersimError(
             f"`data` in row {number} is {None if messages == () else brief(messages)}; it must be a chat, a list of messages "
@@ -382,7 +382,7 @@ def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
         if kinds - {"text"}:
             raise LayersimError(
                 f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
-                f"read. Run the model itself on the others: {ATTACH}model(...)."
+                f"read. To measure other content, run the model yourself: {ATTACH}model(...)."
             )
     found = [{name: value for name, value in message.items() if value is not None} for message in messages]
     for message in found:

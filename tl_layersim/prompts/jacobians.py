@@ -341,8 +341,8 @@ def connections_of(
     moving = list(range(first, last)) if positions is None else [token_of(p, tokens) for p in positions]
     if not moving or not all(first <= t < last for t in moving):
         raise LayersimError(
-            f"`positions` is {brief(positions)}; it must hold tokens from {first} to {last - 1} for along={along!r}, as a "
-            "token has no effect on earlier ones. block_jacobians takes any pair."
+            f"`positions` is {brief(positions)}; it must hold tokens from {first} to {last - 1} for along={along!r}, because "
+            "tokens have no effect on earlier tokens. `block_jacobians` takes any pair."
         )
     if along == "self":
         return [(block, t, t) for block in blocks for t in moving]

@@ -43,7 +43,7 @@ WEIGHTS = {
     "bbox_loss": "bbox_loss_coefficient",
     "giou_loss": "giou_loss_coefficient",
 }
-# Of quotients in float32.
+# Rounding of quotients in float32.
 BOX_ROUNDING = 1e-6
 SHAPE = "{'class_labels': (objects,) whole numbers, 'boxes': (objects, 4)} for each image"
 
@@ -269,7 +269,7 @@ def detection_kernel(
 
 
 def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """What one image adds to the sums of `detection_kernel` at one layer."""
+    """The sums of `detection_kernel` for one image and one layer."""
     queries, found = match(logits, boxes, objects, weights)
     none = logits.shape[-1] - 1
     target = torch.full((len(logits),), none)
@@ -466,7 +466,7 @@ class _Detection(Analyzer):
     weights: Mapping[str, float]
 
     def check_heads(self, batch: Batch) -> None:
-        """Raise an error if the heads of the last layer do not give the model's own logits and boxes for the first image."""
+        """Compare logits and boxes of the last layer with the model's own, on the first image."""
         row = batch.first_row
         with torch.no_grad():
             ours = self.heads(self.source.collect(row).activations[1:])

@@ -82,7 +82,7 @@ class TowerSimilarity(Result):
         "text_layer",
         label="Cosine similarity",
         title="Cosine similarity between the towers, other pairs",
-        caption="The same between an image and the text of another pair. Only what exceeds these values is due to the pairs.",
+        caption="The same between an image and the text of another pair: the baseline for the cosine of pairs.",
         within=(-1, 1),
     )
     vision: Float64[Tensor, "vision vision"] = axes(
@@ -266,7 +266,7 @@ def _projected(projection: Unembed, x: Tensor, norm: str) -> Tensor:
 
 
 def _symmetric(values: Tensor) -> Tensor:
-    """Cosines within a tower without their rounding: at most 1, and exactly 1 for a layer with itself."""
+    """Cosines within a tower, corrected for rounding: at most 1, and exactly 1 for a layer with itself."""
     return values.clamp(-1, 1).fill_diagonal_(1.0)
 
 

@@ -93,7 +93,7 @@ class ZeroShotClassifier(torch.nn.Module):
 
 
 class ZeroShotSource(HookedSource):
-    """Source of a zero-shot classifier: reads the residual stream of the vision tower, with the classifier as the lens."""
+    """Source of a zero-shot classifier. It reads the vision tower's residual stream, with the classifier as the lens."""
 
     module: ZeroShotClassifier
 
@@ -128,8 +128,8 @@ def zero_shot(
     """Zero-shot accuracy of every layer of a CLIP's vision tower, with a prompt for each class.
 
     Each layer's [CLS] goes through the vision tower's own final norm and projection; its logits are the cosines with the
-    vectors of the classes, times the model's logit scale. At the last layer these are the model's own logits, and that is
-    checked on a generated image when the classes are read, and on the first row of the images.
+    vectors of the classes, times the model's logit scale. At the last layer these are the model's own logits, which is checked
+    on a generated image and on the first row of the images.
 
     Args:
         clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
@@ -302,10 +302,10 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
 
 
 def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: Tensor) -> None:
-    """Raise an error if the logit of one prompt and a random image is not that of the model's own `logits_per_image`.
+    """Compare the logit of one prompt and a random image with the model's own `logits_per_image`.
 
     Raises:
-        LayersimError: they differ by more than rounding.
+        LayersimError: the logits differ by more than rounding.
     """
     alone = ZeroShotClassifier(clip, tower, vector[None], ("",))
     size, first = alone.config.image_size, next(clip.parameters())
