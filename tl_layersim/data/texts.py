@@ -87,7 +87,10 @@ def adds_specials(tokenizer: Any) -> bool:
 def tokenizer_of(model: ModelInputs) -> Any:
     """The tokenizer of a model; raises an error if the model has none."""
     if model.tokenizer is None:
-        raise LayersimError(f"{model.name} has no tokenizer, so texts cannot be read. Pass `Data(..., tokenizer=...)`.")
+        raise LayersimError(
+            f"`data` holds texts, but {model.name} takes `{model.main_input}` and has no tokenizer. Texts need "
+            "`Data(..., tokenizer=...)`."
+        )
     return model.tokenizer
 
 
