@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
+from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data
 from .options import CommandCall, command
 from .output import analyzer_settings, make_folder, prepare, print_files, print_run, print_table, write_report, written
 from .run_file import run_file, write_run_file
@@ -145,7 +145,6 @@ def measure_exits(call: CommandCall) -> None:
 
 
 def _print_curve(curve: Any, agreement: float) -> None:
-    """Print speed-up and agreement by threshold, and the recommended threshold."""
     from ..core.wording import MEANING_OF_MARGINS
 
     chosen = curve.lowest_threshold(agreement)
@@ -169,7 +168,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
 
 
 def _row(curve: Any, threshold: float, note: str) -> list[str]:
-    """Table row of the numbers at one threshold, each with ± half its interval if the run has intervals."""
+    """Table row of one threshold, with ± if the run has intervals."""
     from ..core.intervals import margin_text
 
     place = curve.thresholds.index(threshold)
@@ -213,7 +212,6 @@ def estimate_cost(call: CommandCall) -> None:
         call.refuse(("device", "dtype", "trust_remote_code"), "without `time`: only the configuration is read")
         if is_demo(model):
             model = demo_model(aligned=model == ALIGNED).config
-    with renamed("model_or_config", "model"):
-        cost = estimate(open_model(model, **call.of("open_model")), analyzers, **call.of("estimate"))
+    cost = estimate(open_model(model, **call.of("open_model")), analyzers, **call.of("estimate"))
     print(cost.title)
     print_table(("cost", "estimate"), cost.rows(), "Cost of the run")

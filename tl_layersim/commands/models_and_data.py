@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,8 +84,7 @@ def opened(call: CommandCall, option: str = "model") -> OpenedModel:
     """
     from .. import open_model
 
-    with renamed("model", option):
-        model = named_model(call.options[option], **call.of(named_model, without=["model"]))
+    model = named_model(call.options[option], **call.of(named_model, without=["model"]))
     place = {"remote": call.options.get("server") or call.options.get("remote", False)}
     return open_model(model, **call.of("open_model") | place)
 
@@ -141,7 +138,6 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
 
 
 def _read_file(path: Path) -> Any:
-    """Read a table, or the paragraphs of a text file."""
     if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
         import pandas
 
@@ -244,18 +240,3 @@ def own_analyzer(name: str) -> Any:
     # The file may raise any error.
     except Exception as error:
         raise LayersimError(f"`analyzers` is {name}, which raises {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def renamed(argument: str, option: str) -> Iterator[None]:
-    """A context whose errors name a command-line option instead of a function's argument.
-
-    Args:
-        argument: name of the argument.
-        option: name of the option.
-    """
-    try:
-        yield
-    except LayersimError as error:
-        error.args = (str(error).replace(f"`{argument}`", f"`{option}`"),)
-        raise

@@ -40,7 +40,7 @@ class CommandCall:
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """The options that the call gives for a function or class, as Python values.
+        """The given options that a function or class takes, as Python values.
 
         Args:
             source: the function or class.
@@ -135,7 +135,7 @@ def flag(name: str) -> str:
 
 
 def in_options(text: str, names: Any) -> str:
-    """An error message with Python arguments replaced by command-line options.
+    """Replace Python arguments in an error message by command-line options.
 
     Args:
         text: text of the error.

@@ -1,4 +1,4 @@
-"""Output of a command: tables, warnings and errors in a terminal or a pipe, the files of a report, and its run file."""
+"""Output of commands: tables, errors, and the files of a report."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def print_run(report: Any) -> None:
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The values of `--option` that set all options of the analyzers; empty without analyzers.
+    """All options of the analyzers as values of `--option`; empty without analyzers.
 
     Args:
         analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.

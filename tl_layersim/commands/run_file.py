@@ -150,13 +150,11 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         report: report of this run.
     """
     then, now = options_of(call).get(RECORD), _record_of(report)
-    if not isinstance(then, dict):
+    if then is None:
         return
     other = [key for key in ("data", "weights") if then.get(key, "null") not in ("null", now[key])]
-    versions = then.get("versions")
-    for package, version in (versions if isinstance(versions, dict) else {}).items():
-        if now["versions"].get(package) != version:
-            other.append(f"{package} {version}")
+    versions = then.get("versions", {}).items()
+    other += [f"{package} {version}" for package, version in versions if now["versions"].get(package) != version]
     if other:
         warn(f"The run in {call.options['config']} had other {', '.join(other)}, so its numbers may differ.")
 

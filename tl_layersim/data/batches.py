@@ -120,11 +120,11 @@ class Batch:
 
     @property
     def leaf_rows(self) -> int:
-        """Number of rows, rounded up to full leaves (groups of rows that are summed together)."""
+        """Number of rows, rounded up to a multiple of `leaf`."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
     def leaf_tokens(self) -> tuple[int, ...]:
-        """Number of counted positions of each leaf (group of rows)."""
+        """Number of counted positions in each leaf."""
         return tuple(int(part.sum()) for part in torch.split(self.counted, self.leaf))
 
     @property
@@ -134,7 +134,7 @@ class Batch:
 
     @property
     def token_positions(self) -> int | None:
-        """Number of positions per row if it is known before a forward pass; None for images and single vectors."""
+        """Number of positions per row; None if only a forward pass tells it, as for images."""
         return self.tokens.shape[1] if self.has_positions else None
 
     @property
@@ -163,7 +163,7 @@ class Batch:
 
     @property
     def short_row(self) -> Batch:
-        """The first row as a batch, with every attended position counted. A row of tokens is cut to its first positions."""
+        """The first row, cut to a few tokens, with every attended position counted."""
         row = self.first_row._cut(0, 1, SHORT) if self.has_tokens else self.first_row
         return replace(row, counted=row.attention, pooled=False)
 
@@ -178,7 +178,6 @@ class Batch:
         return self._cut(start, stop, self.tokens.shape[1])
 
     def _cut(self, start: int, stop: int, width: int) -> Batch:
-        """The rows `start` to `stop - 1`, cut to their first `width` positions."""
         cut = (slice(start, stop), slice(0, width))
         return replace(
             self,
@@ -240,7 +239,7 @@ class Batches:
 
     @property
     def one_shot(self) -> bool:
-        """Whether the data can be read only once, because it is an iterator whose rows are not all kept."""
+        """Whether the data is an iterator whose rows are not kept, so that it can be read only once."""
         return self.data.read_once and (self._kept is None or self._kept.notes is None)
 
     def read_ahead(self, reader: str, do: str) -> None:
@@ -285,7 +284,7 @@ class Batches:
         return self.data.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
-        """Counts of rows whose BOS, mask or length was handled specially in the last pass, for the provenance.
+        """Counts of rows with a BOS of their own, a derived mask or a cut text, for the provenance.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
         from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier.
@@ -389,9 +388,12 @@ class Batches:
                     yield row
                     return
                 if int(counted.sum()) >= left:
-                    # Tokens after the last counted one do not run, unless the rule refers to the whole row.
-                    end = int((counted.cumsum(0) < left).sum()) + 1
-                    yield row[:end] if selection.rule == "all" else replace(row, counted=selection.cut(counted, left))
+                    if selection.rule == "all":
+                        # Tokens after the last counted one do not run.
+                        yield row[: int((counted.cumsum(0) < left).sum()) + 1]
+                    else:
+                        # A mean is that of the whole row.
+                        yield row if selection.pooled else replace(row, counted=counted & (counted.cumsum(0) <= left))
                     return
                 left -= int(counted.sum())
             yield row
@@ -427,7 +429,6 @@ class Batches:
         return sum(1 for _ in self._items())
 
     def _items(self) -> Iterator[Text | Row]:
-        """Texts, chats and rows of the data."""
         return Reader(self.data, self.model, self.notes, self.labelled).items(self.data.source)
 
 

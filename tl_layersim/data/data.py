@@ -217,7 +217,7 @@ class Data:
 
     @property
     def _state(self) -> int | None:
-        """A number that changes if a list grows or a tensor is changed in place; the rows are then read anew."""
+        """Version of the source. It changes if a list grows or a tensor is changed in place."""
         if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
             return self.source._version
         return len(self.source) if isinstance(self.source, list | tuple) else None

@@ -72,7 +72,7 @@ def label_key(labels: str | Tensor) -> str:
 
 
 def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
-    """Convert the argument `labels` to "next_token", "data" or a tensor, or "none" if labels are optional.
+    """Check the argument `labels`: "next_token", "data", a tensor, or "none" if labels are optional.
 
     Args:
         labels: the argument as the user passed it.

@@ -75,7 +75,7 @@ def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]
 
 
 def _by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
-    """Split the values of an input into `count` rows; None for a single row without an axis of rows.
+    """Split the values of an input by row. `count` is None for a single row without an axis of rows.
 
     Raises:
         LayersimError: the values have another number of rows.
@@ -166,7 +166,7 @@ def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
 
 
 def refuse_integers(name: str, values: Tensor) -> None:
-    """Raise an error if pixels or features are integers, which models would convert to floats without scaling them."""
+    """Raise an error if pixels or features are integers. Models would convert them to floats without scaling."""
     if name in ROW_AXES and not values.is_floating_point():
         raise LayersimError(
             f"`{name}` is {values.dtype} of shape {tuple(values.shape)}; it must be floating-point numbers, as the model's "
@@ -365,7 +365,7 @@ def _as_image(image: Any) -> Any:
 
 
 def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None) -> str | None:
-    """The column of images that the model's processor reads; None if the data has none, or the model takes no images.
+    """The column of images that the model's processor reads; None if there is none.
 
     Args:
         data: columns by name.

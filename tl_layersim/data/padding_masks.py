@@ -1,4 +1,4 @@
-"""Padding of token tensors without an attention mask: masks from padding ids, and detection of unknown padding ids."""
+"""Attention masks from padding ids, and detection of padding whose id is unknown."""
 
 from __future__ import annotations
 
@@ -144,7 +144,6 @@ def _with_mask(mask: str, model: ModelInputs) -> str:
 
 
 def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
-    """The error for padded rows without a mask."""
     missing = (
         "`attention_mask` is missing, but rows of tokens start or end with padding: "
         if at_ends

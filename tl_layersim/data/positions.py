@@ -53,12 +53,12 @@ class Positions:
 
     @property
     def marked(self) -> bool:
-        """Whether the counted positions are chosen by a mask column of the data or by a chat template."""
+        """Whether a mask column or a chat template chooses the counted positions."""
         return self.column is not None or self.rule == "assistant"
 
     @property
     def column(self) -> str | None:
-        """The mask column of the data that marks the positions; None for any other rule."""
+        """Name of the mask column that marks the positions; None for any other rule."""
         return self.rule if isinstance(self.rule, str) and self.rule not in RULES else None
 
     def record(self) -> str:
@@ -121,15 +121,6 @@ class Positions:
                 "cache. Use 'all' or 'last', or measure the finished rows."
             )
         return torch.stack([self.select(row, own) for row, own in zip(tokens, attention, strict=True)])
-
-    def cut(self, counted: Tensor, most: int) -> Tensor:
-        """Keep at most `most` counted positions of the last row; with "mean" the row stays whole.
-
-        Args:
-            counted: `pos`, as `select` returns it.
-            most: number of positions left to count, at least 1.
-        """
-        return counted if self.pooled else counted & (counted.cumsum(0) <= most)
 
     def refuse_without_tokens(self) -> None:
         """Raise an error if the rule is a function of token ids, which the rows lack.

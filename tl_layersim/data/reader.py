@@ -135,7 +135,6 @@ class Reader:
         yield from self._rows({column: table}, column, column, level)
 
     def _image(self, image: Any) -> Iterator[Row]:
-        """The row that the model's processor makes from an image."""
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
@@ -205,14 +204,12 @@ class Reader:
             yield Text(text, label, second, inputs=own)
 
     def _name_unread(self, data: Mapping[str, Any], read: list[str]) -> None:
-        """Log the columns that are not read, once."""
         names = [name for name in data if name not in (*self.model.inputs, self.model.main_input, *read)]
         if names and not self.notes.unread:
             self.notes.unread = True
             LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
-        """The class of each text; None if the data has no labels."""
         labels = labels_in(data) if self.labelled else None
         if labels is None:
             return [None] * count
@@ -328,7 +325,7 @@ def _row_labels(label: Any, length: int) -> Tensor:
 
 
 def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> Tensor:
-    """The mask of one row, `pos`. It must be all ones if the number of positions is known only after a forward pass.
+    """The mask of one row, `pos`. It must be all ones if the number of positions is unknown.
 
     Raises:
         LayersimError: the mask hides parts of an image or of features, or has the wrong shape.
@@ -349,14 +346,14 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
 
 
 def _level_of_items(data: Any) -> Level:
-    """Whether items are rows, as of a data set, batches, as of a DataLoader, or either."""
+    """Level of the items: rows of a data set, batches of a DataLoader, or either."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return "row"
     return "either" if getattr(data, "batch_sampler", None) is None else "batch"
 
 
 def refuse_path(text: Any) -> None:
-    """Raise an error if a text is a path, which would be read as a text of a few tokens.
+    """Raise an error if a text is a path. It would be read as a text of a few tokens.
 
     Raises:
         LayersimError: the text is a path, names an existing file or folder, or ends like a file name.

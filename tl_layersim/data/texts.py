@@ -70,7 +70,7 @@ def chats_in(value: Any) -> list[Any]:
 
 
 def _as_messages(value: Any) -> Any:
-    """A chat as a list of messages, also if a data set stores it as lists of roles and of contents."""
+    """A chat as a list of messages. Some data sets store lists of roles and of contents."""
     if isinstance(value, Mapping):
         return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
     return as_plain(value)
@@ -198,7 +198,6 @@ class TextRows:
                 yield item if isinstance(item, Row) else self._chat(item)
 
     def _numbered(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
-        """The items with their index in the data."""
         for number, item in enumerate(items):
             alone = not isinstance(item, Row) or (len(item.tokens) > 0 and not item.inputs)
             if alone and reads_decoder(self.model):
@@ -340,7 +339,7 @@ def _kind(item: Text | Row) -> str:
 
 
 def row_too_long(kind: str, tokens: int, longest: int, model: ModelInputs) -> LayersimError:
-    """The error for a row that a row classifier cannot read in parts.
+    """The error for a row that is too long for a row classifier.
 
     Args:
         kind: "a chat" or "a row of token ids".

@@ -64,7 +64,7 @@ class BlockJacobians(Result):
 
 @result_class
 class CouplingMatrices(Result):
-    """Coupling of Jacobians on one prompt. A connection is a block, the token that is varied and the token that is read.
+    """Coupling of Jacobians on one prompt. A connection is a block with an input token and an output token.
 
     Tensors are float64. Entry (a, b) expresses the Jacobian of connection a in the singular basis of connection b.
 

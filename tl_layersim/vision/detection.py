@@ -1,4 +1,4 @@
-"""`detection_by_layer`: class accuracy and box errors of every decoder layer of a DETR, through its own heads."""
+"""`detection_by_layer`: class accuracy and box errors of a DETR's decoder layers."""
 
 from __future__ import annotations
 

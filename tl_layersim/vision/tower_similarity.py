@@ -1,4 +1,4 @@
-"""`tower_similarity`: cosine similarity and CKA between the layers of the vision and the text tower of a CLIP."""
+"""`tower_similarity`: cosine similarity and CKA between the vision layers and the text layers of a CLIP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 
 @result_class
 class TowerSimilarity(Result):
-    """Similarity between the layers of the two towers of a CLIP, and within each tower. All tensors are float64.
+    """Similarity between the layers of a CLIP's two towers, and within each tower. All tensors are float64.
 
     A layer of a tower is one vector for each image or text: its residual at the position that the model reads, through the
     tower's own final norm and projection. Layer 0 is what enters block 0.
@@ -210,7 +210,7 @@ class TowerComparison(Analyzer):
         )
 
     def _of_cka(self, sums: Sums, run: Run) -> Tensor:
-        """CKA between layers; NaN at a layer whose vectors are equal in all rows, such as [CLS] before the first attention."""
+        """CKA between layers; NaN for layers whose vectors are equal in all rows."""
         found = torch.full_like(sums["matched"], math.nan)
         own = dict(sums.fields)
         if "samples" not in own:
@@ -290,7 +290,7 @@ def tower_similarity(
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> TowerSimilarity:
-    r"""Similarity between every layer of the vision tower and every layer of the text tower of a CLIP, in one pass over pairs.
+    r"""Similarity between every vision layer and every text layer of a CLIP, in one pass over pairs.
 
     An image is read at [CLS], a text at the token that the model reads, for CLIP its end-of-text token. Each layer goes through
     its tower's own final norm and projection, as the last layer does in the model:

@@ -1,4 +1,4 @@
-"""`zero_shot`: zero-shot classification of images by every layer of a CLIP's vision tower, with a prompt for each class."""
+"""`zero_shot`: zero-shot image classification by every layer of a CLIP's vision tower."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Normalise(torch.nn.Module):
 
 
 class ZeroShotClassifier(torch.nn.Module):
-    """The vision tower and projection of a CLIP, and a linear layer whose rows are the vectors of the classes.
+    """Image classifier: a CLIP's vision tower and projection, and a linear layer with one row per class.
 
     Args:
         clip: the model; its modules are shared, not copied.
@@ -192,7 +192,7 @@ def zero_shot_classifier(
     prompts: Any = None,
     tokenizer: Any = None,
 ) -> ZeroShotClassifier:
-    """The vision tower of a CLIP with class vectors as its head: a classifier that `analyze` takes like any other model.
+    """A classifier for `analyze`: a CLIP's vision tower with class vectors as its head.
 
     A class's vector is the mean of its prompts' vectors of norm 1, divided by its norm, as CLIP's own code computes it. The
     text tower runs once, here. The logits for one prompt are checked against the model's `logits_per_image`.
