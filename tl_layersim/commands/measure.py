@@ -155,7 +155,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
     margins = f"; {MEANING_OF_MARGINS}" if curve.has_intervals else ""
     print_table(CURVE_COLUMNS, rows, title + margins, numbers=CURVE_COLUMNS[:5])
     if chosen is None:
-        print(f"No measured threshold reaches an agreement of {agreement:g}: measure higher ones with --thresholds.")
+        print(f"No measured threshold reaches an agreement of {agreement:g}. Measure higher thresholds with --thresholds.")
         return
     point = curve.at(chosen, held_out=True)
     print(

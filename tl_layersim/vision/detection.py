@@ -176,9 +176,9 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
         )
     if not bool(((boxes >= 0) & (boxes <= 1 + BOX_ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
         raise LayersimError(
-            f"{of} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and "
-            f"a smallest width or height of {float(boxes[:, 2:].min()):.4g}; a box is centre x, centre y, width and height as "
-            "fractions of the image, with width and height above 0."
+            f"{of} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and a smallest width or "
+            f"height of {float(boxes[:, 2:].min()):.4g}. A box is centre x, centre y, width and height as fractions of the "
+            "image, with width and height above 0."
         )
     return Objects(numbers, boxes)
 
@@ -432,7 +432,7 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     source = open_source(model, either_stack=True)
     if not isinstance(source, HookedSource):
         raise LayersimError(
-            f"`model` is {brief(model)}; it must be the Hugging Face model itself, whose heads are called in this process."
+            f"`model` is {brief(model)}; it must be the Hugging Face model itself, because its heads run in this process."
         )
     heads = detection_heads(source.module, source.unembed)
     config: Any = source.module.config

@@ -317,6 +317,6 @@ def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: 
         scale = float(clip.logit_scale.double().exp())  # type: ignore[operator]  # a parameter
     if not abs(ours - theirs) <= scale * rounding(first.dtype):
         raise LayersimError(
-            f"`logits_per_image` of {type(clip).__name__} is not the scaled cosine of image and text: it is {theirs:.4g} "
-            f"instead of {ours:.4g} for the first prompt and a generated image."
+            f"`logits_per_image` of {type(clip).__name__} is {theirs:.4g} for the first prompt and a generated image, but the "
+            f"scaled cosine of image and text is {ours:.4g}."
         )
