@@ -140,7 +140,7 @@ def test_paths_in_a_list_are_no_texts(llama, tmp_path):
 def test_pixels_are_no_input_of_a_model_of_tokens(llama, shape):
     pixels = torch.randn(shape)
     for data in (pixels, [pixels], pixels.numpy(), torch.zeros(2, *shape[-3:], dtype=torch.uint8)):
-        with pytest.raises(lsim.LayersimError, match=r"`data`.*LlamaForCausalLM.*inputs_embeds"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*LlamaForCausalLM.*`input_ids`"):
             analyze(llama, data)
 
 

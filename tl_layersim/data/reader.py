@@ -288,8 +288,8 @@ def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, lis
         unlike_ids = table.is_floating_point() or table.dtype == torch.bool
         if table.numel() and (unlike_ids or table.dim() not in ((1,) if ragged else (1, 2))):
             raise LayersimError(
-                f"`data` holds {table.dtype} of shape {tuple(table.shape)}, but {model.name} takes token ids, integers of "
-                "shape (batch, pos) or (pos,). Name other inputs as its forward does, such as {'inputs_embeds': embeddings}."
+                f"`data` holds {table.dtype} of shape {tuple(table.shape)}, but {model.name} takes `{model.main_input}`. Token "
+                "ids are integers of shape (batch, pos) or (pos,). Pass other inputs by name, as {name: values}."
             )
         rows += table.long() if table.dim() > 1 else [table.long()]
     return not ragged and table.dim() == 1, rows
