@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError, LayersimWarning
+from ..core.errors import LayersimError, warn
 from ..core.wording import brief, first_line
 
 if TYPE_CHECKING:
@@ -99,11 +98,9 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
 def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
     """Warn if a table of labels has more rows than the data. An extra first row would shift all labels."""
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
-        warnings.warn(
-            f"`labels` has {len(labels)} rows, but {run.sequences} rows of data were read (rows without tokens are skipped). "
-            "Row i of the labels belongs to row i of the data.",
-            LayersimWarning,
-            stacklevel=3,
+        warn(
+            f"`labels` has {len(labels)} rows, but {run.sequences} rows of data were read, without empty rows. Row i of the "
+            "labels belongs to row i of the data."
         )
 
 
