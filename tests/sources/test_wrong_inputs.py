@@ -23,7 +23,7 @@ def test_texts_and_images_for_the_other_kind_of_model():
         lsim.analyze(image_vit(), ["a text", "another"], "cosine")
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, but the data are tokens"):
         lsim.analyze(image_vit(), random_tokens(), "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*\(6, 3, 8, 8\).*BertForSeq.*token ids"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\(6, 3, 8, 8\).*BertForSeq.*`input_ids`"):
         lsim.analyze(pair_bert(), pixels(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"`data`.*\['x'\].*`pixel_values`"):
         lsim.analyze(image_vit(), {"x": pixels()}, "cosine")
