@@ -97,6 +97,8 @@ def test_pairs_are_cut_with_their_segments():
     wanted = tokenizer(data["a"], data["b"], truncation=True, max_length=7, padding=True, return_tensors="pt")
     assert torch.equal(batch.tokens, wanted["input_ids"])
     assert torch.equal(batch.inputs["token_type_ids"], wanted["token_type_ids"])
+    with pytest.raises(lsim.LayersimError, match="`seq_len` is 3"):
+        read(data, model(tokenizer), column=("a", "b"), seq_len=3)
 
 
 def test_what_cannot_be_cut_is_refused():

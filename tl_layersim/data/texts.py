@@ -221,6 +221,10 @@ class TextRows:
         room = self.length - (0 if own else len(self.bos))
         if len(text.ids) <= room:
             return text
+        specials = tokenizer.num_special_tokens_to_add(text.second is not None) if adds_specials(tokenizer) else 0
+        # Tokenizers do not cut below this length.
+        if room <= specials:
+            raise LayersimError(f"`seq_len` is {self.length}; it must leave room for a text beside {specials} special tokens.")
         # A first special token that the text brings along is doubled before `encode` takes one away.
         [cut] = encode([text], self.model, room + text.own)
         return replace(cut, cut=True)
@@ -378,7 +382,8 @@ def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
             f"`data` in row {number} is {None if messages == () else brief(messages)}; it must be a chat, a list of messages "
             "with role and content."
         )
-    for message in messages:
+    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in found:
         parts = message.get("content")
         kinds = {part.get("type", "text") for part in parts if isinstance(part, Mapping)} if isinstance(parts, list) else set()
         if kinds - {"text"}:
@@ -386,8 +391,6 @@ def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
                 f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
                 f"read. To measure other content, run the model yourself: {ATTACH}model(...)."
             )
-    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    for message in found:
         # A template writes nothing for a key that it does not know.
         if "role" not in message or not message.keys() & {"content", "tool_calls"}:
             raise LayersimError(
