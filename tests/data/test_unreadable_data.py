@@ -117,7 +117,7 @@ def test_what_is_neither_text_nor_ids_is_no_traceback(llama, kind):
         analyze(llama, Data(data, column=column))
 
 
-@pytest.mark.parametrize("path", ["storys.txt", "data/story.jsonl", Path("story"), ["story.csv", "w3"]])
+@pytest.mark.parametrize("path", ["storys.txt", "./my folder/story.md", "data/story.jsonl", Path("story"), ["story.csv", "w3"]])
 def test_a_misspelt_path_is_no_text(llama, path):
     with pytest.raises(lsim.LayersimError, match=r"`data`.*story"):
         analyze(llama, path)

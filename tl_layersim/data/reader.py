@@ -359,10 +359,11 @@ def refuse_path(text: Any) -> None:
         LayersimError: the text is a path, names an existing file or folder, or ends like a file name.
     """
     name = os.fspath(text) if isinstance(text, os.PathLike) else text
-    # "notes.txt" is a file, also if it does not exist; "see notes.txt" is a text.
-    if isinstance(text, os.PathLike) or (
-        isinstance(name, str) and (os.path.exists(name) or (name.lower().endswith(FILES) and not re.search(r"\s", name)))
-    ):
+    if not isinstance(name, str):
+        return
+    # "notes.txt" and "./my notes.txt" name files, also if they do not exist; "see notes.txt" is a text.
+    named = name.lower().endswith(FILES) and (name.startswith((".", "~", os.sep)) or not re.search(r"\s", name))
+    if isinstance(text, os.PathLike) or named or os.path.exists(name):
         raise LayersimError(
             f"`data` is the path of a file or folder, {name!r}. Pass what it holds: Path(path).read_text(), split into texts, "
             "or datasets.load_from_disk(path)."
