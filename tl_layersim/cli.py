@@ -35,15 +35,14 @@ for panel, commands in (
 ):
     group = Group.create_ordered(panel)
     for command in commands:
-        # By its path, so that its options, for which torch is imported, are made when the command runs.
+        # By its path: options need torch, so they are made when the command runs.
         text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("Examples:")
         path = f"{command.__module__}:{command.__name__}"
         app.command(path, command.name, help=text, help_epilogue=f"Examples:{examples}", group=group)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. A `LayersimError` or wrong usage exits with status 2, any other error with status 1 and a
-    traceback.
+    """Run the command line. Wrong usage exits with status 2, an unexpected error with a traceback and status 1.
 
     Args:
         arguments: command-line arguments; None for those of this process.
@@ -71,9 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print_error(error)
         raise SystemExit(2) from None
-    except Exception as error:
-        print(f"tl_layersim did not expect this {type(error).__name__}; please report it as a bug.", file=sys.stderr)
-        raise
     finally:
         warnings.showwarning = shown_before
 

@@ -100,7 +100,7 @@ def test_a_wrong_option_and_a_refusal_end_with_status_2(tmp_path, monkeypatch):
     assert ended.value.code == 2
 
 
-def test_an_error_of_ours_keeps_its_traceback(monkeypatch, capsys):
+def test_an_error_of_another_kind_keeps_its_traceback(monkeypatch):
     def broken(*_):
         raise ValueError("broken")
 
@@ -108,7 +108,6 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr("tl_layersim.load", broken)
     with pytest.raises(ValueError, match="broken"):
         cli.main()
-    assert "bug" in capsys.readouterr().err
 
 
 def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch, capsys):

@@ -104,7 +104,7 @@ def test_pairs_are_cut_with_their_segments():
 def test_what_cannot_be_cut_is_refused():
     tokens = torch.randint(4, 100, (2, 9))
     known = model(pair_tokenizer())
-    with pytest.raises(lsim.LayersimError, match=r"`data`.* 9 .*`seq_len`.*\b6\b.*seq_len=9"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.* 9 .*`seq_len`.*\b6\b"):
         read(tokens, known, seq_len=6)
     assert len(read(tokens, known)[0]) == len(read(tokens, known, seq_len=9)[0]) == 2
     assert len(read(tokens, model(pair_tokenizer(), "every"), seq_len=6)[0]) == 4

@@ -94,7 +94,6 @@ REFUSALS = {
         r"`attention_mask`.*-1e\+09 to 0",
     ),
     "too few rows of mask": ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, {}, r"`attention_mask`.* 1 .* 2\b"),
-    "a column of nothing": (["w3"], {"column": "text"}, "`column` is 'text'"),
     "float tokens": (torch.ones(2, 3), {}, r"`data`.*torch.float32.*\(2, 3\)"),
     "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"`data`.*\(2, 3, 4\)"),
     "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, "`data` .*3 to 100.*0 to 99"),
@@ -113,10 +112,8 @@ REFUSALS = {
         r"`data`.*data\['train'\]",
     ),
     "a row beyond the context": (torch.full((1, 65), 3), {}, "`data`.* 65 tokens.*seq_len=64"),
-    "seq_len beyond the context": (TEXTS, {"seq_len": 65}, "`seq_len` is 65.* 64"),
     "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "`pack`"),
     "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size`.* 0,"),
-    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` is 4"),
 }
 
 

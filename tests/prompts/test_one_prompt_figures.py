@@ -99,8 +99,6 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
     expected = np.einsum("ltd,cd->tlc", states - flat.mean(0), basis[:2])
     np.testing.assert_allclose(np.abs(whole.values), np.abs(expected), atol=1e-3)
     np.testing.assert_allclose(whole.explained, sigma[:2] ** 2 / (sigma**2).sum(), rtol=1e-5)
-    with pytest.raises(lsim.LayersimError, match=r"`sites`.*9"):
-        lsim.prompts.trajectory_pca(demo, PROMPT, sites=slice(9, None))
 
 
 def test_what_is_no_picture_is_refused():

@@ -93,8 +93,6 @@ class TestPrompt:
             "`k`.*coupling_matrices is 1,": lambda: lsim.prompts.coupling_matrices(model, tokens, k=1),
             "`token` is 1": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", token=1),
             r"`positions` is \[1\]": lambda: lsim.prompts.coupling_matrices(model, tokens, positions=[1]),
-            r"`positions`.*\(8, 8\)": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
-            r"`positions`.*\(0, 0\)": lambda: lsim.prompts.block_jacobians(model, tokens, positions=[0, -9]),
             r"^`positions` is \[\];": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", positions=[]),
             r"`positions` is \[\];": lambda: lsim.prompts.block_jacobians(model, tokens, positions=[]),
             r"`positions`.*\('a', 1\)": lambda: lsim.prompts.block_jacobians(model, tokens, positions=[("a", 1)]),

@@ -23,7 +23,7 @@ def test_texts_and_images_for_the_other_kind_of_model():
         lsim.analyze(image_vit(), ["a text", "another"], "cosine")
     with pytest.raises(lsim.LayersimError, match=r"takes `pixel_values`, but the data are tokens"):
         lsim.analyze(image_vit(), random_tokens(), "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*\(6, 3, 8, 8\).*BertForSeq.*token ids"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\(6, 3, 8, 8\).*BertForSeq.*`input_ids`"):
         lsim.analyze(pair_bert(), pixels(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"`data`.*\['x'\].*`pixel_values`"):
         lsim.analyze(image_vit(), {"x": pixels()}, "cosine")
@@ -76,8 +76,7 @@ def test_images_by_another_name_or_without_a_name(make, name, options):
 def test_images_of_bytes_for_a_model_without_a_processor():
     images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8)
     for data in (images, images.numpy(), images.long()):
-        with pytest.raises(lsim.LayersimError, match=r"`data`.*\(4, 8, 8, 3\)") as error:
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*\(4, 8, 8, 3\).*`input`"):
             lsim.analyze(conv(), data, "cosine", at=["0"])
-        assert "inputs_embeds" not in str(error.value)
     found = lsim.analyze(conv(), lsim.Data(images.float().div(255).movedim(-1, -3), positions="mean"), "cosine", at=["0"])
     assert found["cosine"].provenance.sequences == 4

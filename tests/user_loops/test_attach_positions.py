@@ -109,7 +109,7 @@ def test_steps_of_cached_generation_are_counted_by_all_and_last(length):
 )
 @pytest.mark.parametrize("length", [1, 7])
 def test_steps_of_cached_generation_are_no_rows(rule, length):
-    with pytest.raises(lsim.LayersimError, match=r"`positions=.*'all' or 'last'"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions`.*'all' or 'last'"):
         generate(tiny_llama(), rule, random_tokens(2, length))
 
 

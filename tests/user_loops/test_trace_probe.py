@@ -210,7 +210,7 @@ def test_steps_of_a_generation_are_no_whole_rows():
                 for _ in tracer.iter[:3]:
                     probe.read()
 
-    with pytest.raises(lsim.LayersimError, match=r"positions=2:"):
+    with pytest.raises(lsim.LayersimError, match=r"`positions` is 2:"):
         generate()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,9 +202,9 @@ def test_texts_that_are_all_equal_have_cosines_and_no_cka_before_rounding():
     same = {name: data[name][:1].expand(9, -1) for name in ("input_ids", "attention_mask")}
     found = tower_similarity(clip_of(), {**data, **same})
     assert bool(found.cka[:, 0].isnan().all())
-    # A column without a value is left out of the figure, which says so.
-    figure, known = found.plot("cka"), found.cka.isfinite()
-    np.testing.assert_array_equal(figure.data[0].z, found.cka[known.any(1)][:, known.any(0)])
+    # A column without a value is left out of the figure. The other columns hold rounding, or nothing on some machines.
+    known = replace(found, cka=found.cka.nan_to_num(0.5).index_fill(1, torch.tensor(0), math.nan))
+    np.testing.assert_array_equal(known.plot("cka").data[0].z, known.cka[:, 1:])
     assert found.plot().layout.title.subtitle.text.endswith(" · 9 pairs")
     assert found.plot("vision").layout.title.subtitle.text.endswith(" · 9 images")
     assert found.plot("text").layout.title.subtitle.text.endswith(" · 9 texts")

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data, renamed
+from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data
 from .options import CommandCall, command
 from .output import analyzer_settings, make_folder, prepare, print_files, print_run, print_table, write_report, written
 from .run_file import run_file, write_run_file
 
-# Beside the recommended threshold.
+# Mark of the recommended threshold.
 MARK = "*"
-# Of many thresholds, the table shows these and the recommended one.
+# With more thresholds, the table shows those in `SHOWN` and the recommended one.
 MOST_ROWS = 15
 SHOWN = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 CURVE_NUMBERS = ("speedup", "agreement", "accuracy", "perplexity")
@@ -48,7 +48,7 @@ def report_on_model(call: CommandCall) -> None:
     analyzers = chosen_analyzers(call)
     options = call.of("analyze")
     if "shard" in options:
-        call.refuse(("out", "format"), "with `shard`, which writes sums and no report; `tl-layersim merge` takes it")
+        call.refuse(("out", "format"), "with `shard`, because `tl-layersim merge` writes the report")
         number, of = options["shard"]
         options.setdefault("save_to", Path("parts") / f"part-{number}-of-{of}.safetensors")
         make_folder(options["save_to"].parent, "save_to")
@@ -96,11 +96,6 @@ def compare_models(call: CommandCall) -> None:
     from .. import compare
 
     analyzers = chosen_analyzers(call)
-    for name, one in analyzers.items():
-        if not one.compares:
-            raise LayersimError(
-                f"`analyzers` contains {name}, which measures one model and cannot compare two. Use tl-layersim report."
-            )
     prepare(call)
     data = read_data(call)
     result: Any = compare(opened(call, "model_a"), opened(call, "model_b"), data, analyzers, **call.of("compare"))
@@ -112,7 +107,7 @@ def recommended(*, agreement: float = 0.95) -> None:
     """Options for the recommended threshold.
 
     Args:
-        agreement: minimum agreement with the full model, 0 to 1; the lowest threshold that reaches it is recommended.
+        agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended.
     """
 
 
@@ -150,7 +145,6 @@ def measure_exits(call: CommandCall) -> None:
 
 
 def _print_curve(curve: Any, agreement: float) -> None:
-    """Print speed-up and agreement by threshold, and the recommended threshold."""
     from ..core.wording import MEANING_OF_MARGINS
 
     chosen = curve.lowest_threshold(agreement)
@@ -161,20 +155,20 @@ def _print_curve(curve: Any, agreement: float) -> None:
     margins = f"; {MEANING_OF_MARGINS}" if curve.has_intervals else ""
     print_table(CURVE_COLUMNS, rows, title + margins, numbers=CURVE_COLUMNS[:5])
     if chosen is None:
-        print(f"No measured threshold reaches an agreement of {agreement:g}: measure higher ones with --thresholds.")
+        print(f"No measured threshold reaches an agreement of {agreement:g}. Measure higher thresholds with --thresholds.")
         return
     point = curve.at(chosen, held_out=True)
     print(
-        f"{MARK} Recommended: threshold {chosen:g}. It and all higher thresholds have an agreement of {agreement:g} or more in "
-        f"one half of the rows. In the other half: {point.speedup:.3g} times fewer blocks, agreement {point.agreement:.4g}. "
-        "The cost of exit checks is not included."
+        f"{MARK} Recommended: threshold {chosen:g}. On one half of the rows, this and all higher thresholds have an agreement "
+        f"of {agreement:g} or more. On the other half, {point.speedup:.3g} times fewer blocks run, with an agreement of "
+        f"{point.agreement:.4g}. The cost of exit checks is not included."
     )
     if chosen == curve.thresholds[-1] == 1:
         print("At threshold 1 no position exits early, so early exit saves nothing at this agreement.")
 
 
 def _row(curve: Any, threshold: float, note: str) -> list[str]:
-    """Table row of the numbers at one threshold, each with ± half its interval if the run has intervals."""
+    """Table row of one threshold, with ± if the run has intervals."""
     from ..core.intervals import margin_text
 
     place = curve.thresholds.index(threshold)
@@ -190,7 +184,7 @@ def timed(*, time: bool = False) -> None:
     """Options for the timing of `estimate`.
 
     Args:
-        time: load the weights and time one batch. Without it only the configuration is read.
+        time: load the weights and time one batch. Without this option, only the configuration is read.
     """
 
 
@@ -218,7 +212,6 @@ def estimate_cost(call: CommandCall) -> None:
         call.refuse(("device", "dtype", "trust_remote_code"), "without `time`: only the configuration is read")
         if is_demo(model):
             model = demo_model(aligned=model == ALIGNED).config
-    with renamed("model_or_config", "model"):
-        cost = estimate(open_model(model, **call.of("open_model")), analyzers, **call.of("estimate"))
+    cost = estimate(open_model(model, **call.of("open_model")), analyzers, **call.of("estimate"))
     print(cost.title)
     print_table(("cost", "estimate"), cost.rows(), "Cost of the run")

@@ -6,8 +6,8 @@ import ast
 import csv
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def named_model(
         dtype: dtype of the weights. Default: float32.
         trust_remote_code: run the Python code that comes with the model. Without this option, such a model is an error.
         remote: run on nnsight's default NDIF server. nnsight reads the key from NDIF_API_KEY or nnsight.login().
-        server: run on another NDIF server, http://host:port, or in nnsight's simulation of one, local.
+        server: run on another NDIF server, http://host:port; local is nnsight's simulation of a server.
 
     Raises:
         LayersimError: the model cannot be loaded, or an option has no effect on a server.
@@ -89,8 +89,7 @@ def opened(call: CommandCall, option: str = "model") -> OpenedModel:
     """
     from .. import open_model
 
-    with renamed("model", option):
-        model = named_model(call.options[option], **call.of(named_model, without=["model"]))
+    model = named_model(call.options[option], **call.of(named_model, without=["model"]))
     place = {"remote": call.options.get("server") or call.options.get("remote", False)}
     return open_model(model, **call.of("open_model") | place)
 
@@ -99,7 +98,7 @@ def named_data(*, data: str | None = None, split: str = "test", pack: bool | Non
     """Load data by name.
 
     Args:
-        data: text file, table, folder of a saved data set, or hub name. Default: the demo text.
+        data: text file, table, folder of a saved data set, or name of a data set on the hub. Default: the demo text.
         split: split of a data set.
         pack: join texts, and cut rows of full length. Default: on for text files, unless an analyzer reads each row as a
             prompt; off for other data.
@@ -135,7 +134,7 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
             dataset = datasets.load_from_disk(name)
             return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
         return datasets.load_dataset(name, split=split, streaming=True)
-    # Whatever a library raises while it reads data is about these data.
+    # Libraries raise errors of many kinds for data that they cannot read.
     except Exception as error:
         raise LayersimError(
             f"`{option}` is {name}, which cannot be read: {first_line(error)}. It must be a text file in UTF-8, a table, the "
@@ -144,7 +143,6 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
 
 
 def _read_file(path: Path) -> Any:
-    """Read a table, or the paragraphs of a text file."""
     if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
         import pandas
 
@@ -155,10 +153,7 @@ def _read_file(path: Path) -> Any:
             ".parquet": pandas.read_parquet,
         }
         return readers[path.suffix](path)
-    text = path.read_text(encoding="utf-8")
-    if "\0" in text:
-        raise ValueError("it holds zero bytes")
-    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
+    return [paragraph for paragraph in path.read_text(encoding="utf-8").split("\n\n") if paragraph.strip()]
 
 
 def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
@@ -289,7 +284,7 @@ def own_analyzer(name: str) -> Any:
 
     path, _, cls = name.rpartition(":")
     try:
-        # Under the name that `import` gives the file, by which files of results and shards name the class.
+        # The name that `import` gives the module. Files of results and of shards name the class by this module.
         spec = spec_from_file_location(Path(path).stem, path)
         assert spec is not None, "it is no Python file"
         assert spec.loader is not None
@@ -298,21 +293,6 @@ def own_analyzer(name: str) -> Any:
         sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)
         return getattr(module, cls)()
-    # Any error of the user's file.
+    # The file may raise any error.
     except Exception as error:
         raise LayersimError(f"`analyzers` is {name}, which raises {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def renamed(argument: str, option: str) -> Iterator[None]:
-    """A context whose errors name a command-line option instead of a function's argument.
-
-    Args:
-        argument: name of the argument.
-        option: name of the option.
-    """
-    try:
-        yield
-    except LayersimError as error:
-        error.args = (str(error).replace(f"`{argument}`", f"`{option}`"),)
-        raise

@@ -1,4 +1,4 @@
-"""`Command`: a command whose options are generated from the functions and classes that it calls. Parses their values."""
+"""`Command`: a command of the command line. Its options are generated from the functions and classes that it calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cyclopts import Group, Parameter
 
 from ..core.errors import LayersimError
 
-# Panels of `--help`, in this order.
+# Panels of `--help`, in their order.
 PANELS = {name: Group.create_ordered(name) for name in ("Model", "Data", "Measures", "Run", "Output")}
 # Longer defaults, such as lists of numbers, are not shown.
 LONGEST_DEFAULT = 30
@@ -40,14 +40,15 @@ class CommandCall:
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """The options that the call gives for a function or class, as Python values.
+        """The given options that a function or class takes, as Python values.
 
         Args:
             source: the function or class.
             without: names to leave out.
         """
         taken = [name for name in _parameters(source) if name in self.given and name not in without]
-        return {name: READERS.get(name, _same)(self.given[name]) for name in taken if self.given[name] is not None}
+        given = {name: self.given[name] for name in taken if self.given[name] is not None}
+        return {name: READERS[name](value) if name in READERS else value for name, value in given.items()}
 
     def refuse(self, names: Sequence[str], why: str) -> None:
         """Raise an error if an option is given that this call would ignore.
@@ -81,7 +82,7 @@ class Command:
 
     def __post_init__(self) -> None:
         self.__doc__, self.__name__, self.__module__ = (getattr(self.function, f"__{x}__") for x in ("doc", "name", "module"))
-        # The library reads the annotations of `__signature__` instead.
+        # Cyclopts reads the annotations of `__signature__` instead.
         self.__annotations__ = {}
 
     @cached_property
@@ -134,7 +135,7 @@ def flag(name: str) -> str:
 
 
 def in_options(text: str, names: Any) -> str:
-    """An error message with Python arguments replaced by command-line options.
+    """Replace Python arguments in an error message by command-line options.
 
     Args:
         text: text of the error.
@@ -175,10 +176,6 @@ def help_of(source: OptionSource) -> dict[str, str]:
 
     parsed = docstring_parser.parse(inspect.getdoc(_resolved(source)) or "", docstring_parser.DocstringStyle.GOOGLE)
     return {one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _resolved(source: OptionSource) -> Any:
@@ -298,7 +295,7 @@ def _positions(text: str) -> Any:
     return as_rule(text)
 
 
-# By option: its value in Python.
+# Parsers of values from text, by option.
 READERS: dict[str, Callable[[Any], Any]] = {
     "at": _sites,
     "layers": names_of,

@@ -1,4 +1,4 @@
-"""Output of a command: tables, warnings and errors in a terminal or a pipe, the files of a report, and its run file."""
+"""Output of commands: tables, errors, and the files of a report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .models_and_data import as_settings
 from .options import CommandCall, names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_run_file
 
-# By format: the method of a report that writes it, the name of the file, and what it is.
+# By format: the method of a report that writes the file, the name of the file, and its kind.
 FORMATS = {
     "html": ("to_html", "report.html", "Report"),
     "csv": ("to_csv", "report.csv", "Table"),
@@ -38,14 +38,11 @@ def make_folder(out: Path, option: str = "out") -> None:
         option: name of the option, for messages.
 
     Raises:
-        LayersimError: the folder cannot be created or written to.
+        LayersimError: the folder cannot be written to.
     """
     from ..core.file_format import refuse_unwritable_folder
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LayersimError(f"`{option}` is {out}, a folder that cannot be created: {error.strerror or error}.") from None
+    out.mkdir(parents=True, exist_ok=True)
     refuse_unwritable_folder(out, option)
 
 
@@ -130,7 +127,7 @@ def print_run(report: Any) -> None:
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The values of `--option` that set all options of the analyzers; empty without analyzers.
+    """All options of the analyzers as values of `--option`; empty without analyzers.
 
     Args:
         analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.

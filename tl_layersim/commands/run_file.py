@@ -37,8 +37,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         arguments: cyclopts' arguments, with the values of the command line.
 
     Raises:
-        LayersimError: the file cannot be read, belongs to another command, or sets an option that only the command line may
-            set.
+        LayersimError: the file cannot be read, or sets an unknown option or one that only the command line may set.
     """
     from cyclopts.config import Dict
 
@@ -47,12 +46,9 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     if "config" not in given:
         return
     path = Path(given["config"][-1].value)
-    found = parsed_run_file(path)
-    if found.pop(COMMAND, commands[-1]) != commands[-1]:
-        raise LayersimError(f"`--config` is {path}, which belongs to another command; it must be a run file of {commands[-1]}.")
-    found.pop(RECORD, None)
+    found = {name: value for name, value in parsed_run_file(path).items() if name not in (COMMAND, RECORD)}
     for name, value in found.items():
-        # The library would take other spellings too, such as trustRemoteCode.
+        # Cyclopts would accept other spellings too, such as trustRemoteCode.
         if name not in known:
             raise LayersimError(f"`--config` is {path}; its key {name} is no option of this command.")
         own_code = name == "analyzers" and ":" in str(value)
@@ -60,7 +56,7 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
             why = "options that run code, write files or choose a server are read from the command line alone"
             raise LayersimError(f"`{flag(name)}` is {value} in {path}; {why}.")
     allowed = {name: value for name, value in found.items() if name not in NOT_FROM_FILES}
-    # Below the name of the command: at the top level the library leaves out options named as a command, such as analyzers.
+    # Below the name of the command: at the top level, cyclopts leaves out options named as a command, such as analyzers.
     Dict({commands[-1]: allowed}, source=str(path))(app, commands[-1:], arguments)
 
 
@@ -73,14 +69,9 @@ def parsed_run_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        # A few lines of aliases of aliases could grow without bound as text.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.BaseLoader)):
-            raise ValueError("it has an alias, such as *name")
-        # This loader leaves every value a text: 2:10 is no number, and no is not False.
-        found = yaml.load(text, Loader=yaml.BaseLoader)
-    # ValueError: text in another encoding, or an alias.
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        # This loader leaves every value a text. Others would read 2:10 as a number and no as False.
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise LayersimError(f"`--config` is {path}, which cannot be read as YAML: {error}") from None
     if not isinstance(found, dict):
         raise LayersimError(f"`--config` is {path}, which must hold a line `option: value` for each option.")
@@ -140,7 +131,7 @@ def _used_options(report: Any) -> dict[str, Any]:
     """The options that a run used, including defaults that depend on the model, the data or other options."""
     options = next(iter(report.values())).provenance.options
     known = {**options, **options.get("training", {})}
-    # Sites, which `--at` of a stitch names in another form.
+    # `--at` of a stitch has another form than the sites in the provenance.
     return {name: value for name, value in known.items() if name != "at" and value is not None}
 
 
@@ -159,13 +150,11 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         report: report of this run.
     """
     then, now = options_of(call).get(RECORD), _record_of(report)
-    if not isinstance(then, dict):
+    if then is None:
         return
     other = [key for key in ("data", "weights") if then.get(key, "null") not in ("null", now[key])]
-    versions = then.get("versions")
-    for package, version in (versions if isinstance(versions, dict) else {}).items():
-        if now["versions"].get(package) != version:
-            other.append(f"{package} {version}")
+    versions = then.get("versions", {}).items()
+    other += [f"{package} {version}" for package, version in versions if now["versions"].get(package) != version]
     if other:
         warn(f"The run in {call.options['config']} had other {', '.join(other)}, so its numbers may differ.")
 

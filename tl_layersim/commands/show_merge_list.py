@@ -53,7 +53,6 @@ def _report(loaded: Any) -> Any:
 
 
 def _print_report(report: Any) -> None:
-    """Print the headline numbers, the fields and the provenance of a report."""
     if not report:
         print("The report is empty.")
         return

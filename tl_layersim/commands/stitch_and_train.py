@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import LayersimError
 from .models_and_data import evaluation_data, named_data, named_model, opened, read_data, read_held_out
 from .options import CommandCall, command, stitch_point
 from .output import make_folder, prepare, print_run, write_report, written
@@ -23,7 +22,7 @@ def stitched(front: str, back: str) -> None:
 
 
 def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
-    """Options of the command `stitch` that differ from the arguments of the function `stitch`.
+    """Options of `tl-layersim stitch` that differ from the arguments of `stitch`.
 
     Args:
         at: a stitch point L:M: FRONT runs up to block L, BACK from the block after M. Blocks are numbers from 0, negative from
@@ -78,7 +77,7 @@ def stitch_models(call: CommandCall) -> None:
 
 
 def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
-    """Options of the command `train` that differ from the arguments of the function `finetune_aligned`.
+    """Options of `tl-layersim train` that differ from the arguments of `finetune_aligned`.
 
     Args:
         save_to: folder for the trained model; --model and from_pretrained load it.
@@ -113,7 +112,11 @@ def train_model(call: CommandCall) -> None:
 
     start = AlignedTraining.paper_gpt2() if call.options["paper"] else AlignedTraining()
     settings = call.of("AlignedTraining")
-    training = replace(start, **settings, lora=_lora(call.options["lora"]))
+    if (rank := call.options["lora"]) is not None:
+        from peft import LoraConfig
+
+        settings["lora"] = LoraConfig(r=rank, target_modules="all-linear")
+    training = replace(start, **settings)
     make_folder(call.options["save_to"], "save_to")
     prepare(call)
     data, eval_data = read_data(call), read_held_out(call)
@@ -122,15 +125,3 @@ def train_model(call: CommandCall) -> None:
     print_run(report)
     write_report(call, report)
     print(f"Model:   {call.options['save_to'].resolve()}")
-
-
-def _lora(rank: int | None) -> Any:
-    if rank is None:
-        return None
-    if rank < 1:
-        raise LayersimError(f"`lora` is {rank}; the rank must be at least 1.")
-    try:
-        from peft import LoraConfig
-    except ImportError:
-        raise LayersimError("`lora` needs the package peft: pip install 'tl_layersim[lora]'.") from None
-    return LoraConfig(r=rank, target_modules="all-linear")

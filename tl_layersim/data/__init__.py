@@ -1,4 +1,4 @@
-"""Reads data of any accepted kind as rows of tokens, batches and labels."""
+"""Reading of data: rows of tokens, batches, masks and labels."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Batches: right-padded rows of tokens from any accepted data, with masks, labels and a digest."""
+"""Right-padded batches of the rows of the data, with masks and labels."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
 from .row import ModelInputs, Row
+from .texts import Text, TextRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
-    """Add a batch's rows to a running hash that does not depend on the batch size or on uncounted padding.
+    """Update a hash with the rows of a batch.
+
+    The hash does not depend on the batch size or on padding that is not counted.
 
     Args:
         digest: the hash.
@@ -36,7 +39,7 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:
-    """A row of a batch as bytes, with all its inputs. Padding is left out unless it is counted."""
+    """Bytes of one row of a batch and of its inputs. Padding is left out unless it is counted."""
     attention = batch.attention[number]
     length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
@@ -54,9 +57,9 @@ def new_digest() -> Any:
     return hashlib.sha256()
 
 
-# Rows whose mean number of counted positions decides how many rows a pool needs.
+# Number of rows from which the mean number of counted positions per row is estimated.
 FIRST_ROWS = 16
-# Positions of a row that is run to find out how a model runs.
+# Number of positions in a short row, which is run to test a model.
 SHORT = 16
 
 
@@ -101,7 +104,7 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index of the first row of each forward pass; then the number of rows."""
+        """Index of the first row of each forward pass, followed by the number of rows."""
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:
@@ -117,11 +120,11 @@ class Batch:
 
     @property
     def leaf_rows(self) -> int:
-        """Number of rows, rounded up to full leaves (groups of rows that are summed together)."""
+        """Number of rows, rounded up to a multiple of `leaf`."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
     def leaf_tokens(self) -> tuple[int, ...]:
-        """Number of counted positions of each leaf (group of rows)."""
+        """Number of counted positions in each leaf."""
         return tuple(int(part.sum()) for part in torch.split(self.counted, self.leaf))
 
     @property
@@ -131,12 +134,12 @@ class Batch:
 
     @property
     def token_positions(self) -> int | None:
-        """Number of positions per row if it is known before a forward pass; None for images and single vectors."""
+        """Number of positions per row; None if only a forward pass tells it, as for images."""
         return self.tokens.shape[1] if self.has_positions else None
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Row and position of each token in the data, `batch pos`; the row is -1 if a batch row joins several data rows."""
+        """Row and position of each token in the data, `batch pos` each. The row is -1 in packed rows."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -160,7 +163,7 @@ class Batch:
 
     @property
     def short_row(self) -> Batch:
-        """The first row as a batch, with every attended position counted. A row of tokens is cut to its first positions."""
+        """The first row, cut to a few tokens, with every attended position counted."""
         row = self.first_row._cut(0, 1, SHORT) if self.has_tokens else self.first_row
         return replace(row, counted=row.attention, pooled=False)
 
@@ -175,7 +178,6 @@ class Batch:
         return self._cut(start, stop, self.tokens.shape[1])
 
     def _cut(self, start: int, stop: int, width: int) -> Batch:
-        """The rows `start` to `stop - 1`, cut to their first `width` positions."""
         cut = (slice(start, stop), slice(0, width))
         return replace(
             self,
@@ -205,7 +207,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of any accepted data, in the same order each time they are iterated over.
+    """Batches of the data, in the same order at each iteration.
 
     Args:
         data: the data with its reading options.
@@ -229,19 +231,15 @@ class Batches:
     def __post_init__(self) -> None:
         if isinstance(self.data.source, str | Path):
             refuse_path(self.data.source)
-        if self.data.seq_len and self.model.context and self.data.seq_len > self.model.context:
-            raise LayersimError(
-                f"`seq_len` is {self.data.seq_len}; it must be at most {self.model.context}, the context of {self.model.name}."
-            )
         if self.data.pack and self.model.reads_rows:
             raise LayersimError(
-                f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row. Use "
-                "pack=False."
+                f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row. Pass "
+                "`pack=False`."
             )
 
     @property
     def one_shot(self) -> bool:
-        """Whether the data can be read only once, because it is an iterator whose rows are not all kept."""
+        """Whether the data is an iterator whose rows are not kept, so that it can be read only once."""
         return self.data.read_once and (self._kept is None or self._kept.notes is None)
 
     def read_ahead(self, reader: str, do: str) -> None:
@@ -257,13 +255,13 @@ class Batches:
         for _ in self.rows():
             if self._kept is not None and not self._kept.fits:
                 raise LayersimError(
-                    f"`data` can be read only once, and {reader} needs several passes over it. Its rows take more than "
-                    f"{in_words(MOST_KEPT)}, too much to keep: pass {do}."
+                    f"`data` is a generator, which can be read only once, and {reader} needs several passes. The rows take "
+                    f"more than {in_words(MOST_KEPT)}, so they were not kept: pass {do}."
                 )
 
     @property
     def _kept(self) -> KeptRows | None:
-        """The rows that the last pass over the data kept for this model; None if it kept none."""
+        """The kept rows of the last pass over the data with this model; None before the first pass."""
         return self.data.kept(self._read_by)
 
     @property
@@ -286,10 +284,10 @@ class Batches:
         return self.data.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
-        """Counts of specially treated rows in the last pass over the data, for the provenance.
+        """Counts of rows with a BOS of their own, a derived mask or a cut text, for the provenance.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
-        from padding ids; `cut_texts`: texts that were cut to one row, for a head that reads a row as one.
+        from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier.
         """
         return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
 
@@ -327,16 +325,16 @@ class Batches:
         kept = KeptRows(self.model.tokenizer, self.model.processor)
         self.data.keep(self._read_by, kept)
         self.notes.begin()
-        reader = self._reader
-        for row in self._limited(reader.rows(reader.all_items())):
+        texts = TextRows(self.data, self.model, self.notes)
+        for row in self._limited(texts.rows(self._items())):
             kept.add(row)
             yield row
-        reader.warn_of_cut()
+        texts.warn_of_cut()
         self.notes.once(self.notes.runs.warning(self.model))
         kept.notes = replace(self.notes) if kept.fits else None
 
     def batch(self, rows: list[Row], first: int) -> Batch:
-        """Pad rows on the right to the longest and join them in a batch.
+        """Pad rows on the right and join them in a batch.
 
         Args:
             rows: at least one.
@@ -363,7 +361,7 @@ class Batches:
         return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
 
     def _count(self, batch: Batch) -> int:
-        """The number of positions of rows without token ids, from one forward pass per input shape."""
+        """Number of positions per row, from one forward pass for each shape of inputs."""
         # Rows without token ids are refused before where positions cannot be counted.
         assert self.count_positions is not None
         key = tuple((name, values.shape[1:]) for name, values in sorted(batch.inputs.items()))
@@ -372,15 +370,15 @@ class Batches:
         return self._counts[key]
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows with their counted positions, until `max_tokens` positions are counted. The last row is cut to this number.
+        """Select the counted positions of rows, and stop after `max_tokens` of them.
 
-        The last row stays whole for a row classifier, whose prediction would change.
+        The last row is cut there. For a row classifier it stays whole, because the prediction would change.
         """
         left, selection = self.data.max_tokens, self.data.selection
         for row in rows:
             self._refuse_unfit(row)
             if not row.has_positions:
-                # Their positions are selected when their number is known.
+                # Their positions are selected once a forward pass has counted them.
                 yield row
                 continue
             counted = selection.select(row.tokens, row.attention, row.marks)
@@ -390,9 +388,12 @@ class Batches:
                     yield row
                     return
                 if int(counted.sum()) >= left:
-                    # Tokens after the last counted one do not run, unless the rule refers to the whole row.
-                    end = int((counted.cumsum(0) < left).sum()) + 1
-                    yield row[:end] if selection.rule == "all" else replace(row, counted=selection.cut(counted, left))
+                    if selection.rule == "all":
+                        # Tokens after the last counted one do not run.
+                        yield row[: int((counted.cumsum(0) < left).sum()) + 1]
+                    else:
+                        # A mean is that of the whole row.
+                        yield row if selection.pooled else replace(row, counted=counted & (counted.cumsum(0) <= left))
                     return
                 left -= int(counted.sum())
             yield row
@@ -418,18 +419,17 @@ class Batches:
         for name in ("seq_len", "max_tokens"):
             if (value := getattr(self.data, name)) is not None:
                 raise LayersimError(
-                    f"`{name}` is {value}; it applies to tokens, but the rows have none. Pass fewer rows instead, such as "
+                    f"`{name}` is {value}, but the rows have no tokens that it could limit. Pass fewer rows, such as "
                     "data.select(range(n))."
                 )
         return None
 
     def count_rows(self) -> int:
         """Number of rows in the data, before tokenisation and splitting of long rows."""
-        return sum(1 for _ in self._reader.all_items())
+        return sum(1 for _ in self._items())
 
-    @property
-    def _reader(self) -> Reader:
-        return Reader(self.data, self.model, self.notes, self.labelled)
+    def _items(self) -> Iterator[Text | Row]:
+        return Reader(self.data, self.model, self.notes, self.labelled).items(self.data.source)
 
 
 class BatchSize(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
-from ..core.errors import LayersimError, warn
+from ..core.errors import warn
 from ..core.wording import brief
 from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
@@ -19,7 +19,7 @@ from .row import Row
 
 @dataclass
 class Notes:
-    """Counts of specially treated rows in one pass over the data, for the provenance.
+    """Counts and warnings of one pass over the data.
 
     Attributes:
         own_bos: number of rows whose text began with a BOS, so that none was added.
@@ -65,7 +65,7 @@ ROW_BYTES = 1000
 
 @dataclass
 class KeptRows:
-    """Tokenised rows of one pass over the data, kept for later passes if they take at most `MOST_KEPT` bytes.
+    """Tokenised rows of one pass over the data, kept for later passes up to `MOST_KEPT` bytes.
 
     Attributes:
         tokenizer: the tokenizer that made the tokens; None for rows of ids.
@@ -92,17 +92,17 @@ class KeptRows:
 
     @property
     def fits(self) -> bool:
-        """Whether the rows that were read so far are within `MOST_KEPT` bytes."""
+        """Whether the rows so far take at most `MOST_KEPT` bytes."""
         return self.size <= MOST_KEPT
 
 
 # The name of a column, or the names of two columns of texts that form pairs.
 Column = str | tuple[str, str]
-# Characters of a chat template that is recorded as it is.
+# Longest chat template that is recorded as text.
 LONGEST_RECORDED = 80
-# Characters of the first row that are shown.
+# Number of characters shown of the first row.
 LONGEST_SHOWN = 60
-# Further keys in the provenance of a run: no analyzer may have an option of such a name.
+# Further keys in the provenance of a run. No option of an analyzer has one of these names.
 RECORDED = (
     *("tokenizer", "processor", "main_input", "layers", "unembed", "at", "per_head"),
     *("own_bos", "masked_by_pad_id", "cut_texts"),
@@ -144,9 +144,6 @@ class Data:
         chat_template: template that renders chat messages, in place of the tokenizer's own.
         add_generation_prompt: whether each chat ends with the tokens that begin an assistant's answer.
 
-    Raises:
-        LayersimError: a number is too small, or `skip_first` leaves no position of a row.
-
     Examples:
         >>> import tl_layersim as lsim
         >>> data = lsim.Data(lsim.demo_text()[:4], seq_len=32, skip_first=2)
@@ -173,12 +170,6 @@ class Data:
     # By model properties that the rows depend on.
     _kept: dict[Hashable, KeptRows] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        if self.seq_len and self.skip_first >= self.seq_len:
-            raise LayersimError(
-                f"`skip_first` is {self.skip_first} and `seq_len` is {self.seq_len}; `skip_first` must be smaller."
-            )
-
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:
         """Convert the argument `data` of a call to a `Data`; raw data gets the default options.
@@ -190,7 +181,7 @@ class Data:
         return given if isinstance(given, Data) else cls(given, **defaults)
 
     def like(self, given: Any) -> Data:
-        """Other data of the same call, such as `eval_data`, as a `Data`; raw data gets the same options as this data.
+        """Convert further data of the same call, such as `eval_data`, to a `Data`; raw data gets the options of this data.
 
         Args:
             given: a `Data`, or raw data.
@@ -208,7 +199,7 @@ class Data:
         return settled
 
     def kept(self, key: Hashable) -> KeptRows | None:
-        """The rows that the last pass over the data with this key has read; None before the first pass.
+        """Rows of the last pass over the data with this key; None before the first pass.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -216,7 +207,7 @@ class Data:
         return self._kept.get((key, self._state))
 
     def keep(self, key: Hashable, rows: KeptRows) -> None:
-        """Start a pass whose rows are kept under a key. Passes that run at the same time each fill their own rows.
+        """Keep the rows of a new pass under a key. Passes that run at the same time each fill their own rows.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -226,7 +217,7 @@ class Data:
 
     @property
     def _state(self) -> int | None:
-        """A number that changes if a list grows or a tensor is changed in place; the rows are then read anew."""
+        """Version of the source. It changes if a list grows or a tensor is changed in place."""
         if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
             return self.source._version
         return len(self.source) if isinstance(self.source, list | tuple) else None

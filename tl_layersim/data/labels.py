@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError, LayersimWarning
+from ..core.errors import LayersimError, warn
 from ..core.wording import brief, first_line
 
 if TYPE_CHECKING:
@@ -20,14 +19,15 @@ NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
 LABELS = ("labels", "label")
 
 
-def number_tensor(values: Any) -> Tensor:
-    """Convert numbers or bools to a dense tensor on the CPU.
+def number_tensor(values: Any, name: str = "data") -> Tensor:
+    """Convert numbers or bools to a tensor on the CPU.
 
     Args:
         values: a tensor, an array, a number, or lists of these, all of one shape.
+        name: the argument or the column that holds the values, for the message.
 
     Raises:
-        ValueError: the values cannot be converted; the message gives the reason.
+        LayersimError: the values are no numbers, or have different shapes.
 
     Examples:
         >>> number_tensor([[3, 4], torch.tensor([5, 6])])
@@ -35,12 +35,9 @@ def number_tensor(values: Any) -> Tensor:
                 [5, 6]])
     """
     try:
-        table = _joined(values)
+        return _joined(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{brief(values)}: {first_line(error)}") from error
-    if table.is_nested or table.layout != torch.strided or table.is_meta or table.is_quantized or table.is_complex():
-        raise ValueError(f"{table.dtype} in a {type(values).__name__} that is nested, sparse, meta, quantised or complex")
-    return table.detach().cpu()
+        raise LayersimError(f"`{name}` is {brief(values)}; it must be numbers of one shape: {first_line(error)}.") from error
 
 
 def _joined(values: Any) -> Tensor:
@@ -64,7 +61,7 @@ def is_none(labels: Any) -> bool:
 
 
 def label_source(labels: str | Tensor) -> str:
-    """The source of labels, see `Analyzer.label_source`: "rows" for a tensor, "data" for a column of the data, else ""."""
+    """Source of labels: "rows" for a tensor, "data" for a column of the data, else ""."""
     return "rows" if isinstance(labels, Tensor) else "data" if labels == "data" else ""
 
 
@@ -74,7 +71,7 @@ def label_key(labels: str | Tensor) -> str:
 
 
 def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
-    """Convert the argument `labels` to "next_token", "data" or a tensor, or "none" if labels are optional.
+    """Check the argument `labels`: "next_token", "data", a tensor, or "none" if labels are optional.
 
     Args:
         labels: the argument as the user passed it.
@@ -88,34 +85,27 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
             other = ", 'none'" if optional else ""
             raise LayersimError(f"`labels` is {labels!r}; it must be 'next_token', 'data'{other} or the labels themselves.")
         return labels
-    try:
-        table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels))
-        whole = table.dim() in (1, 2) and not table.is_floating_point() and table.dtype != torch.bool
-        found = f"{table.dtype} of shape {tuple(table.shape)}"
-    except (TypeError, ValueError, RuntimeError) as error:
-        whole, found = False, str(error) if isinstance(error, ValueError) else brief(labels)
-    if not whole:
+    table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels), "labels")
+    if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
         raise LayersimError(
-            f"`labels` is {found}; it must be whole numbers, one for each row or each position, {NO_LABEL} where one is "
-            "missing."
+            f"`labels` is {table.dtype} of shape {tuple(table.shape)}; it must be integers, one for each row or each position, "
+            f"and {NO_LABEL} for a missing label."
         )
     # The tensor itself: it stays on its device, and analyzers with the same labels share their targets.
     return labels if isinstance(labels, Tensor) else table
 
 
 def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
-    """Warn if a table of labels has more rows than the data, because an extra first row would shift all labels."""
+    """Warn if a table of labels has more rows than the data. An extra first row would shift all labels."""
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
-        warnings.warn(
-            f"`labels` has {len(labels)} rows, but {run.sequences} rows of data were read (rows without tokens are skipped). "
-            "Row i of the labels belongs to row i of the data.",
-            LayersimWarning,
-            stacklevel=3,
+        warn(
+            f"`labels` has {len(labels)} rows, but {run.sequences} rows of data were read, without empty rows. Row i of the "
+            "labels belongs to row i of the data."
         )
 
 
 def labels_in(data: Mapping[str, Any]) -> Any:
-    """The column of labels; None if the data has none. A label of None in an example becomes `NO_LABEL`."""
+    """The labels in a batch or an example; None if it has no such column. A label of None becomes `NO_LABEL`."""
     return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
 
 
@@ -125,13 +115,10 @@ def whole_numbers(labels: Any) -> Tensor:
         labels = [NO_LABEL if is_missing(x) else x for x in labels]
     elif is_missing(labels):
         labels = NO_LABEL
-    try:
-        numbers = number_tensor(labels)
-    except ValueError:
-        numbers = None
-    if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
+    numbers = number_tensor(labels, "labels")
+    if numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise LayersimError(
-            f"`labels` in the data are {brief(labels)}; they must be whole numbers, one for each row or each token. Scores of "
-            "a regression head go to `TaskMetrics(labels=scores)`."
+            f"`labels` in the data is {brief(labels)}; it must be integers, one for each row or each token. Scores for a "
+            "regression head go to `TaskMetrics(labels=scores)`."
         )
     return numbers.long()

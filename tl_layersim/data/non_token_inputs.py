@@ -1,9 +1,10 @@
-"""Inputs other than token ids: images, features, embeddings; and those of the encoder if the decoder is read, or vice versa.
+"""Inputs beside or in place of token ids, such as images and embeddings.
 
-An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
+An input has one value for each position of its row, such as segment ids and embeddings, or any values for the whole row, such
+as pixels.
 
-Inputs of the stack that is not read have positions of their own: each row holds them without padding, and batches pad
-them on the right with their own mask.
+Of an encoder-decoder, one stack is read. Inputs of the other stack have positions of their own: each row holds them without
+padding, and batches pad them on the right with their own mask.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EMBEDDINGS = "inputs_embeds"
 PIXELS = "pixel_values"
 # Number of axes that one row has in inputs of these names.
 ROW_AXES = {PIXELS: 3, "input_features": 2, "input_values": 1, EMBEDDINGS: 2}
-# Inputs of which Hugging Face models take one row for all rows.
+# Inputs that may have a single row for all rows of a batch.
 SHARED = ("position_ids", "token_type_ids")
 # Names of columns of tokens, and further outputs of tokenizers.
 TOKENS = ("input_ids", "tokens")
@@ -36,10 +37,8 @@ ENCODER = ("attention_mask", "input_ids", "inputs_embeds")
 DECODER = ("decoder_attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
 DECODER_IDS = "decoder_input_ids"
 MASK = "attention_mask"
-# Lists in lists beyond this depth contain themselves.
-DEEPEST = 16
 ATTACH = "with lsim.attach(model, analyzers) as probe: "
-# What the first axis of values is: the rows of a batch, an axis of one row, or whichever their number of axes tells.
+# First axis of values: rows of a batch, an axis of a single row, or either, which the number of axes then decides.
 Level = Literal["batch", "row", "either"]
 
 
@@ -54,27 +53,13 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
 
 
 def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
-    """The columns that are further inputs of the model, except columns in `skipped` and columns that are None."""
+    """Columns that are further inputs of the model. Columns in `skipped` and columns of None are left out."""
     names = [name for name in model.inputs if name not in skipped]
     return {name: data[name] for name in names if data.get(name) is not None}
 
 
-def as_values(name: str, values: Any) -> Tensor:
-    """The values of an input as a tensor on the CPU.
-
-    Raises:
-        LayersimError: the values are not a table of numbers.
-    """
-    try:
-        return number_tensor(values)
-    except ValueError as error:
-        raise LayersimError(
-            f"`{name}` in the data is an input of the model; it must be a table of numbers: {error}."
-        ) from error
-
-
 def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]:
-    """Split the main input into rows; returns whether it was a single row without an axis of rows, and the rows.
+    """Split the main input into rows. Returns whether it is a single row without an axis of rows, and the rows.
 
     Args:
         name: name of the input.
@@ -82,22 +67,26 @@ def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]
         level: "row" for the values of one row, "batch" for several rows, "either" if unknown.
     """
     is_list = isinstance(values, list | tuple)
-    first = as_values(name, values[0] if is_list and len(values) else values)
+    first = number_tensor(values[0] if is_list and len(values) else values, name)
     axes, known = first.dim() + is_list, ROW_AXES.get(name)
     if level == "row" or (known is not None and axes <= known) or (level == "either" and known is None and axes < 2):
-        return True, [as_values(name, values)]
-    return False, [as_values(name, value) for value in values] if is_list else list(first)
+        return True, [number_tensor(values, name)]
+    return False, [number_tensor(value, name) for value in values] if is_list else list(first)
 
 
-def by_row(name: str, values: Any, count: int) -> list[Tensor]:
-    """Split the values of an input into `count` rows.
+def _by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
+    """Split the values of an input by row. `count` is None for a single row without an axis of rows.
 
     Raises:
         LayersimError: the values have another number of rows.
     """
+    if count is None:
+        table = number_tensor(values, name)
+        # Position ids and the like may come with an axis of rows, `1 pos`.
+        return [table[0] if name in SHARED and table.dim() == 2 and len(table) == 1 else table]
     if isinstance(values, list | tuple) and len(values) == count:
-        return [as_values(name, value) for value in values]
-    table = as_values(name, values)
+        return [number_tensor(value, name) for value in values]
+    table = number_tensor(values, name)
     if name in SHARED and table.dim() and len(table) == 1:
         table = table.expand(count, *table.shape[1:])
     if table.dim() == 0 or len(table) != count:
@@ -114,14 +103,8 @@ def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tens
         inputs: columns of inputs.
         count: number of rows; None if the values are one row without an axis of rows.
     """
-    columns = {name: [_alone(name, v)] if count is None else by_row(name, v, count) for name, v in inputs.items()}
+    columns = {name: _by_row(name, values, count) for name, values in inputs.items()}
     return [{name: column[i] for name, column in columns.items()} for i in range(1 if count is None else count)]
-
-
-def _alone(name: str, values: Any) -> Tensor:
-    """One input of a single row, as a tensor. Position ids and the like may come with an axis of rows, `1 pos`."""
-    table = as_values(name, values)
-    return table[0] if name in SHARED and table.dim() == 2 and len(table) == 1 else table
 
 
 def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInputs) -> frozenset[str]:
@@ -148,59 +131,46 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
 
 def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Collate the inputs of a batch, `row ...`. Inputs by position are zero-padded to `width`; their names are returned too.
+    """Join the inputs of rows in a batch, zero-padded to `width`. Also returns the names of inputs by position.
 
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
     Raises:
-        LayersimError: the rows have different inputs, or inputs of different shapes.
+        LayersimError: the rows have different inputs.
     """
     names = list(dict.fromkeys(name for row in rows for name in row.inputs))
     along = frozenset(name for row in rows for name in row.positional)
     if not names:
         return {}, along
-    if len({row.has_tokens for row in rows}) > 1:
-        raise _unlike("some rows with token ids, and some without")
     batch, apart = {}, other_stack(model)
     for name in names:
         parts = [_of_row(row, name, name in along, model) for row in rows]
         if name in along or name in apart:
             longest = width if name in along else max(len(part) for part in parts)
             parts = [torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])]) for part in parts]
-        if len({part.shape for part in parts}) > 1:
-            shapes = sorted({tuple(part.shape) for part in parts})
-            raise _unlike(f"`{name}` of shapes {', '.join(map(str, shapes[:4]))}")
         batch[name] = torch.stack(parts)
     return batch, along
 
 
 def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
-    """One input of a row. If the row lacks it, the value that the model assumes for a missing input."""
+    """One input of a row, or the default of the model if the row lacks the input."""
     if name in row.inputs and along == (name in row.positional):
         return row.inputs[name]
     default = model.inputs.get(name)
     if name in row.inputs or default is None or not along:
-        raise _unlike(f"`{name}` by position in some, and not in others" if name in row.inputs else f"`{name}` in some alone")
+        raise LayersimError(
+            f"`data` has `{name}` in some rows only, or with other axes; all rows of a batch must have the same inputs. Use "
+            "one call for each kind of row."
+        )
     return torch.full((len(row.tokens),), default)
 
 
-def _unlike(given: str) -> LayersimError:
-    return LayersimError(
-        f"`data` has rows of different inputs, which one forward pass cannot take: {given}. Use one call for each kind of "
-        "rows, or `batch_size=1` for different shapes."
-    )
-
-
 def refuse_integers(name: str, values: Tensor) -> None:
-    """Raise an error if pixels or features are integers, and so did not pass the model's processor.
-
-    Raises:
-        LayersimError: the values are integers.
-    """
+    """Raise an error if pixels or features are integers. Models would convert them to floats without scaling."""
     if name in ROW_AXES and not values.is_floating_point():
         raise LayersimError(
-            f"`{name}` is {values.dtype} of shape {tuple(values.shape)}; it "
-            "must be floating-point numbers, as the model's processor gives them."
+            f"`{name}` is {values.dtype} of shape {tuple(values.shape)}; it must be floating-point numbers, as the model's "
+            "processor returns."
         )
 
 
@@ -242,10 +212,7 @@ def as_plain(value: Any) -> Any:
 
 def innermost(value: Any) -> Any:
     """The first item of nested lists that is not None; other values are unchanged."""
-    for _ in range(DEEPEST):
-        value = as_plain(value)
-        if not isinstance(value, list):
-            break
+    while isinstance(value := as_plain(value), list):
         value = next((item for item in value if item is not None), None)
     return value
 
@@ -262,9 +229,9 @@ def find_column(data: Mapping[str, Any]) -> str | None:
 
 
 def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
-    """The error for a mapping in which the column of tokens, texts or the main input is ambiguous."""
+    """The error for a mapping whose column of texts or tokens is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
-    do = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name it: column={next(iter(data), None)!r}"
+    do = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name one: column={next(iter(data), None)!r}"
     other = "" if model.main_input == TOKEN_IDS else f" or `{model.main_input}`"
     given = f", and `column` is {column!r}" if column else ""
     return LayersimError(
@@ -278,12 +245,12 @@ def reads_decoder(model: ModelInputs) -> bool:
 
 
 def other_stack(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the mask and the inputs of the stack (encoder or decoder) that is not read."""
+    """Names of the mask and the inputs of the stack that is not read."""
     return ENCODER if reads_decoder(model) else DECODER
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
-    """The inputs of a row; those of the stack that is not read are cut to their attended positions and get a mask.
+    """Remove the padding from a row's inputs for the stack that is not read, and add their mask.
 
     Without a mask, the encoder's padding ids are dropped. All positions of a decoder are kept.
 
@@ -301,13 +268,13 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
     length = len(inputs[own[0]])
     attended = torch.ones(length, dtype=torch.bool)
     if mask in inputs:
-        attended = as_mask(inputs[mask])
+        attended = as_mask(inputs[mask], mask)
     elif own[0] == "input_ids" and (derived := mask_of(inputs[own[0]][None], model)) is not None:
         attended = derived[0]
     if attended.shape != (length,) or not bool(attended.any()):
         raise LayersimError(
             f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones; it must have one value for each of "
-            f"the {length} positions of `{own[0]}`: 1 for tokens, at least one, and 0 for padding."
+            f"the {length} positions of `{own[0]}`, and at least one 1."
         )
     places = attended.nonzero()[:, 0]
     span = slice(int(places[0]), int(places[-1]) + 1)
@@ -315,7 +282,7 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
 
 
 def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """Attention mask of decoder tokens, as `mask_of`. The first token starts a row and often equals the padding id.
+    """Attention mask of decoder tokens from padding ids. The first token is attended, also if it equals the padding id.
 
     Raises:
         LayersimError: padding precedes other tokens.
@@ -332,7 +299,7 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs of some rows of a batch; those of the stack that is not read are cut to the longest of these rows.
+    """Cut the inputs of the stack that is not read to the longest of the rows.
 
     Args:
         inputs: `row ...`; masks among them belong to the other stack.
@@ -347,7 +314,7 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
-    """The error for data that lacks the decoder's tokens or the encoder's inputs, if a decoder is read."""
+    """The error for data without the tokens of the decoder or without the inputs of the encoder."""
     return LayersimError(
         f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
         f"`decoder_input_ids`. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
@@ -370,14 +337,14 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
 
 
 def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
-    """The inputs that the model's processor makes from images, each with an axis of rows.
+    """Inputs that the model's processor makes from images, with an axis of rows.
 
     Raises:
         LayersimError: the model has no processor, or the processor returns another number of rows.
     """
     if model.processor is None:
         raise LayersimError(
-            "`data` contains images, but no image processor is known for the model. Pass "
+            f"`data` contains images, and {model.name} has no image processor. Pass "
             "`Data(..., tokenizer=AutoImageProcessor.from_pretrained(name))`."
         )
     found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
@@ -398,7 +365,7 @@ def _as_image(image: Any) -> Any:
 
 
 def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None) -> str | None:
-    """The column of images that the model's processor reads; None if the data has none, or the model takes no images.
+    """The column of images that the model's processor reads; None if there is none.
 
     Args:
         data: columns by name.
@@ -417,6 +384,6 @@ def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None
         # A column that is named may also hold whole numbers of another type.
         return None if is_floats(data[column]) else column
     if len(names) > 1:
-        do = f"Name it: column={names[0]!r}" if model.main_input == PIXELS else f"Keep one: data.remove_columns({names[1:]})"
+        do = f"Name one: column={names[0]!r}" if model.main_input == PIXELS else f"Keep one: data.remove_columns({names[1:]})"
         raise LayersimError(f"`data` has several columns of images, {', '.join(names)}. {do}.")
     return names[0] if names else None

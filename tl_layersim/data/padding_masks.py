@@ -1,4 +1,4 @@
-"""Padding of token tensors without an attention mask: masks from padding ids, and detection of unknown padding ids."""
+"""Attention masks from padding ids, and detection of padding whose id is unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.errors import LayersimError
 from .labels import number_tensor
 from .row import ModelInputs
 
-# Rows after which tables are refused before the end of the data, and the share of them with a run of one id at an end.
+# Rows after which an error is raised before the end of the data, and the share of them that must look padded.
 EARLY_ROWS, EARLY_SHARE = 64, 0.75
 # Share of the rows from which a warning is given. Of rows of 64 tokens or more of GPT-2's tokenizer, at most 0.3 % end or begin
 # with a run of an id that is nowhere else in the row (WikiText, plays, Python), though 22 % of Python end in a run of spaces.
@@ -21,7 +21,9 @@ SHARE = 0.02
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """Attention mask `row pos` from the padding ids of tokenizer and configuration: False at padding at the ends of rows.
+    """Derive an attention mask `row pos` from padding ids at the start and the end of rows.
+
+    The padding ids are those of the tokenizer and the configuration.
 
     Returns:
         The mask, or None if rows have no padding.
@@ -49,7 +51,7 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
         if bool(unsure.any()):
             given = f"pad token {pad} " if named else f"token {pad} twice or more at an end"
             if named:
-                given += "at an end, which is another special token too" if shared else "between tokens"
+                given += "at an end, where it may be another special token" if shared else "between tokens"
             raise _missing(f"{int(unsure.sum())} of {len(rows)} rows with {given}", "mask", model, at_ends=shared)
         if not shared:
             mask &= ~ends
@@ -142,7 +144,6 @@ def _with_mask(mask: str, model: ModelInputs) -> str:
 
 
 def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
-    """The error for padded rows without a mask."""
     missing = (
         "`attention_mask` is missing, but rows of tokens start or end with padding: "
         if at_ends
@@ -160,15 +161,17 @@ def masked_warning(pads: Sequence[int]) -> str:
     )
 
 
-def as_mask(mask: Any) -> Tensor:
-    """Convert a mask of ones and zeros to bool. An additive mask (0 keeps, -inf drops) raises an error."""
-    try:
-        values = number_tensor(mask)
-    except ValueError as error:
-        raise LayersimError(f"`attention_mask` must be ones and zeros of the tokens' shape: {error}.") from error
+def as_mask(mask: Any, name: str = "attention_mask") -> Tensor:
+    """Convert a mask of ones and zeros to bool. An additive mask (0 keeps, -inf drops) raises an error.
+
+    Args:
+        mask: the mask.
+        name: the argument or the column that holds the mask, for the message.
+    """
+    values = number_tensor(mask, name)
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
-            f"`attention_mask` has values from {float(values.min()):g} to {float(values.max()):g}; it must be 1 for tokens and "
-            "0 for padding. If 0 stands for tokens, pass `mask == 0`."
+            f"`{name}` has values from {float(values.min()):g} to {float(values.max()):g}; it must be ones and "
+            "zeros, and 0 leaves a position out."
         )
     return values.bool()

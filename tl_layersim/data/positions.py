@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.code_digests import ValueNames
 from ..core.errors import LayersimError
-from ..core.wording import brief
 from .labels import number_tensor
 
 PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
@@ -54,12 +53,12 @@ class Positions:
 
     @property
     def marked(self) -> bool:
-        """Whether the counted positions are chosen by a mask column of the data or by a chat template."""
+        """Whether a mask column or a chat template chooses the counted positions."""
         return self.column is not None or self.rule == "assistant"
 
     @property
     def column(self) -> str | None:
-        """The mask column of the data that marks the positions; None for any other rule."""
+        """Name of the mask column that marks the positions; None for any other rule."""
         return self.rule if isinstance(self.rule, str) and self.rule not in RULES else None
 
     def record(self) -> str:
@@ -86,17 +85,21 @@ class Positions:
         left = attended[self.skip_first :]
         if self.marked:
             if marks is None:
-                raise self._unmarked()
+                raise LayersimError(
+                    f"`positions` is {self.rule!r}, but `data` has neither a mask column of this name nor chats; it must be "
+                    f"{', '.join(map(repr, RULES))}, a slice, a function, or the name of a column."
+                )
             chosen = left[marks[left]]
         elif callable(self.rule):
-            of_row = self._indices(tokens[attended].clone())
-            chosen = attended[of_row[of_row >= self.skip_first]]
+            chosen = attended[self._chosen(tokens[attended].clone())]
         elif isinstance(self.rule, slice):
             chosen = left[list(range(len(left))[self.rule])]
         else:
             chosen = {"first": left[:1], "last": left[-1:]}.get(self.rule, left)
         counted = torch.zeros_like(attention, dtype=torch.bool)
         counted[chosen] = True
+        # A function sees these positions too.
+        counted[attended[: self.skip_first]] = False
         return counted
 
     def select_rows(self, tokens: Tensor, attention: Tensor, continued: bool) -> Tensor:
@@ -114,19 +117,10 @@ class Positions:
             return attention
         if continued and self.rule != "last":
             raise LayersimError(
-                f"`positions={self.record()}` refers to whole rows, but this forward pass continues rows from a cache. Use "
-                "positions='all' or 'last', or measure the finished rows."
+                f"`positions` is {self.record()}, which refers to whole rows, but this forward pass continues rows from a "
+                "cache. Use 'all' or 'last', or measure the finished rows."
             )
         return torch.stack([self.select(row, own) for row, own in zip(tokens, attention, strict=True)])
-
-    def cut(self, counted: Tensor, most: int) -> Tensor:
-        """Keep at most `most` counted positions of the last row; with "mean" the row stays whole.
-
-        Args:
-            counted: `pos`, as `select` returns it.
-            most: number of positions left to count, at least 1.
-        """
-        return counted if self.pooled else counted & (counted.cumsum(0) <= most)
 
     def refuse_without_tokens(self) -> None:
         """Raise an error if the rule is a function of token ids, which the rows lack.
@@ -137,36 +131,20 @@ class Positions:
         if callable(self.rule):
             raise LayersimError("`positions` is a function of token ids, but the rows have none. Use a slice.")
 
-    def _indices(self, tokens: Tensor) -> Tensor:
-        """The indices that the function selects among the attended tokens of a row."""
+    def _chosen(self, tokens: Tensor) -> Tensor:
+        """The mask or the indices that the function returns for the attended tokens of a row."""
         assert callable(self.rule)
-        given, count = self.rule(tokens), len(tokens)
-        wrong = LayersimError(
-            f"`positions` returned {brief(given)} for a row of {count} tokens; it must return a bool mask of the row or "
-            f"different indices from {-count} to {count - 1}."
-        )
-        try:
-            found = number_tensor(given)
-        except ValueError:
-            raise wrong from None
+        found = number_tensor(self.rule(tokens), "positions")
         if not found.numel():
-            return torch.zeros(0, dtype=torch.int64)
-        if found.dtype == torch.bool and found.shape == tokens.shape:
-            return found.nonzero()[:, 0]
-        if found.dtype == torch.bool or found.is_floating_point() or found.dim() > 1:
-            raise wrong
-        indices = found.long().reshape(-1)
-        if bool(((indices < -count) | (indices >= count)).any()) or len(torch.unique(indices % count)) < len(indices):
-            raise wrong
-        return indices % count
-
-    def _unmarked(self) -> LayersimError:
-        if self.rule == "assistant":
-            return LayersimError("`positions='assistant'` needs chat messages, but `data` has rows of another kind.")
-        return LayersimError(
-            f"`positions` is {self.rule!r}; it must be {', '.join(map(repr, RULES))}, a slice, a function of a row's token "
-            "ids, or the name of a mask column beside the tokens of the data."
-        )
+            # An empty list becomes a float tensor.
+            return found.long()
+        # A mask as integers would select the positions 0 and 1.
+        if found.dtype != torch.bool and len(torch.unique(found)) < found.numel():
+            raise LayersimError(
+                f"`positions` returned an index twice for a row of {len(tokens)} tokens; it must return a bool mask or "
+                "different indices."
+            )
+        return found
 
 
 def as_rule(text: str | None) -> str | slice | None:
@@ -179,26 +157,3 @@ def as_rule(text: str | None) -> str | slice | None:
     if text is None or not SLICE.fullmatch(text):
         return text
     return slice(*(int(bound) if bound else None for bound in text.split(":")))
-
-
-def as_marks(values: Any, column: str | None, shape: torch.Size) -> Tensor:
-    """Convert a mask column to bool, in the shape of the tokens.
-
-    Args:
-        values: values of the column.
-        column: name of the column.
-        shape: shape of the tokens.
-
-    Raises:
-        LayersimError: the values are not ones and zeros in the shape of the tokens.
-    """
-    try:
-        mask = number_tensor(values)
-    except ValueError:
-        mask = torch.full((1,), -1)
-    if mask.shape != shape or not bool(((mask == 0) | (mask == 1)).all()):
-        raise LayersimError(
-            f"The column {column!r} that `positions` names is {brief(values)} for tokens of shape {tuple(shape)}; it must be "
-            "ones and zeros, one for each token."
-        )
-    return mask.bool()

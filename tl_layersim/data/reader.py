@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, with_article
-from .data import Column
+from .data import Column, Data, Notes
 from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
 from .non_token_inputs import (
     EMBEDDINGS,
@@ -45,9 +46,8 @@ from .non_token_inputs import (
     without_padding,
 )
 from .padding_masks import as_mask, mask_of, masked_warning
-from .positions import as_marks
 from .row import NOTHING, ModelInputs, Row
-from .texts import Text, TextRows, chats_in, is_chat
+from .texts import Text, chats_in, is_chat
 
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids or other inputs of the model by name, a datasets.Dataset or "
@@ -57,26 +57,25 @@ FILES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow",
 
 
 @dataclass(frozen=True)
-class Reader(TextRows):
+class Reader:
     """Reads data of any accepted kind as texts, chats and rows.
 
     Args:
+        data: the data with its reading options.
+        model: the model's inputs and processor.
+        notes: counts of the pass, which are updated.
         labelled: whether to read labels. If False, a column with their name may hold anything.
     """
 
+    data: Data
+    model: ModelInputs
+    notes: Notes
     labelled: bool = False
 
     @property
     def marks(self) -> str | None:
         """The mask column that selects the counted positions; None if no column does."""
         return self.data.selection.column
-
-    def all_items(self) -> Iterator[Text | Row]:
-        """Texts, chats and rows in the order of the data."""
-        try:
-            yield from self.items(self.data.source)
-        except RecursionError as error:
-            raise LayersimError("`data` has lists or mappings that contain themselves.") from error
 
     def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Row]:
         """Texts, chats and rows of tokens or other inputs, in the order of the data.
@@ -85,8 +84,6 @@ class Reader(TextRows):
             data: data of any accepted kind.
             level: see `Level`.
         """
-        if self.data.column is not None and isinstance(data, str | np.ndarray | Tensor):
-            raise LayersimError(f"`column` is {self.data.column!r}, but `data` holds a {type(data).__name__} without columns.")
         if isinstance(data, str):
             yield Text(data)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
@@ -132,23 +129,16 @@ class Reader(TextRows):
 
     def _table(self, values: Any, level: Level) -> Iterator[Row]:
         """Rows of a tensor or array of token ids, or of the model's main input."""
-        main, table = self.model.main_input, _tensor(values)
-        # Neither an array nor a list of integers has rows of different lengths.
-        assert table is not None
+        main, table = self.model.main_input, number_tensor(values)
         images_or_features = table.is_floating_point() or (main in ROW_AXES and table.dim() > 2)
         column = main if table.numel() and main != TOKEN_IDS and images_or_features else self.model.token_input
         yield from self._rows({column: table}, column, column, level)
 
     def _image(self, image: Any) -> Iterator[Row]:
-        """The row that the model's processor makes from an image."""
-        if self.model.main_input != PIXELS:
-            raise LayersimError(
-                f"`data` holds an image ({type(image).__name__}), but {self.model.name} takes `{self.model.main_input}`."
-            )
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
-        """Items of a batch or an example: rows of the main input, rows of tokens, chats, or texts."""
+        """Rows, chats or texts of a batch or an example."""
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.data.column if isinstance(self.data.column, str) else None
         images = image_column(data, self.model, named)
@@ -178,20 +168,15 @@ class Reader(TextRows):
     def _tokens_or_texts(
         self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
     ) -> Iterator[Text | Row]:
-        """Items of a mapping: rows of tokens, or chats or texts if there are no tokens."""
+        """Rows of tokens, chats or texts of a mapping."""
         columns = [column] if isinstance(column, str) else list(column or ())
-        if not set(columns) & data.keys() and is_chat(data):
-            raise LayersimError(
-                f"`data` has chat messages as rows, with the fields {list(data)}. Pass a list of messages for each chat: "
-                "[[{'role': 'user', 'content': '...'}, ...], ...]."
-            )
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
         values = data[columns[0]]
         has_texts, has_chats = is_text(values), is_chat(values)
         of_text = has_texts or has_chats or is_missing(values)
         if columns[0] in (*TOKENS, self.model.token_input) and self.data.column is None and has_texts:
-            raise not_ids(brief(values))
+            raise LayersimError(f"`{columns[0]}` in the data is {brief(values)}; it must be token ids.")
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
         self._name_unread(data, [*read, *columns, *old])
@@ -210,34 +195,25 @@ class Reader(TextRows):
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
         """The texts of a column, or pairs of texts of two columns."""
         alone = not isinstance(data[columns[0]], list)
-        texts = [[data[name]] if alone else data[name] for name in columns]
-        count = len(texts[0])
-        if len(texts[-1]) != count or not all(is_text(each) or all(map(is_missing, each)) for each in texts):
-            raise unclear_columns(data, tuple(columns), self.model)
-        rows = rows_of(inputs, None if alone else count)
-        for i, label in enumerate(self._classes(data, count)):
-            parts = [None if is_missing(each[i]) else each[i] for each in texts]
-            first, second = parts[0], parts[1] if len(parts) > 1 else None
-            # A pair without its second text is a row without text.
-            missing = len(parts) > 1 and second is None
-            yield Text(None if missing else first, label, second, inputs=rows[i])
+        texts = list(zip(*([data[name]] if alone else data[name] for name in columns), strict=True))
+        rows = rows_of(inputs, None if alone else len(texts))
+        for parts, label, own in zip(texts, self._classes(data, len(texts)), rows, strict=True):
+            # A pair without one of its texts is a row without text.
+            missing = any(map(is_missing, parts))
+            text, second = (None, None) if missing else (parts[0], parts[1] if len(parts) > 1 else None)
+            yield Text(text, label, second, inputs=own)
 
     def _name_unread(self, data: Mapping[str, Any], read: list[str]) -> None:
-        """Log the columns that are not read, once."""
         names = [name for name in data if name not in (*self.model.inputs, self.model.main_input, *read)]
         if names and not self.notes.unread:
             self.notes.unread = True
             LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
-        """The class of each text; None if the data has no labels."""
         labels = labels_in(data) if self.labelled else None
         if labels is None:
             return [None] * count
-        classes = whole_numbers(labels).reshape(-1).tolist()
-        if len(classes) != count:
-            raise LayersimError(f"`labels` has {len(classes)} entries; it must have {count}, one for each text.")
-        return classes
+        return _by_row("labels", whole_numbers(labels).reshape(-1).tolist(), count)
 
     def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level) -> Iterator[Row]:
         """Rows of token ids, or of another input such as pixels or embeddings.
@@ -249,25 +225,27 @@ class Reader(TextRows):
             level: see `Level`.
         """
         has_tokens, model = name == self.model.token_input, self.model
-        alone, values = _token_rows(data[column], model) if has_tokens else main_rows(name, data[column], level)
+        alone, values = _token_rows(column, data[column], model) if has_tokens else main_rows(name, data[column], level)
+        count = None if alone else len(values)
         mask, labels = data.get(model.mask_input), labels_in(data) if self.labelled else None
         # A table of masks is checked at once, masks of different lengths row by row.
-        masks = self._by_row(model.mask_input, as_mask(mask) if hasattr(mask, "ndim") else mask, values, alone)
+        masks = _by_row(model.mask_input, as_mask(mask) if hasattr(mask, "ndim") else mask, count)
         if has_tokens and mask is None:
             masks = self._derived_masks(values)
         marked = data.get(self.marks) if self.marks else None
-        marks, targets = self._by_row(self.marks, marked, values, alone), self._by_row("labels", labels, values, alone)
+        marks, targets = _by_row(self.marks, marked, count), _by_row("labels", labels, count)
         # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
         skipped = (column, name, model.mask_input if has_tokens else MASK)
-        further = rows_of(accepted(data, model, skipped), None if alone else len(values))
+        further = rows_of(accepted(data, model, skipped), count)
         for own, own_mask, label, own_marks, others in zip(values, masks, targets, marks, further, strict=True):
             length = len(own) if has_tokens or name == EMBEDDINGS else 1
             inputs = without_padding(others, model)
             if not has_tokens:
                 refuse_integers(name, own)
                 inputs = {name: own} | inputs
-            known = has_tokens or mask is not None
-            attention = _row_mask(own_mask, length, name, model) if known else torch.ones(length, dtype=torch.bool)
+            attention = torch.ones(length, dtype=torch.bool)
+            if has_tokens or mask is not None:
+                attention = _row_mask(own_mask, length, model.mask_input, unknown=not has_tokens and name != EMBEDDINGS)
             # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
             # depend on the side.
             kept = (attention | (has_tokens and self.data.positions == "padded")).nonzero()[:, 0]
@@ -279,25 +257,15 @@ class Reader(TextRows):
                 own if has_tokens else torch.zeros(length, dtype=torch.int64),
                 attention,
                 None if labels is None else _row_labels(label, length),
-                marks=None if marked is None else as_marks(own_marks, self.marks, attention.shape),
+                marks=None if self.marks is None or marked is None else _row_mask(own_marks, length, self.marks),
                 inputs=inputs,
                 positional=positional(inputs, length if has_tokens else None, model),
                 has_tokens=has_tokens,
             )
             yield whole if len(kept) == length else whole[int(kept[0]) : int(kept[-1]) + 1]
 
-    def _by_row(self, name: str | None, column: Any, rows: list[Tensor], alone: bool) -> list[Any]:
-        """Split a column of masks, labels or marks by row. If the data lacks the column, the value of each row is None."""
-        if column is None:
-            return [None] * len(rows)
-        is_number = not isinstance(column, list | tuple) and not getattr(column, "ndim", 0)
-        each = [column] if alone or is_number else list(column)
-        if len(each) != len(rows):
-            raise LayersimError(f"`{name}` has {len(each)} rows; it must have {len(rows)}, one for each row of the data.")
-        return each
-
     def _derived_masks(self, rows: list[Tensor]) -> list[Tensor]:
-        """Attention masks from padding ids, for rows of tokens without a mask. Rows of equal length are processed together."""
+        """Derive attention masks from padding ids. Rows of equal length are processed together."""
         tables = [torch.stack(rows)] if len({len(row) for row in rows}) == 1 else [row[None] for row in rows]
         return [mask for table in tables for mask in (self._derived_mask(table) if table.numel() else table.bool())]
 
@@ -311,18 +279,38 @@ class Reader(TextRows):
         return mask
 
 
-def _token_rows(values: Any, model: ModelInputs) -> tuple[bool, list[Tensor]]:
-    """Convert values to rows of token ids, int64, of any lengths; returns whether they are a single row, and the rows."""
-    table = _tensor(values)
-    tables = [_tensor(row) for row in values] if table is None else [table]
+def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, list[Tensor]]:
+    """Convert values to rows of token ids. Returns whether they are a single row, and the rows."""
+    nested = isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray)
+    ragged = nested and len({len(row) for row in values if row is not None}) > 1
     rows: list[Tensor] = []
-    for one in tables:
-        if one is None or (table is None and one.dim() > 1):
-            raise not_ids(brief(values))
-        if one.numel():
-            _refuse_floats(one, model)
-        rows += one.long() if one.dim() > 1 else [one.long()]
-    return table is not None and table.dim() == 1, rows
+    for table in [number_tensor(row, column) for row in values] if ragged else [number_tensor(values, column)]:
+        unlike_ids = table.is_floating_point() or table.dtype == torch.bool
+        if table.numel() and (unlike_ids or table.dim() not in ((1,) if ragged else (1, 2))):
+            raise LayersimError(
+                f"`data` holds {table.dtype} of shape {tuple(table.shape)}, but {model.name} takes `{model.main_input}`. Token "
+                "ids are integers of shape (batch, pos) or (pos,). Pass other inputs by name, as {name: values}."
+            )
+        rows += table.long() if table.dim() > 1 else [table.long()]
+    return not ragged and table.dim() == 1, rows
+
+
+def _by_row(name: str | None, column: Any, count: int | None) -> list[Any]:
+    """Split a column of masks, labels or marks by row; None for each row if the data lacks the column.
+
+    Args:
+        name: name of the column.
+        column: its values.
+        count: number of rows; None if the values belong to a single row without an axis of rows.
+    """
+    rows = 1 if count is None else count
+    if column is None:
+        return [None] * rows
+    is_number = not isinstance(column, list | tuple) and not getattr(column, "ndim", 0)
+    each = [column] if count is None or is_number else list(column)
+    if len(each) != rows:
+        raise LayersimError(f"`{name}` has {len(each)} rows; it must have {rows}, one for each row of the data.")
+    return each
 
 
 def _row_labels(label: Any, length: int) -> Tensor:
@@ -336,81 +324,47 @@ def _row_labels(label: Any, length: int) -> Tensor:
     return labels.reshape(-1).expand(length)
 
 
-def _row_mask(mask: Any, length: int, name: str, model: ModelInputs) -> Tensor:
-    """The attention mask of one row. It must be all ones unless the number of positions is known before a forward pass.
+def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> Tensor:
+    """The mask of one row, `pos`. It must be all ones if the number of positions is unknown.
 
     Raises:
         LayersimError: the mask hides parts of an image or of features, or has the wrong shape.
     """
-    found = as_mask(mask)
-    if found.shape == (length,):
-        return found
-    if name in (EMBEDDINGS, model.token_input):
+    mask = as_mask(values, column)
+    if mask.shape == (length,):
+        return mask
+    if not unknown:
         raise LayersimError(
-            f"`attention_mask` has shape {tuple(found.shape)} for a row of {length} positions; it must have one value for each."
+            f"`{column}` has shape {tuple(mask.shape)} for a row of {length} positions; it must have one value for each."
         )
-    if not bool(found.all()):
+    if not bool(mask.all()):
         raise LayersimError(
-            f"`attention_mask` of shape {tuple(found.shape)} has zeros, but a row without token ids must have no padding. Pass "
-            "each row at its own length with `batch_size=1`, or pass `inputs_embeds`."
+            f"`{column}` of shape {tuple(mask.shape)} has zeros, but a row without token ids must have no padding. Pass each "
+            "row at its own length with `batch_size=1`, or pass `inputs_embeds`."
         )
     return torch.ones(length, dtype=torch.bool)
 
 
 def _level_of_items(data: Any) -> Level:
-    """Whether the items of an iterable are batches (of a DataLoader) or rows (of a data set)."""
+    """Level of the items: rows of a data set, batches of a DataLoader, or either."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return "row"
     return "either" if getattr(data, "batch_sampler", None) is None else "batch"
 
 
-def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
-    """Raise an error if numbers cannot be token ids.
-
-    Raises:
-        LayersimError: the numbers are floats or bools, or have too many axes.
-    """
-    if tokens.dim() > 2 and not tokens.is_floating_point() and model.main_input != TOKEN_IDS:
-        raise LayersimError(
-            f"`data` holds {tokens.dtype} of shape {tuple(tokens.shape)}, such as uint8 images, but {model.name} takes "
-            f"`{model.main_input}`. Pass floats, with channels first: torch.as_tensor(data).float() / 255."
-        )
-    if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise LayersimError(
-            f"`data` holds {tokens.dtype} of shape {tuple(tokens.shape)}, but {model.name} takes token ids, integers of shape "
-            "(batch, pos) or (pos,). Name other inputs as its forward does, such as {'inputs_embeds': embeddings}."
-        )
-
-
 def refuse_path(text: Any) -> None:
-    """Raise an error if a text is a path, which would be read as a text of a few tokens.
+    """Raise an error if a text is a path. It would be read as a text of a few tokens.
 
     Raises:
-        LayersimError: the text is the path of a file or folder, or ends like a file name.
+        LayersimError: the text is a path, names an existing file or folder, or ends like a file name.
     """
     name = os.fspath(text) if isinstance(text, os.PathLike) else text
-    if not isinstance(name, str) or len(name) > 300 or "\n" in name:
+    if not isinstance(name, str):
         return
-    plain = not any(c.isspace() for c in name) or name.startswith((os.sep, f".{os.sep}", f"..{os.sep}", "~"))
-    named = plain and name.lower().endswith(FILES)
-    if isinstance(text, os.PathLike) or named or os.path.isfile(name) or (os.sep in name and os.path.isdir(name)):
+    # "notes.txt" and "./my notes.txt" name files, also if they do not exist; "see notes.txt" is a text.
+    named = name.lower().endswith(FILES) and (name.startswith((".", "~", os.sep)) or not re.search(r"\s", name))
+    if isinstance(text, os.PathLike) or named or os.path.exists(name):
         raise LayersimError(
             f"`data` is the path of a file or folder, {name!r}. Pass what it holds: Path(path).read_text(), split into texts, "
             "or datasets.load_from_disk(path)."
         )
-
-
-def _tensor(values: Any) -> Tensor | None:
-    """Convert values to a tensor; None if the rows have different lengths."""
-    try:
-        nested = isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray)
-        if nested and len({len(row) for row in values}) > 1:
-            return None
-        return number_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise not_ids(str(error) if isinstance(error, ValueError) else brief(values)) from error
-
-
-def not_ids(given: str) -> LayersimError:
-    """The error for a column that holds neither texts nor token ids."""
-    return LayersimError(f"`data` holds neither texts nor token ids: {given}.")

@@ -1,4 +1,4 @@
-"""A row of the data with its tokens, mask, labels and inputs, and the model properties that reading depends on."""
+"""`Row`: one row of the data. `ModelInputs`: the properties of a model on which reading depends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """The inputs and the tokenizer of a model: base class of `Model`, which explains the attributes."""
+    """Inputs and tokenizer of a model. The subclass `Model` explains the attributes."""
 
     name: str
     tokenizer: Any

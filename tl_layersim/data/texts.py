@@ -1,4 +1,4 @@
-"""Texts and chats as rows of tokens: tokenisation, and cutting of single or joined texts into rows."""
+"""Tokenisation of texts and chats, and their division into rows of tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.wording import brief, first_line
+from ..core.wording import brief
 from .data import Data, Notes
-from .non_token_inputs import ATTACH, ROW_AXES, as_plain, decoder_alone, innermost, reads_decoder
+from .non_token_inputs import ATTACH, as_plain, decoder_alone, innermost, reads_decoder
 from .row import ModelInputs, Row
 
 SEGMENTS = "token_type_ids"
@@ -63,7 +62,7 @@ def is_chat(value: Any) -> bool:
 
 
 def chats_in(value: Any) -> list[Any]:
-    """The chats in a column: one for an example, several for a batch or a table; () for a missing one."""
+    """The chats in a column: one for an example, several for a batch or a table; () for a missing chat."""
     value = _as_messages(value)
     if any(isinstance(item, Mapping) and not isinstance(item.get("role"), list) for item in value):
         return [value]
@@ -71,7 +70,7 @@ def chats_in(value: Any) -> list[Any]:
 
 
 def _as_messages(value: Any) -> Any:
-    """A chat as a list of messages, also if a data set stores it as lists of roles and of contents."""
+    """A chat as a list of messages. Some data sets store lists of roles and of contents."""
     if isinstance(value, Mapping):
         return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
     return as_plain(value)
@@ -86,15 +85,12 @@ def adds_specials(tokenizer: Any) -> bool:
 
 
 def tokenizer_of(model: ModelInputs) -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        LayersimError: the model has no tokenizer.
-    """
-    if model.tokenizer is None and model.main_input in ROW_AXES:
-        raise LayersimError(f"`data` holds texts, but {model.name} takes `{model.main_input}`.")
+    """The tokenizer of a model; raises an error if the model has none."""
     if model.tokenizer is None:
-        raise LayersimError(f"{model.name} has no tokenizer, so texts cannot be read. Pass `Data(..., tokenizer=...)`.")
+        raise LayersimError(
+            f"`data` holds texts, but {model.name} takes `{model.main_input}` and has no tokenizer. Texts need "
+            "`Data(..., tokenizer=...)`."
+        )
     return model.tokenizer
 
 
@@ -107,20 +103,13 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
         longest: number of tokens to which the tokenizer cuts each text; None to cut none.
 
     Raises:
-        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or not Unicode.
+        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing.
     """
     for one in texts:
         if one.text is None:
             raise LayersimError(
                 f"`data` has no text in row {one.number}. Leave such rows out: data.filter(...), table.dropna()."
             )
-        try:
-            f"{one.text}{one.second}".encode()
-        except UnicodeEncodeError as error:
-            raise LayersimError(
-                f"`data` has a lone surrogate in row {one.number}, which no tokenizer reads: {first_line(error)}. Use "
-                "text.encode('utf-8', 'replace').decode()."
-            ) from error
     tokenizer = tokenizer_of(model)
     specials = adds_specials(tokenizer)
     sides = [[one.text for one in texts]]
@@ -128,8 +117,8 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
         sides.append([one.second for one in texts])
     if len(sides) > 1 and not specials:
         raise LayersimError(
-            f"`column` names a pair of texts, and the tokenizer, a {type(tokenizer).__name__}, has no special tokens that "
-            "separate the two."
+            f"`column` names a pair of texts, but the tokenizer, a {type(tokenizer).__name__}, has no special token to "
+            "separate them."
         )
     # This package adds BOS, once per row, so that every source reads the same tokens: TransformerLens changes the
     # tokenizers that it loads, so that they add their own.
@@ -161,7 +150,7 @@ def _undoubled(text: Text, tokenizer: Any) -> Text:
 
 @dataclass(frozen=True)
 class TextRows:
-    """Turns texts and chats into rows of tokens; base class of `Reader`.
+    """Turns texts and chats into rows of tokens.
 
     Args:
         data: the data with its reading options.
@@ -196,27 +185,24 @@ class TextRows:
         return itertools.chain.from_iterable(self._split(x) if isinstance(x, Row) else self.windows(x) for x in encoded)
 
     def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
-        """Encode chats and texts as token ids, texts in groups; rows of tokens are passed on in order."""
-        numbered = (
-            replace(x, source=number) if isinstance(x, Row) else replace(x, number=number) for number, x in enumerate(items)
-        )
-        for kind, group in itertools.groupby(numbered, _kind):
+        """Tokenise chats and texts; rows of tokens are passed on."""
+        for kind, group in itertools.groupby(self._numbered(items), _kind):
             if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
-                raise LayersimError(f"`{name}` applies to chat messages only, and `data` holds texts or tokens.")
-            if reads_decoder(self.model) and kind != "row":
-                raise decoder_alone("a text alone", self.model)
+                raise LayersimError(f"`{name}` applies to chats only, but `data` holds texts or tokens.")
             if kind == "text":
                 while some := list(itertools.islice(group, TEXTS_AT_ONCE)):
                     texts = encode([one for one in some if isinstance(one, Text)], self.model)
                     yield from map(self._one_row, texts) if self.model.reads_rows else texts
             for item in group:
-                if not isinstance(item, Row):
-                    yield self._chat(item)
-                elif reads_decoder(self.model) and not item.inputs and len(item.tokens):
-                    raise decoder_alone("a row of token ids alone", self.model)
-                else:
-                    yield item
+                yield item if isinstance(item, Row) else self._chat(item)
+
+    def _numbered(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
+        for number, item in enumerate(items):
+            alone = not isinstance(item, Row) or (len(item.tokens) > 0 and not item.inputs)
+            if alone and reads_decoder(self.model):
+                raise decoder_alone("texts or token ids alone", self.model)
+            yield replace(item, source=number) if isinstance(item, Row) else replace(item, number=number)
 
     def _split(self, row: Row) -> Iterator[Row]:
         count = len(row.tokens)
@@ -224,11 +210,11 @@ class TextRows:
         parts = [row] if count <= length else [row[start : start + length] for start in range(0, count, length)]
         parts = [part for part in parts if part.attention.any()]
         if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
-            raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
+            raise row_too_long("a row of token ids", count, length, self.model)
         return iter(parts)
 
     def _one_row(self, text: Text) -> Text:
-        """The text, cut by the tokenizer to one row with special tokens if it is longer."""
+        """Cut a text to one row with special tokens, if it is longer."""
         tokenizer = self.model.tokenizer
         # A tokenizer that cuts the beginning cuts the text's own BOS too.
         own = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
@@ -236,10 +222,9 @@ class TextRows:
         if len(text.ids) <= room:
             return text
         specials = tokenizer.num_special_tokens_to_add(text.second is not None) if adds_specials(tokenizer) else 0
+        # Tokenizers do not cut below this length.
         if room <= specials:
-            raise LayersimError(
-                f"`seq_len` is {self.length}, which leaves no room for a text beside the tokenizer's {specials} special tokens."
-            )
+            raise LayersimError(f"`seq_len` is {self.length}; it must leave room for a text beside {specials} special tokens.")
         # A first special token that the text brings along is doubled before `encode` takes one away.
         [cut] = encode([text], self.model, room + text.own)
         return replace(cut, cut=True)
@@ -248,49 +233,26 @@ class TextRows:
         """The tokens of a chat. All special tokens come from its template: no BOS is added.
 
         Raises:
-            LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
+            LayersimError: `positions` is "assistant", and the template does not mark the assistant's tokens.
         """
-        template, tokenizer = self._template(), self.model.tokenizer
-        messages = _text_messages(chat.messages, chat.number)
+        tokenizer, messages = tokenizer_of(self.model), _text_messages(chat.messages, chat.number)
+        template: str = tokenizer.get_chat_template(self.data.chat_template)
         given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
-            if self.data.selection.rule != "assistant":
-                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                return replace(chat, ids=ids)
-            spans = _assistant_spans(tokenizer, messages, text, given)
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        if self.data.selection.rule != "assistant":
+            return replace(chat, ids=tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if not GENERATION.search(template):
             raise LayersimError(
-                f"`data` has a chat in row {chat.number} that the chat template cannot render: {type(error).__name__}: "
-                f"{first_line(error)}."
-            ) from error
+                "`positions` is 'assistant', but the chat template does not mark the assistant's tokens. Write "
+                "{% generation %} and {% endgeneration %} around the assistant's messages in `chat_template`."
+            )
+        spans = _assistant_spans(tokenizer, messages, text, given)
         encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         marks = [
             any(start < stop and max(end, start + 1) > begin for begin, stop in spans)
             for start, end in encoded["offset_mapping"]
         ]
         return replace(chat, ids=encoded["input_ids"], marks=marks)
-
-    def _template(self) -> str:
-        """The text of the template. Raise an error if `positions` needs marks that the template lacks."""
-        tokenizer = tokenizer_of(self.model)
-        try:
-            template: str = tokenizer.get_chat_template(self.data.chat_template)
-        except (AttributeError, ValueError):
-            raise LayersimError(
-                f"`data` contains chat messages, and the tokenizer of {self.model.name} has no chat template for them. Pass "
-                "`Data(..., chat_template=...)` with the template that they are meant for."
-            ) from None
-        if self.data.selection.rule == "assistant" and not (GENERATION.search(template) and tokenizer.is_fast):
-            raise LayersimError(
-                "`positions='assistant'` needs a chat template that marks the assistant's tokens, and a fast tokenizer. "
-                + (
-                    "This tokenizer is not fast."
-                    if GENERATION.search(template)
-                    else "Write {% generation %} ... {% endgeneration %} around the assistant's messages in `chat_template`."
-                )
-            )
-        return template
 
     def warn_of_cut(self) -> None:
         """Warn that texts were cut to one row."""
@@ -304,7 +266,7 @@ class TextRows:
     def windows(self, text: Text) -> Iterator[Row]:
         """Split a text's tokens into rows; a long text continues in further rows, and no token is lost."""
         if text.messages is not None and self.model.reads_rows and len(text.ids) > self.length:
-            raise row_too_long(len(text.ids), self.length, self.model, "a chat")
+            raise row_too_long("a chat", len(text.ids), self.length, self.model)
         self.notes.texts += 1
         self.notes.cut += text.cut
         self.notes.own_bos += text.own
@@ -327,7 +289,7 @@ class TextRows:
             start += taken
 
     def row(self, ids: list[int], own: bool, adds: bool = True) -> tuple[Tensor, int]:
-        """Build the next row of a text, with a BOS; return it and the number of ids that it takes from the text.
+        """Build the next row of a text. Returns the row and the number of ids taken from the text.
 
         Args:
             ids: the next ids of the text.
@@ -361,17 +323,12 @@ class TextRows:
             del held[:start], separates[:start]
 
         for text in items:
-            if isinstance(text, Row) or text.messages is not None:
+            if isinstance(text, Row) or text.messages is not None or text.inputs or text.segments is not None:
                 raise LayersimError(
-                    f"`pack` applies to texts only, and `data` has {'rows of tokens' if isinstance(text, Row) else 'chats'}."
+                    "`pack` is True, which joins texts; `data` must hold single texts, without token ids, chats or "
+                    "further inputs."
                 )
-            end = self.model.tokenizer.eos_token_id
-            ids = text.ids
-            if text.inputs or text.segments is not None:
-                raise LayersimError(
-                    "`pack` is True, which joins texts, but each text has its own inputs: "
-                    f"{', '.join(text.inputs) or SEGMENTS}."
-                )
+            ids, end = text.ids, self.model.tokenizer.eos_token_id
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
                 # The separator is the BOS of this text.
                 del held[-1], separates[-1]
@@ -385,27 +342,25 @@ def _kind(item: Text | Row) -> str:
     return "row" if isinstance(item, Row) else "text" if item.messages is None else "chat"
 
 
-def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> LayersimError:
-    """The error for tokens that do not fit into one row of a row classifier.
+def row_too_long(kind: str, tokens: int, longest: int, model: ModelInputs) -> LayersimError:
+    """The error for a row that is too long for a row classifier.
 
     Args:
+        kind: "a chat" or "a row of token ids".
         tokens: number of tokens.
         longest: largest number of tokens in a row.
         model: the model.
-        given: description of the tokens for the message, such as "a chat".
     """
-    fits = model.context is None or tokens <= model.context
-    remedy = f"seq_len={tokens}" if fits else f"tokenizer(texts, truncation=True, max_length={longest})"
     return LayersimError(
-        f"`data` has {given} of {tokens} tokens, but `seq_len` is {longest}, and the head of {model.name} makes one prediction "
-        f"per row, so the row is not split. Pass {remedy}, or texts."
+        f"`data` has {kind} of {tokens} tokens, but `seq_len` is {longest}. The head of {model.name} makes one prediction per "
+        "row, so rows are not split."
     )
 
 
 def _assistant_spans(
     tokenizer: Any, messages: list[dict[str, Any]], text: str, given: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
-    """Start and end (exclusive) of each part of the rendered text that the template marks.
+    """Spans of characters that the template marks in the rendered text, as start and exclusive end.
 
     `return_assistant_tokens_mask=True` maps these characters to tokens one by one: where a part begins or ends with a character
     without a token, as spaces are to some tokenizers, its mask ends too early or too late.
@@ -421,22 +376,21 @@ def _assistant_spans(
 
 
 def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
-    """The messages without empty fields. Raise an error if there are none, or if one holds more than text."""
+    """Remove empty fields from the messages of a chat. Raises an error for content other than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise LayersimError(
             f"`data` in row {number} is {None if messages == () else brief(messages)}; it must be a chat, a list of messages "
             "with role and content."
         )
-    for message in messages:
+    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in found:
         parts = message.get("content")
         kinds = {part.get("type", "text") for part in parts if isinstance(part, Mapping)} if isinstance(parts, list) else set()
         if kinds - {"text"}:
             raise LayersimError(
                 f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
-                f"read. Run the model itself on the others: {ATTACH}model(...)."
+                f"read. To measure other content, run the model yourself: {ATTACH}model(...)."
             )
-    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    for message in found:
         # A template writes nothing for a key that it does not know.
         if "role" not in message or not message.keys() & {"content", "tool_calls"}:
             raise LayersimError(

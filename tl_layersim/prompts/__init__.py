@@ -1,4 +1,4 @@
-"""Analysis of one prompt: figures of predictions and of the tokens' paths, and Jacobians of blocks between tokens."""
+"""Analyses of one prompt: predictions of each layer, paths of tokens through the layers, and Jacobians of blocks."""
 
 import lazy_loader
 

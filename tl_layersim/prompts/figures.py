@@ -16,7 +16,6 @@ from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
 from ..core.result_declarations import ValuesAlias, result_class
 from ..core.results import Result, axes
-from ..core.wording import brief
 from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open_model import open_source
@@ -26,20 +25,20 @@ from .prompt_forward import run_on_prompt
 if TYPE_CHECKING:
     import pandas
 
-# Number of likely next tokens that a prediction grid holds for each block and token.
+# Number of most likely next tokens in a prediction grid, at each block and token.
 RANKS = 5
 
 
 @result_class
 class PredictionGrid(Result):
-    """First choice (most likely next token) of each block after each token of a prompt, by the logit lens. Float64.
+    """Most likely next token at each block and token of a prompt, by the logit lens. Float64.
 
     Attributes:
-        values: `token layer`, the same as `probability`: probability of the first choice.
-        saturation_layer: `token`, index from 0 of the block from which on the first choice is the final one.
+        values: `token layer`, the same as `probability`: probability of the most likely next token.
+        saturation_layer: `token`, index from 0 of the first block from which on the most likely next token is the final one.
         entropy: `token layer`, entropy of the block's distribution, in nats.
         top_probability: `token layer rank`, probabilities of the five most likely next tokens.
-        words: `token layer`, the first choices as text.
+        words: `token layer`, the most likely next tokens as text.
         top_words: `token layer rank`, the five most likely next tokens as text.
         tokens: the prompt's tokens as text.
     """
@@ -48,7 +47,7 @@ class PredictionGrid(Result):
     values: Float64[Tensor, "token layer"] = axes(
         "token",
         "layer",
-        label="Probability of the first choice",
+        label="Probability of the most likely token",
         title="Prediction of each layer after each token",
         within=(0, 1),
         drawn="tokens",
@@ -69,14 +68,6 @@ class PredictionGrid(Result):
     top_words: tuple[tuple[tuple[str, ...], ...], ...]
     tokens: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        Result.__post_init__(self)
-        if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
-            raise LayersimError(
-                f"`words` has rows of {brief([len(row) for row in self.words])} words; its shape must be "
-                f"{tuple(self.values.shape)}, `token layer`."
-            )
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """Labels of the `rank` axis, from 1."""
@@ -86,8 +77,8 @@ class PredictionGrid(Result):
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
         """A tidy table, a row for each token and block.
 
-        That of `probability` has further columns: the token's position, the likeliest word, and whether this word stays the
-        likeliest in all later blocks.
+        The table of `probability` has further columns: the token's position, the most likely word, and whether this word stays
+        the most likely in all later blocks.
         """
         table = super().to_frame(field)
         if field in (None, "values", "probability"):
@@ -108,7 +99,7 @@ class TrajectoryPCA(Result):
     """Paths of a prompt's tokens in the plane of two principal components. Float64.
 
     Attributes:
-        values: `token residual component`, coordinates; the mean of the residuals behind the components is the origin.
+        values: `token residual component`, coordinates. The origin is the mean of the residuals that the plane is fitted to.
         explained: `component`, fraction of the variance of these residuals along each component.
         tokens: the prompt's tokens as text.
     """
@@ -120,13 +111,6 @@ class TrajectoryPCA(Result):
     )
     explained: Float64[Tensor, " component"] = axes("component", label="Explained variance", unit="fraction", within=(0, 1))
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        skipped = self.provenance.options.get("skip_first", 0)
-        # A bool is an int; positions of a figure are counted from this number.
-        if type(skipped) is not int or not 0 <= skipped < 2**31:
-            raise LayersimError(f"`skip_first` of the provenance is {brief(skipped)}; it must be a whole number of 0 or more.")
 
     def headline(self) -> dict[str, float]:
         return {"variance in the plane (fraction)": float(self.explained.sum())}
@@ -140,7 +124,7 @@ def prediction_grid(
     norm: Literal["final", "none"] = "final",
     lens_memory_mb: PositiveFloat = 128,
 ) -> PredictionGrid:
-    """First choice (most likely next token) of each block after each token of one prompt, by the logit lens.
+    """Most likely next token at each block and token of one prompt, by the logit lens.
 
     Args:
         model: as in `analyze`.
@@ -190,11 +174,11 @@ def trajectory_pca(
         prompt: a `Data`, or a text or token ids `pos`. `Data(prompt, skip_first=1)` leaves out the first position, whose path
             is far longer than all others in many models. Without a tokenizer, tokens are shown as ids.
         fit: residuals whose principal components span the plane: "last" for the last layer, "path" for all layers.
-        sites: the residual layers to keep, such as `slice(0, 5)`. The plane is that of the whole path, so that parts of a path
-            can be compared.
+        sites: the residual layers to keep, such as `slice(0, 5)`. The plane does not depend on `sites`, so parts of a path can
+            be compared.
 
     Raises:
-        LayersimError: there are fewer than three tokens, or no layer is kept.
+        LayersimError: there are fewer than three tokens, or the residuals of all tokens are equal.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17, whose rows are all, shallow and deep layers.
@@ -210,24 +194,21 @@ def trajectory_pca(
     options = {"fit": fit} | ({} if sites == slice(None) else {"sites": str(sites)})
     kernel = partial(pca_kernel, whole=fit == "path")
     out, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
-    layers = source.model.layers[sites]
-    if not layers:
-        raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
-            f"`prompt` gives no principal plane: the residual of the last layer is the same at all its {len(tokens)} tokens."
+            f"`prompt` has {len(tokens)} tokens whose residuals are equal at the last layer, so there is no principal plane."
         )
     return TrajectoryPCA(
         values=out["coordinates"].double()[:, sites],
         explained=out["explained"].double(),
         tokens=tokens,
-        layers=layers,
+        layers=source.model.layers[sites],
         provenance=provenance,
     )
 
 
 def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> dict[str, Tensor]:
-    """First choices `layer token`, the likeliest tokens, their probabilities, entropies, and each token's saturation layer."""
+    """Most likely next tokens at each layer and token, with probabilities, entropies and saturation layers."""
     nothing = torch.full_like(view.tokens, NO_LABEL)
     lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
     saturation, bad = saturation_layers(view, normed, memory_mb)
@@ -259,6 +240,6 @@ def pca_kernel(view: View, *, whole: bool) -> dict[str, Tensor]:
     plane = plane * plane.gather(1, plane.abs().argmax(1, keepdim=True)).sign()
     return {
         "coordinates": torch.einsum("ltd,cd->tlc", x - mean, plane),
-        # Rounding alone, where all tokens are alike, is no plane.
+        # If all tokens are alike, the differences are rounding, and there is no plane.
         "explained": torch.where(sigma[0] > 1e-5 * fitted.norm(), sigma[:2].square() / sigma.square().sum(), torch.nan),
     }

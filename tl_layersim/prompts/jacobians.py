@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -24,30 +23,6 @@ from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..remote.open_model import open_source
 from .prompt_forward import run_on_prompt
-
-# The positions at the end of a label, in digits that `int` reads.
-POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
-
-
-def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
-    """Raise an error if figures cannot read the labels of Jacobians, for example from a malformed file.
-
-    Args:
-        field: name of the attribute that holds the labels.
-        labels: labels of the Jacobians.
-        form: form of each label, in words.
-        start: regular expression for the part of a label before the positions.
-        tokens: tokens of the prompt, to which the positions refer.
-
-    Raises:
-        LayersimError: a label has another form, or a position that does not exist in the prompt.
-    """
-    for label in labels:
-        found = re.fullmatch(start + POSITIONS, label)
-        if found is None or max(map(int, found.groups())) >= len(tokens):
-            raise LayersimError(
-                f"`{field}` contains {brief(label)}; a label must be {form}, with positions below {len(tokens)}."
-            )
 
 
 @result_class
@@ -83,17 +58,13 @@ class BlockJacobians(Result):
     pairs: tuple[str, ...]
     tokens: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_pair_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
-
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}
 
 
 @result_class
 class CouplingMatrices(Result):
-    """Coupling of Jacobians on one prompt. A connection is a block, the token that is varied and the token that is read.
+    """Coupling of Jacobians on one prompt. A connection is a block with an input token and an output token.
 
     Tensors are float64. Entry (a, b) expresses the Jacobian of connection a in the singular basis of connection b.
 
@@ -152,10 +123,6 @@ class CouplingMatrices(Result):
     connections: tuple[str, ...]
     method: str
     tokens: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -224,7 +191,7 @@ def block_jacobians(
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        pairs[:] = _each_once([pair_of(one, tokens) for one in requested])
+        pairs[:] = [pair_of(one, tokens) for one in requested]
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
@@ -304,7 +271,7 @@ def coupling_matrices(
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        where[:] = _each_once(connections_of(along, chosen, token, positions, tokens))
+        where[:] = connections_of(along, chosen, token, positions, tokens)
         picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
         return partial(
             matrices_kernel,
@@ -363,20 +330,6 @@ def token_of(position: int, tokens: int) -> int:
     return position % tokens
 
 
-def _each_once(chosen: list[Any]) -> list[Any]:
-    """Return the pairs or connections; raise an error if one occurs twice.
-
-    Their last two entries are the tokens t_in and t_out.
-
-    Raises:
-        LayersimError: one occurs twice. It is coupled fully with itself, and tables could not tell the two apart.
-    """
-    if len(set(chosen)) < len(chosen):
-        twice = next(one[-2:] for one in chosen if chosen.count(one) > 1)
-        raise LayersimError(f"`positions` selects (t_in, t_out) = {twice} more than once; it must select each pair once.")
-    return chosen
-
-
 def connections_of(
     along: str, blocks: tuple[int, ...], token: int | None, positions: list[int] | None, tokens: int
 ) -> list[tuple[int, int, int]]:
@@ -388,8 +341,8 @@ def connections_of(
     moving = list(range(first, last)) if positions is None else [token_of(p, tokens) for p in positions]
     if not moving or not all(first <= t < last for t in moving):
         raise LayersimError(
-            f"`positions` is {brief(positions)}; it must hold tokens from {first} to {last - 1} for along={along!r}, as a "
-            "token has no effect on earlier ones. block_jacobians takes any pair."
+            f"`positions` is {brief(positions)}; it must hold tokens from {first} to {last - 1} for along={along!r}, because "
+            "tokens have no effect on earlier tokens. `block_jacobians` takes any pair."
         )
     if along == "self":
         return [(block, t, t) for block in blocks for t in moving]

@@ -41,11 +41,11 @@ def run_on_prompt(
     Args:
         source: the model.
         prompt: a `Data`, or a text or token ids.
-        make: function that returns the kernel for a number of tokens, or raises an error for that number.
+        make: function that returns the kernel for a prompt of a given number of tokens.
         options: options that the provenance records.
         check: function that raises an error if the kernel cannot run on a model.
         lens: whether the kernel reads logits, which are then compared with the model's own.
-        calls: whether the kernel runs blocks again, between any tokens of the prompt.
+        calls: whether the kernel runs blocks again.
         least: smallest number of tokens.
 
     Returns:

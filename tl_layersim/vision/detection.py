@@ -1,4 +1,4 @@
-"""`detection_by_layer`: class accuracy and box errors of every decoder layer of a DETR, through its own heads."""
+"""`detection_by_layer`: class accuracy and box errors of a DETR's decoder layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WEIGHTS = {
     "bbox_loss": "bbox_loss_coefficient",
     "giou_loss": "giou_loss_coefficient",
 }
-# Of quotients in float32.
+# Rounding of quotients in float32.
 BOX_ROUNDING = 1e-6
 SHAPE = "{'class_labels': (objects,) whole numbers, 'boxes': (objects, 4)} for each image"
 
@@ -134,8 +134,6 @@ class AnnotatedImages:
             )
 
     def _add(self, annotations: Any) -> None:
-        if isinstance(annotations, Mapping | str) or not isinstance(annotations, Iterable):
-            raise LayersimError(f"`labels` is {brief(annotations)}; it must be {SHAPE}.")
         for one in annotations:
             self.objects.append(as_objects(one, len(self.objects), self.classes))
 
@@ -178,9 +176,9 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
         )
     if not bool(((boxes >= 0) & (boxes <= 1 + BOX_ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
         raise LayersimError(
-            f"{of} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and "
-            f"a smallest width or height of {float(boxes[:, 2:].min()):.4g}; a box is centre x, centre y, width and height as "
-            "fractions of the image, with width and height above 0."
+            f"{of} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and a smallest width or "
+            f"height of {float(boxes[:, 2:].min()):.4g}. A box is centre x, centre y, width and height as fractions of the "
+            "image, with width and height above 0."
         )
     return Objects(numbers, boxes)
 
@@ -271,7 +269,7 @@ def detection_kernel(
 
 
 def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """What one image adds to the sums of `detection_kernel` at one layer."""
+    """The sums of `detection_kernel` for one image and one layer."""
     queries, found = match(logits, boxes, objects, weights)
     none = logits.shape[-1] - 1
     target = torch.full((len(logits),), none)
@@ -434,7 +432,7 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     source = open_source(model, either_stack=True)
     if not isinstance(source, HookedSource):
         raise LayersimError(
-            f"`model` is {brief(model)}; it must be the Hugging Face model itself, whose heads are called in this process."
+            f"`model` is {brief(model)}; it must be the Hugging Face model itself, because its heads run in this process."
         )
     heads = detection_heads(source.module, source.unembed)
     config: Any = source.module.config
@@ -468,7 +466,7 @@ class _Detection(Analyzer):
     weights: Mapping[str, float]
 
     def check_heads(self, batch: Batch) -> None:
-        """Raise an error if the heads of the last layer do not give the model's own logits and boxes for the first image."""
+        """Compare logits and boxes of the last layer with the model's own, on the first image."""
         row = batch.first_row
         with torch.no_grad():
             ours = self.heads(self.source.collect(row).activations[1:])

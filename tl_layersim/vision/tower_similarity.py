@@ -1,4 +1,4 @@
-"""`tower_similarity`: cosine similarity and CKA between the layers of the vision and the text tower of a CLIP."""
+"""`tower_similarity`: cosine similarity and CKA between the vision layers and the text layers of a CLIP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 
 @result_class
 class TowerSimilarity(Result):
-    """Similarity between the layers of the two towers of a CLIP, and within each tower. All tensors are float64.
+    """Similarity between the layers of a CLIP's two towers, and within each tower. All tensors are float64.
 
     A layer of a tower is one vector for each image or text: its residual at the position that the model reads, through the
     tower's own final norm and projection. Layer 0 is what enters block 0.
@@ -82,7 +82,7 @@ class TowerSimilarity(Result):
         "text_layer",
         label="Cosine similarity",
         title="Cosine similarity between the towers, other pairs",
-        caption="The same between an image and the text of another pair. Only what exceeds these values is due to the pairs.",
+        caption="The same between an image and the text of another pair: the baseline for the cosine of pairs.",
         within=(-1, 1),
     )
     vision: Float64[Tensor, "vision vision"] = axes(
@@ -210,7 +210,7 @@ class TowerComparison(Analyzer):
         )
 
     def _of_cka(self, sums: Sums, run: Run) -> Tensor:
-        """CKA between layers; NaN at a layer whose vectors are equal in all rows, such as [CLS] before the first attention."""
+        """CKA between layers; NaN for layers whose vectors are equal in all rows."""
         found = torch.full_like(sums["matched"], math.nan)
         own = dict(sums.fields)
         if "samples" not in own:
@@ -266,7 +266,7 @@ def _projected(projection: Unembed, x: Tensor, norm: str) -> Tensor:
 
 
 def _symmetric(values: Tensor) -> Tensor:
-    """Cosines within a tower without their rounding: at most 1, and exactly 1 for a layer with itself."""
+    """Cosines within a tower, corrected for rounding: at most 1, and exactly 1 for a layer with itself."""
     return values.clamp(-1, 1).fill_diagonal_(1.0)
 
 
@@ -290,7 +290,7 @@ def tower_similarity(
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> TowerSimilarity:
-    r"""Similarity between every layer of the vision tower and every layer of the text tower of a CLIP, in one pass over pairs.
+    r"""Similarity between every vision layer and every text layer of a CLIP, in one pass over pairs.
 
     An image is read at [CLS], a text at the token that the model reads, for CLIP its end-of-text token. Each layer goes through
     its tower's own final norm and projection, as the last layer does in the model:

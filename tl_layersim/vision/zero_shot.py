@@ -1,4 +1,4 @@
-"""`zero_shot`: zero-shot classification of images by every layer of a CLIP's vision tower, with a prompt for each class."""
+"""`zero_shot`: zero-shot image classification by every layer of a CLIP's vision tower."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Normalise(torch.nn.Module):
 
 
 class ZeroShotClassifier(torch.nn.Module):
-    """The vision tower and projection of a CLIP, and a linear layer whose rows are the vectors of the classes.
+    """Image classifier: a CLIP's vision tower and projection, and a linear layer with one row per class.
 
     Args:
         clip: the model; its modules are shared, not copied.
@@ -93,7 +93,7 @@ class ZeroShotClassifier(torch.nn.Module):
 
 
 class ZeroShotSource(HookedSource):
-    """Source of a zero-shot classifier: reads the residual stream of the vision tower, with the classifier as the lens."""
+    """Source of a zero-shot classifier. It reads the vision tower's residual stream, with the classifier as the lens."""
 
     module: ZeroShotClassifier
 
@@ -128,8 +128,8 @@ def zero_shot(
     """Zero-shot accuracy of every layer of a CLIP's vision tower, with a prompt for each class.
 
     Each layer's [CLS] goes through the vision tower's own final norm and projection; its logits are the cosines with the
-    vectors of the classes, times the model's logit scale. At the last layer these are the model's own logits, and that is
-    checked on a generated image when the classes are read, and on the first row of the images.
+    vectors of the classes, times the model's logit scale. At the last layer these are the model's own logits, which is checked
+    on a generated image and on the first row of the images.
 
     Args:
         clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
@@ -192,7 +192,7 @@ def zero_shot_classifier(
     prompts: Any = None,
     tokenizer: Any = None,
 ) -> ZeroShotClassifier:
-    """The vision tower of a CLIP with class vectors as its head: a classifier that `analyze` takes like any other model.
+    """A classifier for `analyze`: a CLIP's vision tower with class vectors as its head.
 
     A class's vector is the mean of its prompts' vectors of norm 1, divided by its norm, as CLIP's own code computes it. The
     text tower runs once, here. The logits for one prompt are checked against the model's `logits_per_image`.
@@ -302,10 +302,10 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
 
 
 def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: Tensor) -> None:
-    """Raise an error if the logit of one prompt and a random image is not that of the model's own `logits_per_image`.
+    """Compare the logit of one prompt and a random image with the model's own `logits_per_image`.
 
     Raises:
-        LayersimError: they differ by more than rounding.
+        LayersimError: the logits differ by more than rounding.
     """
     alone = ZeroShotClassifier(clip, tower, vector[None], ("",))
     size, first = alone.config.image_size, next(clip.parameters())
@@ -317,6 +317,6 @@ def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: 
         scale = float(clip.logit_scale.double().exp())  # type: ignore[operator]  # a parameter
     if not abs(ours - theirs) <= scale * rounding(first.dtype):
         raise LayersimError(
-            f"`logits_per_image` of {type(clip).__name__} is not the scaled cosine of image and text: it is {theirs:.4g} "
-            f"instead of {ours:.4g} for the first prompt and a generated image."
+            f"`logits_per_image` of {type(clip).__name__} is {theirs:.4g} for the first prompt and a generated image, but the "
+            f"scaled cosine of image and text is {ours:.4g}."
         )
