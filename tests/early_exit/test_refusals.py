@@ -47,17 +47,12 @@ class TestRefusals:
             (tokens, {"do_sample": True, "top_p": 0.0}, "`top_p`.*0.0"),
             (tokens, {"attention_mask": torch.zeros(2, 6)}, "`prompt`"),
             ([], {}, "`prompt`"),
-            ("w3", {"attention_mask": torch.ones(1, 1)}, "`attention_mask`"),
             ("w3", {}, "tokenizer"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.generate(prompt, **options)
-        for given, mask, words in (
-            (torch.randn(2, 3, 8, 8), None, "`tokens`.*2, 3, 8, 8"),
-            (tokens, torch.zeros(2, 6), "`attention_mask`"),
-        ):
-            with pytest.raises(lsim.LayersimError, match=words):
-                early.logits(given, mask)
+        with pytest.raises(lsim.LayersimError, match=r"`tokens`.*2, 3, 8, 8"):
+            early.logits(torch.randn(2, 3, 8, 8))
 
     def test_images_of_another_size(self):
         with pytest.raises(lsim.LayersimError, match=r"ViT.*pixel_values"):
@@ -78,9 +73,8 @@ class TestRefusals:
 
     def test_classifiers_do_not_generate(self):
         for model in (vit(), bert()):
-            with pytest.raises(lsim.LayersimError, match=f"{type(model).__name__} .*classifier") as caught:
+            with pytest.raises(lsim.LayersimError, match=f"{type(model).__name__} .*`model`"):
                 EarlyExit(model, at=(0,)).generate(random_tokens(2, 6))
-            assert "peft" not in str(caught.value)
 
     def test_models(self):
         model = tiny_llama(3)
@@ -88,10 +82,6 @@ class TestRefusals:
             EarlyExit(model.model)
         with pytest.raises(lsim.LayersimError, match="`model` is 'gpt2'"):
             EarlyExit("gpt2")
-        # Weights that accelerate keeps elsewhere.
-        spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
-        with pytest.raises(lsim.LayersimError, match=r"`model`.*meta.*device_map="):
-            EarlyExit(spread_out)
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(0, 0), adapter="identity").model
         with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):
             EarlyExit(stitched)

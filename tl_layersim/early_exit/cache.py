@@ -78,10 +78,9 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         columns.put(self.values, value_states, 2)
         return columns.take(self.keys, axis=2), columns.take(self.values, axis=2)
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these rows of the cache."""
+    def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
-            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+            self.keys, self.values = self.keys.index_select(0, indices), self.values.index_select(0, indices)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of columns that the pass attends to, and the index of the first one."""
@@ -118,9 +117,4 @@ class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows of the cache."""
         self.rows = len(rows)
-        for layer in self.layers:
-            layer.keep(rows)
-
-    def room_for(self, x: Tensor) -> Tensor:
-        """Zeros `row column d_model` for all rows and columns of the cache, with the dtype and device of residuals `x`."""
-        return torch.zeros(self.rows, self.room, x.shape[-1], dtype=x.dtype, device=x.device)
+        self.batch_select_indices(rows)

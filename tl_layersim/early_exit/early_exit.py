@@ -26,7 +26,7 @@ from ..lens.exit_heads import ExitHeads, as_heads
 from ..sources.forward_arguments import no_cache, refusing_failed_forward
 from ..sources.open_local import OpenedModel
 from .exit_costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
-from .exit_decisions import ExitCheck, ExitLens, shortlist_ids
+from .exit_decisions import ExitCheck, ExitLens, Shortlist, shortlist_ids
 from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows
 from .rules import EXIT_RULES, MaxProbRule
 from .segments import FullSequence
@@ -135,7 +135,7 @@ class EarlyExit:
         rule: str = "max-prob",
         curve: ExitCurveResult | None = None,
         costs: ExitCosts | None = None,
-        shortlist: Any = None,
+        shortlist: Shortlist | None = None,
         heads: ExitHeads | str | os.PathLike[str] | None = None,
     ) -> None:
         rule_class = EXIT_RULES.named(rule)
@@ -314,13 +314,10 @@ class EarlyExit:
         """
         model = self.split_model.model
         if not self.generates:
-            if model.head is not None and model.head.classifies:
-                reason = "it is a classifier"
-            elif self.causal:
-                reason = "its forward takes no past_key_values (adapters of peft are merged first: model.merge_and_unload())"
-            else:
-                reason = "it is no causal language model"
-            raise LayersimError(f"{model.name} cannot generate: {reason}. Use EarlyExit.logits.")
+            raise LayersimError(
+                f"{model.name} cannot generate with early exit; `model` must be a causal language model whose forward takes "
+                "past_key_values. Use EarlyExit.logits."
+            )
         tokenizer = with_tokenizer(model, tokenizer).tokenizer
         return tokenizer, prompt_rows(prompt, attention_mask, model, tokenizer, max_new_tokens)
 
@@ -355,11 +352,13 @@ class EarlyExit:
         """
         tokenizer, (tokens, attended) = self._prompts(prompts, None, tokenizer, max_new_tokens)
         split_model, count, stop = self.split_model, len(tokens), end_ids(self.model)
-        # Keys and values of the rows of one layer in all blocks, where neither is wider than the residual.
+        blocks, room = len(split_model.blocks), tokens.shape[1] + max_new_tokens
+        # Bytes of keys and values for one layer's rows. They are rarely wider than the residual.
         width, size = split_model.model.d_model or 4096, next(split_model.module.parameters()).element_size()
-        room = 2 * len(split_model.blocks) * count * (tokens.shape[1] + max_new_tokens) * width * size
+        together = max(1, KEYS_AND_VALUES_BYTES // (2 * blocks * count * room * width * size))
         out = []
-        for group in layer_groups(len(split_model.blocks), room):
+        for start in range(1, blocks + 1, together):
+            group = range(start, min(start + together, blocks + 1))
             copies = len(group)
             check = ExitCheck(self.lens, torch.tensor(group).repeat_interleave(count))
             sampler = TokenSampler(True, 1.0, top_p, seed, count, copies)
@@ -392,16 +391,12 @@ class EarlyExit:
         self._refuse_changed_head()
         split_model, model, reads = self.split_model, self.split_model.model, self.unembed.reads
         pixels, mask = reads_pixels(split_model), None if attention_mask is None else as_mask(attention_mask)
-        if pixels and mask is not None:
-            raise LayersimError("`attention_mask` cannot be given for a model of images.")
         if tokens.is_floating_point() != pixels or not tokens.numel():
             takes = "images `batch channel height width`" if pixels else "token ids `batch pos`"
             raise LayersimError(f"`tokens` is {brief(tokens)}; {model.name} takes one or more {takes}.")
         longest = tokens.shape[1] if mask is None else int(mask.sum(1).max())
         if not pixels and model.context and longest > model.context:
             raise LayersimError(f"`tokens` has {tokens.shape[1]} positions; the context of {model.name} has {model.context}.")
-        if mask is not None and not bool(mask.any(1).all()):
-            raise LayersimError("`attention_mask` has a row without a token.")
         inputs = {"pixel_values" if pixels else "input_ids": tokens.to(split_model.device)}
         attended = None if mask is None else mask.to(split_model.device)
         if attended is not None:
@@ -415,21 +410,6 @@ class EarlyExit:
         if reads != "every":
             logits, exits = logits[positions], exits[positions.cpu()]
         return ExitLogits(logits, exits, blocks, passes.block_tokens, passes.tokens * blocks, check.checked)
-
-
-def layer_groups(blocks: int, cache_bytes: int) -> list[range]:
-    """Split the layers, counted from 1, into groups. The layers of a group generate text in one batch.
-
-    Args:
-        blocks: number of blocks.
-        cache_bytes: keys and values of the rows of one layer.
-
-    Examples:
-        >>> layer_groups(5, KEYS_AND_VALUES_BYTES // 2)
-        [range(1, 3), range(3, 5), range(5, 6)]
-    """
-    size = min(blocks, max(1, KEYS_AND_VALUES_BYTES // max(1, cache_bytes)))
-    return [range(start, min(start + size, blocks + 1)) for start in range(1, blocks + 1, size)]
 
 
 @typed

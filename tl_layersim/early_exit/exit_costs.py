@@ -14,13 +14,10 @@ from ..analyzers.exit_curve import ExitCurveResult
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError
 from ..sources.partial_forward import LocalSplitModel
-from .exit_decisions import ExitCheck, ExitLens, shortlist_ids
+from .exit_decisions import ExitCheck, ExitLens, Shortlist, shortlist_ids
 from .rules import EXIT_RULES, ExitRule
 from .segments import Decoding
 from .supported_models import open_for_early_exit, synthetic_inputs
-
-# The fastest of fewer runs may be slow.
-FEWEST_REPEATS = 3
 
 
 @typed
@@ -64,9 +61,9 @@ class ExitCosts:
         *,
         batch: PositiveInt = 1,
         rule: str = "max-prob",
-        shortlist: Any = None,
-        context: int = 64,
-        repeats: int = 15,
+        shortlist: Shortlist | None = None,
+        context: PositiveInt = 64,
+        repeats: PositiveInt = 15,
     ) -> ExitCosts:
         """Measure the costs in seconds on this machine, by timing decoding steps.
 
@@ -83,11 +80,6 @@ class ExitCosts:
         ids = shortlist_ids(shortlist, rule_class, split_model, unembed)
         blocks = len(split_model.blocks)
         limit = (split_model.model.context or 1 << 20) - repeats - 2
-        if blocks < 2 or repeats < FEWEST_REPEATS or limit < 1:
-            raise LayersimError(
-                f"`model` has {blocks} blocks and a context of {split_model.model.context}, and `repeats` is {repeats}; at "
-                f"least 2 blocks, {FEWEST_REPEATS} repeats and a context of `repeats` + 3 are needed."
-            )
         never = rule_class(rule_class.unreachable, ids)
         check = TimedCheck(ExitLens(unembed, blocks), never)
         with split_model.evaluating(), torch.no_grad():

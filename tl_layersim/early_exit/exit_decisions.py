@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import SupportsIndex, TypeAlias
 
+import numpy as np
 import torch
+from jaxtyping import Integer
 from torch import Tensor
 
 from ..architectures.unembed import LayerHeads, Unembed
@@ -14,6 +17,8 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..sources.partial_forward import LocalSplitModel
 from .rules import CheckedTokens, ExitRule
+
+Shortlist: TypeAlias = Sequence[SupportsIndex] | Integer[Tensor, " token"] | np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +138,9 @@ class ExitCheck:
         return lens.unembed.finish(torch.nn.functional.linear(read, weight, bias))
 
 
-def shortlist_ids(shortlist: Any, rule: type[ExitRule], split_model: LocalSplitModel, unembed: Unembed) -> Tensor | None:
+def shortlist_ids(
+    shortlist: Shortlist | None, rule: type[ExitRule], split_model: LocalSplitModel, unembed: Unembed
+) -> Tensor | None:
     """The token ids of a shortlist; None without one.
 
     Raises:
@@ -146,15 +153,8 @@ def shortlist_ids(shortlist: Any, rule: type[ExitRule], split_model: LocalSplitM
             f"`shortlist` cannot be used with rule={rule.name!r} and the head {split_model.source.model.head}: it needs a rule "
             "that reads logits, and a head that is one linear layer."
         )
-    try:
-        ids = torch.as_tensor(shortlist).detach().cpu()
-    except (RuntimeError, TypeError, ValueError):
-        ids = torch.zeros(0)
-    vocabulary = unembed.linear.out_features
-    valid = (
-        ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and len(set(ids.tolist())) == len(ids) >= 2
-    )
-    if not valid or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    ids, vocabulary = torch.as_tensor(shortlist).cpu(), unembed.linear.out_features
+    if not len(ids.unique()) == len(ids) >= 2 or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise LayersimError(
             f"`shortlist` is {brief(shortlist)}; it must be two or more distinct token ids from 0 to {vocabulary - 1}."
         )

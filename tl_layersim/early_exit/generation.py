@@ -201,7 +201,7 @@ def prompt_rows(
     if isinstance(prompt, Tensor):
         tokens, attention = _rows_of_ids(prompt, attention_mask, replace(model, tokenizer=tokenizer))
     else:
-        tokens, attention = _rows_of_texts(prompt, attention_mask, model, tokenizer)
+        tokens, attention = _rows_of_texts(prompt, model, tokenizer)
     lengths = attention.sum(1)
     if not len(lengths) or int(lengths.min()) == 0:
         raise LayersimError("`prompt` has a row without a token.")
@@ -234,11 +234,9 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
     return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else as_mask(mask).to(tokens.device)
 
 
-def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
+def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompts that are texts, tokenised as in `analyze`."""
     texts = [prompt] if isinstance(prompt, str) else prompt
-    if mask is not None:
-        raise LayersimError("`attention_mask` is given, but `prompt` is text. Leave it out, or pass token ids.")
     # Without its head the texts are not cut: one that exceeds the context is refused below.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
     length = model.context or 1 << 20

@@ -224,7 +224,8 @@ class Decoding(Segments):
             # All rows continue with the tokens of this pass, so the pass itself goes on.
             return True
         pending = self.pending[number + 1]
-        pending = self.cache.room_for(hidden) if pending is None else pending
+        if pending is None:
+            pending = hidden.new_zeros(self.cache.rows, self.cache.room, hidden.shape[-1])
         self.pending[number + 1] = pending
         columns.put(pending, hidden)
         self.rows = continuing

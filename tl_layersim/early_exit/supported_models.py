@@ -54,11 +54,6 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
             f"{source.model.name} has no known head, so its layers give no logits. Load it by "
             f"{CLASSES_WITH_HEAD}, or open_model(model, unembed=[final norm, head])."
         )
-    devices = {str(p.device) for p in model.parameters()}
-    if len(devices) > 1 or "meta" in devices:
-        raise LayersimError(
-            f"`model` has weights on {', '.join(sorted(devices))}; they must be on one device. Load it without device_map=."
-        )
     if source.model.stream == "unknown":
         with split_model.evaluating(), torch.no_grad(), source.settling():
             split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model.module))
@@ -80,11 +75,7 @@ def reads_pixels(split_model: LocalSplitModel) -> bool:
 
 
 def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
-    """Random inputs, the same at each call: token ids `row pos`, or images `row channel height width`.
-
-    Raises:
-        LayersimError: the model reads images whose size its configuration does not contain.
-    """
+    """Random inputs, the same at each call: token ids `row pos`, or images `row channel height width`."""
     generator = torch.Generator().manual_seed(0)
     config = split_model.module.config
     if not reads_pixels(split_model):
@@ -97,13 +88,9 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         # The decoder of an encoder-decoder has tokens of its own.
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if encoder_and_decoder(split_model.module) else {})
     config = getattr(config, "vision_config", config)
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if not isinstance(channels, int) or not isinstance(size, int | list | tuple):
-        raise LayersimError(
-            f"`model` reads images of unknown size: image_size={size} and num_channels={channels} in its configuration."
-        )
+    size = config.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    pixels = torch.randn(rows, channels, height, width, generator=generator)
+    pixels = torch.randn(rows, config.num_channels, height, width, generator=generator)
     return {"pixel_values": pixels.to(device=split_model.device, dtype=next(split_model.module.parameters()).dtype)}
 
 

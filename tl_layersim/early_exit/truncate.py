@@ -12,7 +12,6 @@ import torch
 from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
 from ..architectures.unembed import rounding
 from ..core.arguments import PositiveInt, typed
-from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import replacing_model
 from ..sources.identity import refuse_quantised
@@ -60,17 +59,11 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
     if not hasattr(type(model), "_from_config"):
         raise not_hugging_face(model)
     split_model, unembed = open_for_early_exit(opened, either_stack=True)
-    again = "truncate(..., save_to=folder) on the model loaded without {0}, and load that folder with {0}"
     refuse_quantised(
         model,
         "`model` has quantised weights, which cannot be copied into a shorter model",
-        do=again.format("quantization_config="),
+        do="truncate(..., save_to=folder) on the model without quantization_config=, and load that folder with it",
     )
-    if peers := weight_peers(model):
-        raise LayersimError(
-            f"`model` is sharded over ranks {sorted(peers)}; a truncated copy needs whole weights. Use "
-            f"{again.format('tp_plan=')}."
-        )
     blocks = len(split_model.blocks)
     if n_layers > blocks:
         raise LayersimError(f"`n_layers` is {n_layers}; {split_model.model.name} has {blocks} blocks.")

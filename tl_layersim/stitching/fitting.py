@@ -1,6 +1,6 @@
 """Fitting of adapters: by least squares, by gradient descent on the back model's loss, or by both in turn.
 
-`own_moments` and `cross_moments` are sent to NDIF servers as source, so they need torch and the standard library alone.
+`cross_moments` is sent to NDIF servers as source, so it needs torch and the standard library alone.
 """
 
 from __future__ import annotations
@@ -68,24 +68,12 @@ class Progress:
 
 
 def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Snapshot]:
-    """The states of the stitches in a checkpoint file. Raises an error if a note or a tensor is missing or malformed."""
+    """The states of the stitches in a checkpoint file."""
     states = dict[str, Snapshot]()
     for key, note in header["stitches"].items():
         own = {name.removeprefix(f"{key}/"): x for name, x in tensors.items() if name.startswith(f"{key}/")}
-        if type(note["done"]) is not bool:
-            raise TypeError(f"done is {note['done']!r}")
-        start_of_state(note, own)
-        missing = {*JUDGED, "curve"} - own.keys() if note["done"] else {"curve"} - own.keys()
-        if missing or not isinstance(note["explained"], float) or not isinstance(note["stopped"], int):
-            raise ValueError(f"{key} lacks {', '.join(missing) or 'a number'}")
         states[key] = note, own
     return states
-
-
-def start_of_state(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
-    """The adapter in the state of a stitch: the fitted adapter if the stitch is finished, else the initial one."""
-    prefix = "" if note["done"] else "start "
-    return Adapter(note["kind"], tensors.get(f"{prefix}weight"), tensors.get(f"{prefix}bias"))
 
 
 Features = Callable[[Tensor], Tensor]
@@ -191,10 +179,6 @@ class StitchTraining:
     clip: Limit = 1.0
     relative: bool = True
     seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        if self.warmup is not None and self.warmup >= self.steps:
-            raise LayersimError(f"`warmup` is {self.warmup}; it must be below `steps`, {self.steps}.")
 
     @classmethod
     def paper(cls) -> StitchTraining:

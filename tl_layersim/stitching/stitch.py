@@ -41,18 +41,9 @@ from ..sources.partial_forward import LocalSplitModel, SplitModel
 from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
-from .fitting import JUDGED, Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of, start_of_state
+from .fitting import JUDGED, Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
 from .stitch_results import StitchGrid, StitchResult, over_batches
 from .stitched_model import StitchedModel
-
-
-def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
-    """The kind of the argument `adapter`.
-
-    Raises:
-        LayersimError: the argument is not the name of a kind.
-    """
-    return adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
 
 
 class StitchExperiment:
@@ -130,19 +121,17 @@ class StitchExperiment:
             LayersimError: the arguments contradict one another.
         """
         self.given = adapter if isinstance(adapter, Adapter) else None
-        self.kind = kind_of_adapter(adapter)
-        fitted = self.given is None and self.kind.has_weight
-        if not fitted and (fit is not None or training is not None or ridge):
-            raise LayersimError(
-                "`fit`, `training` and `ridge` do not apply to "
-                f"{f'adapter={self.kind.name!r}' if self.given is None else 'a finished adapter'}, which is not fitted."
-            )
-        chosen = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
-        if fitted and training is not None and "sgd" not in chosen:
-            raise LayersimError(f"`training` is for gradient descent, but `fit` is {chosen!r}; use 'sgd' or 'lstsq+sgd'.")
-        if ridge and "lstsq" not in chosen:
-            raise LayersimError(f"`ridge` regularises least squares, but `fit` is {chosen!r}; use 'lstsq' or 'lstsq+sgd'.")
-        self.fit, self.training, self.ridge = chosen if fitted else "", training or StitchTraining(), float(ridge)
+        self.kind: AdapterKind = (
+            adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
+        )
+        self.fit, self.training, self.ridge = "", training or StitchTraining(), float(ridge)
+        if self.given is None and self.kind.has_weight:
+            self.fit = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
+        elif fit is not None:
+            raise LayersimError(f"`fit` is {fit!r}, but `adapter` is {brief(adapter)}, which is not fitted.")
+        for name, given, method in (("training", training is not None, "sgd"), ("ridge", ridge, "lstsq")):
+            if given and method not in self.fit:
+                raise LayersimError(f"`{name}` has no effect with adapter={brief(adapter)} and fit={self.fit!r}.")
 
     def _refuse(self, front: SplitModel, back: SplitModel) -> None:
         """Raise an error if this adapter and fit cannot join two models.
@@ -150,16 +139,13 @@ class StitchExperiment:
         Raises:
             LayersimError: the widths, the dtype or the sandbox of a server does not allow it.
         """
-        lower, upper, weight = front.model, back.model, None if self.given is None else self.given.weight
+        lower, upper = front.model, back.model
         widths = (lower.d_model, upper.d_model)
         if not self.kind.has_weight and None not in widths and widths[0] != widths[1]:
             raise LayersimError(
                 f"`adapter` is {self.kind.name!r}, which needs residual streams of equal width; {lower.name} has width "
                 f"{widths[0]} and {upper.name} {widths[1]}."
             )
-        shape = None if weight is None else tuple(reversed(weight.shape))
-        if shape is not None and None not in widths and shape != widths:
-            raise LayersimError(f"`adapter` maps width {shape[0]} to {shape[1]}; the models need {widths[0]} to {widths[1]}.")
         known = "unknown" not in (lower.stream, upper.stream)
         if not self.kind.has_weight and known and lower.basis != upper.basis:
             warn(
@@ -279,7 +265,9 @@ class StitchExperiment:
             with progress.saved_on_interrupt():
                 adapter, explained = self._start(back, layer, acts)
         else:
-            adapter, explained = start_of_state(*state), state[0]["explained"]
+            note, tensors = state
+            adapter = Adapter(note["kind"], tensors.get("start weight"), tensors.get("start bias"))
+            explained = note["explained"]
         curve, stopped = list[float](), -1
         if "sgd" in self.fit:
             targets = [answers(batch, self.labels, back.model) for batch in acts.batches]
@@ -397,10 +385,8 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         layers: see `stitch_grid`.
 
     Raises:
-        LayersimError: there are no models, or the lists do not fit them or name a stitch point twice.
+        LayersimError: the lists do not fit the models.
     """
-    if not models:
-        raise LayersimError("`models` is empty; it must hold a model.")
     if layers is None:
         layers = {name: each.model.layers[1:] for name, each in models.items()}
     by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
@@ -409,11 +395,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         raise LayersimError(
             f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of the same length."
         )
-    points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
-    together = list(zip(*points.values(), strict=True))
-    if len(set(together)) < len(together):
-        raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
-    return points
+    return {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
 
 
 @typed
@@ -479,8 +461,6 @@ def stitch(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    # A name that no kind has is refused before models are opened.
-    kind_of_adapter(adapter)
     opened = OpenedModel.of(front), OpenedModel.of(back)
     lower, upper = (open_split_model(each) for each in opened)
     numbers = (point_number(lower.model, at[0], "at"), point_number(upper.model, at[1], "at"))
@@ -563,7 +543,6 @@ def stitch_grid(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    kind_of_adapter(adapter)
     names, groups_of_models = tuple(models), () if groups is None else group_labels(groups, tuple(models))
     opened = {name: OpenedModel.of(model) for name, model in models.items()}
     split = {name: open_split_model(each) for name, each in opened.items()}

@@ -79,9 +79,6 @@ class StitchedModel(nn.Module):
         Returns:
             Token ids with the prompt; for a text a text, or a list of texts if several are sampled.
 
-        Raises:
-            LayersimError: the back cannot generate.
-
         Examples:
             >>> import tl_layersim as lsim
             >>> model = lsim.demo_model()
@@ -89,19 +86,12 @@ class StitchedModel(nn.Module):
             >>> same.model.generate("Once upon a", max_new_tokens=4, do_sample=False)
             'Once upon a time, there was'
         """
-        generate = getattr(self.back, "generate", None)
-        # HookedTransformer generates from embeddings, which no front can read.
-        if generate is None or type(self.back).__name__ == "HookedTransformer":
-            raise LayersimError(
-                f"{self._split_models[1].model.name} is a {type(self.back).__name__}, which cannot generate; stitched(tokens) "
-                "gives logits."
-            )
         ids = self._ids(prompt) if isinstance(prompt, str) else prompt
         cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
         if cache == "use_past_kv_cache":
             options = {"verbose": False, "return_type": "tokens"} | options
         with torch.no_grad(), self._joined():
-            out = generate(ids.to(self._split_models[1].device), **self._without_cache(options), **{cache: False})
+            out = self.back.generate(ids.to(self._split_models[1].device), **self._without_cache(options), **{cache: False})
         if not isinstance(prompt, str):
             return out
         texts: list[str] = self.tokenizer.batch_decode(out, skip_special_tokens=True)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -39,11 +38,9 @@ from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.source import refuse_inference_weights
-from ..stitching.stitched_model import StitchedModel
 from .losses import Weights, layer_weights, positions_with_targets
 from .residual_stream import no_known_head, refuse_float16
-from .settings import curve_of, open_training_file
-from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
+from .training_data import TrainingData, open_training_data, open_training_file, record_of_training, rows_in_words
 
 
 @result_class
@@ -212,13 +209,9 @@ class AdapterSteps(TrainingSteps):
         self._unembed, self._schedule, self._frozen = source.lens, RequestSchedule(None), ShippedSource()
         self._shuffle = Shuffle(len(self.training_data), seed)
 
-    def restore(self, file: ResumableFile) -> None:
-        """Load the training state that the file holds.
-
-        Raises:
-            LayersimError: the file is damaged, or belongs to another run.
-        """
-        self.state = file.resume(self._state_of) or self.state
+    def restore(self, _notes: Mapping[str, Any], tensors: Parts) -> None:
+        """Load the state that `snapshot` returned."""
+        self.state = {name: tensors[name] for name in self.start}, list(tensors["curve"])
 
     @property
     def step(self) -> int:
@@ -251,7 +244,7 @@ class AdapterSteps(TrainingSteps):
 
     def snapshot(self) -> Snapshot | None:
         parts, curve = self.state
-        return ({"step": self.step}, parts | {"curve": torch.stack(curve)}) if curve else None
+        return ({}, parts | {"curve": torch.stack(curve)}) if curve else None
 
     def evaluate(self, parts: Parts) -> Tensor:
         """Held-out loss of each layer with the adapters, `layer`, in nats."""
@@ -326,15 +319,6 @@ class AdapterSteps(TrainingSteps):
         size = self.batch_size
         rows = [self._shuffle.row(place) for place in range(step * size, (step + 1) * size)]
         return self._item(self.training_data, rows, step + 1, self.lr * (self.steps - step) / self.steps)
-
-    def _state_of(self, notes: Mapping[str, Any], tensors: Parts) -> tuple[Parts, list[Tensor]]:
-        """The training state in a file. Raises an error if its tensors do not have the shapes of the initial state."""
-        steps, start = len(curve_of(notes, tensors)), self.start
-        parts = {name: tensors[name] for name in start}
-        wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
-        if wrong or tensors["curve"].shape != (steps, len(self.weights)):
-            raise ValueError(f"other shapes of {', '.join(wrong) or 'curve'}")
-        return parts, list(tensors["curve"])
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
@@ -434,17 +418,14 @@ def train_adapters(
     refuse_unwritable(checkpoint, "checkpoint")
     data, opened = Data.of(data), OpenedModel.of(model)
     if not isinstance(opened.model, NNsightSource) and not is_nnsight(opened.model):
-        stitched = isinstance(opened.model, StitchedModel)
-        instead = "the nnsight model of its back" if stitched else "nnsight.NNsight(model) or finetune_aligned"
         raise LayersimError(
-            f"`model` is {type(opened.model).__name__}; adapters are trained in an nnsight model. Use {instead}."
+            f"`model` is a {type(opened.model).__name__}; it must be an nnsight model. Use nnsight.NNsight(model) or "
+            "finetune_aligned."
         )
     source = open_source(opened)
     assert isinstance(source, NNsightSource)
     known = with_tokenizer(source.model, data.tokenizer)
     _refuse_untrainable(known)
-    if known.d_model is not None and rank > known.d_model:
-        raise LayersimError(f"`rank` is {rank}; the residual stream of {known.name} has {known.d_model} dimensions.")
     refuse_inference_weights(source.module)
     outputs = known.layers[1:]
     blocks = list(range(len(outputs))) if at is None else sorted(block_numbers(at, outputs, "at"))
@@ -452,18 +433,11 @@ def train_adapters(
     rows = open_training_data(data, eval_data, labels, known, source.module, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": opened.layers, "unembed": opened.unembed}
-    identity = {
-        "model": () if checkpoint is None else known.identity("checkpoint"),
-        "task": options | {"seed": seed, "batch_size": data.batch_size},
-        "pad": known.tokenizer.pad_token_id if known.tokenizer is not None else None,
-        "version": version("tl_layersim"),
-        "trained_on": rows[0].digest,
-        "judged_on": rows[1].digest,
-    }
-    file, began = open_training_file(checkpoint, identity), time.perf_counter()
+    file = open_training_file(checkpoint, known, rows, options | {"seed": seed})
+    began = time.perf_counter()
     start = _start(known, len(blocks), rank, seed)
     training = AdapterSteps(source, rows, blocks, weights_by_layer, start, steps, float(lr), seed)
-    training.restore(file)
+    file.resume(training.restore)
     if isinstance(source, RemoteSource):
         _report_traffic(training, source.offer.server)
     fields = _trained(training, file)
@@ -489,10 +463,6 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
         need_stream(source.model, "Aligned training")
         check_lens(source, row)
         before = training.evaluate(training.start)
-        if not bool(before.isfinite().all()):
-            raise LayersimError(
-                f"The losses of {source.model.name} in {source.model.dtype} are not finite before the training."
-            )
         run_steps(training, file)
         save_state(training, file)
         learnt, curves = training.state[0], torch.stack(training.state[1])

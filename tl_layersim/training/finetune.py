@@ -25,9 +25,8 @@ from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable, refuse_unwritable_folder, replacing_model
 from ..core.result_declarations import result_class
 from ..core.results import Result, axes
-from ..core.resumable_file import ResumableFile, Snapshot
+from ..core.resumable_file import Snapshot
 from ..core.training_loop import Descent, Shuffle, run_steps, save_state
-from ..core.wording import brief
 from ..data.data import Data
 from ..data.labels import NO_LABEL
 from ..engine.run_arguments import with_tokenizer
@@ -38,8 +37,8 @@ from ..sources.open_local import OpenedModel
 from .losses import refuse_other_labels
 from .objectives import OBJECTIVES, Objective
 from .residual_stream import open_residual_stream, refuse_float16
-from .settings import AlignedTraining, curve_of, open_training_file
-from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
+from .settings import AlignedTraining
+from .training_data import TrainingData, open_training_data, open_training_file, record_of_training, rows_in_words
 
 # Steps whose mean loss the progress bar shows.
 RECENT = 25
@@ -90,16 +89,6 @@ class FineTuning(Descent):
         self._shuffle = Shuffle(len(self.training_data), settings.seed)
         self._bar: Any = None
 
-    def run(self, file: ResumableFile) -> None:
-        """Train to the last step, from the saved state if the file has one.
-
-        Raises:
-            LayersimError: a loss is not finite, or the file belongs to another run.
-        """
-        file.resume(self._restore)
-        run_steps(self, file)
-        save_state(self, file)
-
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
         self._bar = bar
@@ -147,14 +136,13 @@ class FineTuning(Descent):
             return None
         curve = {"curve": torch.tensor(self.curve, dtype=torch.float64)}
         looks = {f"look/{step}": sums for step, sums in self.evaluations.items()}
-        return {"step": self.step}, self.tensors() | curve | looks
+        return {}, self.tensors() | curve | looks
 
-    def _restore(self, notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore(self, _notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
         """Load the state that `snapshot` returned."""
-        curve = curve_of(notes, tensors)
         self.load(tensors)
         looks = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
-        self.curve, self.evaluations = curve, dict(sorted(looks.items()))
+        self.curve, self.evaluations = tensors["curve"].tolist(), dict(sorted(looks.items()))
 
     def _refuse_not_finite(self, what: str) -> None:
         self.consistent = False
@@ -333,15 +321,9 @@ def finetune_aligned(
     if training.save_to is not None:
         folder = Path(training.save_to).resolve()
         refuse_unwritable_folder(folder if folder.exists() else folder.parent, "save_to")
-        if hasattr(model, "peft_config"):
-            raise LayersimError(
-                "`save_to` would write the adapters of this model without its weights. Merge them first: "
-                "model.merge_and_unload()."
-            )
         if not isinstance(model, PreTrainedModel):
             raise LayersimError(
-                f"`model` is {type(model).__name__}; `save_to` writes only Hugging Face models. Leave `save_to` out, and save "
-                "model.state_dict()."
+                f"`model` is a {type(model).__name__}; `save_to` needs a Hugging Face model. Save model.state_dict() instead."
             )
     # A model with adapters of its own trains these.
     if isinstance(model, torch.nn.Module) and (training.lora is not None or not hasattr(model, "peft_config")):
@@ -360,7 +342,6 @@ def finetune_aligned(
         refuse_float16(known)
         # Of the weights before the training.
         known = replace(known, weights=known.weights_hash)
-        own = () if checkpoint is None else known.identity("checkpoint")
         finish = stack.enter_context(_with_lora(model, training))
         if training.gradient_checkpointing:
             if not model.is_gradient_checkpointing:
@@ -379,20 +360,14 @@ def finetune_aligned(
         # Rows held out of `data` have its range.
         refuse_other_labels(torch.tensor(rows[1].label_range), classes, " of `eval_data`")
         objective = OBJECTIVES.named(training.objective)(stream, training)
-        identity = {
-            "model": own,
-            "blocks": opened.layers,
-            "unembed": opened.unembed,
-            "training": training.options(),
-            "batch_size": data.batch_size,
-            "pad": described.tokenizer.pad_token_id if described.tokenizer is not None else None,
-            "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
-            "data": rows[0].digest,
-            "judged": rows[1].digest,
-        }
         tuning = FineTuning(objective, rows, training, data.batch_size)
         trained = sum(parameter.numel() for parameter in tuning.parameters.values())
-        tuning.run(open_training_file(checkpoint, identity))
+        learns = hashlib.sha256(" ".join(sorted(tuning.parameters)).encode()).hexdigest()
+        settings = training.options() | {"blocks": opened.layers, "unembed": opened.unembed, "learns": learns}
+        file = open_training_file(checkpoint, described, rows, settings)
+        file.resume(tuning.restore)
+        run_steps(tuning, file)
+        save_state(tuning, file)
         finish()
     heads = objective.exit_heads()
     if training.save_to is not None and tuning.accelerator.is_main_process:
@@ -418,17 +393,12 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
     if training.lora is None:
         yield lambda: None
         return
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
     if hasattr(model, "peft_config"):
         raise LayersimError(
             "`lora` cannot be combined with a model that has adapters already; without `lora`, the adapters of the model are "
             "trained."
-        )
-    if not isinstance(training.lora, PeftConfig) or not isinstance(model, PreTrainedModel):
-        raise LayersimError(
-            f"`lora` is {brief(training.lora)} and `model` {type(model).__name__}; they must be a peft.LoraConfig and a "
-            "Hugging Face model."
         )
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng():

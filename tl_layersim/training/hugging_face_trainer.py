@@ -144,7 +144,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return samples, known
         if self._shift is None:
             self._shift = self._own_shift(self._batch(self._prepare_inputs(samples[0])))
-        count = torch.stack([(_cut(s["labels"]) if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
+        count = torch.stack([(s["labels"][:, 1:] if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.gather(count.to(device)).sum()
         return samples, count.to(device)
@@ -183,9 +183,4 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 def shifted(labels: Tensor) -> Tensor:
     """Shift labels `batch pos` to targets: a position's target is the next position's label; the last position has none."""
-    return torch.cat([_cut(labels), torch.full_like(labels[:, :1], NO_LABEL)], 1)
-
-
-def _cut(labels: Tensor) -> Tensor:
-    """Labels without the first one of each row, which is no position's target."""
-    return labels[:, 1:]
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], NO_LABEL)], 1)

@@ -394,9 +394,6 @@ def evaluate_layers(
     targets = usual_labels(labels, [(model, opened.model) for model, opened in zip(pair, models, strict=True)], data.source)
     thresholds = tuple(sorted({*THRESHOLDS, float(threshold)}))
     own = [as_heads(one) for one in heads]
-    for one, model in zip(own, pair, strict=True):
-        if one is not None:
-            one.check(model)
     reports, norms = [], ["final" if one is None else one.norm for one in own]
     for opened, one, norm in zip(models, own, norms, strict=True):
         analyzers: list[Analyzer] = [

@@ -109,7 +109,7 @@ class _Summed(torch.autograd.Function):
         d_x = torch.empty_like(x) if for_x else None
         d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         d_bias = torch.zeros_like(weight[:, 0], dtype=wide) if for_bias else None
-        for rows in chunks(len(x), rows_at_once(len(weight))):
+        for rows in chunks(len(x), len(weight)):
             z = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
             if d_x is None and d_weight is None:
                 total += (cross_entropy(z, targets[rows]).to(total) * weights[rows]).sum()
@@ -161,8 +161,8 @@ def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head
         return weighted
 
     with torch.no_grad():
-        size = rows_at_once(logits_at(unembed, x[:1], head).shape[-1])
-    parts = (checkpoint(loss, x[at], targets[at], weights[at], use_reentrant=False) for at in chunks(len(x), size))
+        vocabulary = logits_at(unembed, x[:1], head).shape[-1]
+    parts = (checkpoint(loss, x[at], targets[at], weights[at], use_reentrant=False) for at in chunks(len(x), vocabulary))
     return torch.stack(list(parts)).sum()
 
 
@@ -184,14 +184,10 @@ def refuse_other_labels(targets: Tensor, vocabulary: int, of: str = "") -> None:
         )
 
 
-def chunks(count: int, size: int) -> Iterator[slice]:
-    """Slices that split `count` rows into chunks of at most `size` rows."""
+def chunks(count: int, vocabulary: int) -> Iterator[slice]:
+    """Slices that split `count` tokens into chunks of at most `LOGITS` logits each."""
+    size = max(1, LOGITS // vocabulary)
     return (slice(start, start + size) for start in range(0, count, size))
-
-
-def rows_at_once(width: int) -> int:
-    """Number of tokens in a chunk, for logits `token width`."""
-    return max(1, LOGITS // width)
 
 
 def logits_at(unembed: Unembed, x: Tensor, head: nn.Linear | None) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.result_declarations import Provenance
+from ..core.resumable_file import ResumableFile, refuse_other_run
 from ..core.sums import Tally
 from ..core.wording import amount
 from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
@@ -132,6 +136,42 @@ def open_training_data(
     first, last, kept = copy.copy(rows), copy.copy(rows), max(1, len(rows) // HELD_OUT)
     first.rows, last.rows = rows.rows[:-kept], rows.rows[-kept:]
     return first, last
+
+
+def open_training_file(
+    path: str | os.PathLike[str] | None,
+    model: Model,
+    rows: tuple[TrainingData, TrainingData],
+    settings: Mapping[str, Any],
+) -> ResumableFile:
+    """Open the file that stores the state of a training.
+
+    Args:
+        path: path of the file; None to store nothing.
+        model: description of the model before the training.
+        rows: training rows and held-out rows.
+        settings: settings of the training, which a resumed run must have too.
+    """
+    identity = {
+        "model": () if path is None else model.identity("checkpoint"),
+        "settings": settings,
+        "batch_size": rows[0].batches.data.batch_size,
+        "pad": None if model.tokenizer is None else model.tokenizer.pad_token_id,
+        "version": version("tl_layersim"),
+        "trained_on": rows[0].digest,
+        "evaluated_on": rows[1].digest,
+    }
+    return ResumableFile(path, "training", identity, _refuse_other_run)
+
+
+def _refuse_other_run(path: Path, identity: Any, found: Any) -> None:
+    ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
+    if ours == theirs and identity["model"] != found["model"]:
+        raise LayersimError(
+            f"`model` differs in weights or settings from the model at the start of the run in {path}. Load the model again, "
+            "or pass another path as `checkpoint`."
+        )
+    refuse_other_run(path, identity, found)
 
 
 def record_of_training(

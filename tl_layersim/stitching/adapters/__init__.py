@@ -168,11 +168,6 @@ class Adapter(nn.Module):
         """The mapped residual, in the dtype of the weight; an adapter without a weight keeps the residual's dtype."""
         hidden = hidden if self.weight is None else hidden.to(self.weight.dtype)
         out = self.definition.features(hidden)
-        if out.shape != hidden.shape:
-            raise LayersimError(
-                f"`features` of the adapter kind {self.kind!r} returns shape {tuple(out.shape)} for {tuple(hidden.shape)}; it "
-                "must be the same."
-            )
         if self.weight is None:
             return out
         out = torch.nn.functional.linear(out, self.weight, self.bias)

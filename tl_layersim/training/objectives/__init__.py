@@ -25,7 +25,7 @@ from ...core.errors import LayersimError
 from ...core.registry import Registry
 from ...lens.exit_heads import ExitHeads
 from ...sources.identity import hash_weights
-from ..losses import chunks, layer_weights, logits_at, rows_at_once, summed_loss
+from ..losses import chunks, layer_weights, logits_at, summed_loss
 from ..residual_stream import ResidualStream, TrainingBatch
 
 
@@ -143,8 +143,8 @@ class Objective(nn.Module):
         for layer, x in read.items():
             head = self.head_of(layer)
             with torch.autocast(x.device.type, enabled=False):
-                size = rows_at_once(logits_at(stream.unembed, x[:1], head).shape[-1]) if len(x) else 1
-                for at in chunks(len(x), size):
+                vocabulary = logits_at(stream.unembed, x[:1], head).shape[-1] if len(x) else 1
+                for at in chunks(len(x), vocabulary):
                     logits, target = logits_at(stream.unembed, x[at], head), targets[at]
                     loss = cross_entropy(logits, target).sum()
                     correct = (logits.argmax(-1) == target).sum()
@@ -323,9 +323,8 @@ class MultiHeadObjective(Objective):
             log_probs = logits_at(unembed, chunk, head).log_softmax(-1)
             return nn.functional.kl_div(log_probs, last_log_probs, reduction="sum", log_target=True)
 
-        size = rows_at_once(head.out_features)
-        parts = (checkpoint(of_chunk, last.detach()[at], x[at], use_reentrant=False) for at in chunks(len(x), size))
-        return torch.stack(list(parts)).sum()
+        slices = chunks(len(x), head.out_features)
+        return torch.stack([checkpoint(of_chunk, last.detach()[at], x[at], use_reentrant=False) for at in slices]).sum()
 
 
 def _copy_of(linear: nn.Linear) -> nn.Linear:
