@@ -1,4 +1,4 @@
-"""Measured costs of decoding steps with early exit, and the choice of the blocks after which exit checks save time."""
+"""Measured costs of early exit, and the blocks after which exit checks save time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .supported_models import open_for_early_exit, synthetic_inputs
 @typed
 @dataclass(frozen=True, kw_only=True)
 class ExitCosts:
-    """The costs of a block, an exit check and the output head in a decoding step, in any unit of time.
+    """The costs of a block, an exit check and the head in a decoding step.
 
     A step gives each row of a batch one token. All costs are those of the whole batch.
 
@@ -65,7 +65,7 @@ class ExitCosts:
         context: PositiveInt = 64,
         repeats: PositiveInt = 15,
     ) -> ExitCosts:
-        """Measure the costs in seconds on this machine, by timing decoding steps.
+        """Measure the costs in seconds, by timing decoding steps on this machine.
 
         Args:
             model: a Hugging Face language model, or what `open_model` returns.
@@ -88,11 +88,10 @@ class ExitCosts:
         return ExitCosts(**times, blocks=blocks, batch=batch, full_check=never.gives_logits)
 
     def full(self) -> float:
-        """The cost of a decoding step of the full model."""
         return self.start + self.blocks * self.block + self.head
 
     def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:
-        """The expected cost of the blocks above one exit check, and of the next check or, after the last block, the head.
+        """The expected cost from one exit check to the next, or to the head.
 
         A part is run if any row needs it. Rows exit independently.
 
@@ -110,7 +109,7 @@ class ExitCosts:
 
 
 class TimedCheck(ExitCheck):
-    """An exit check that measures its own time, and the time of the output head at the end of a decoding step.
+    """An exit check that measures its own time, and the time of the head.
 
     Args:
         lens: as in `ExitCheck`.
@@ -143,7 +142,7 @@ class TimedCheck(ExitCheck):
 
 
 def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repeats: int) -> dict[str, float]:
-    """The costs of a block, an exit check, the output head and the rest of a decoding step, in seconds.
+    """The costs of the parts of a decoding step, in seconds.
 
     Args:
         split_model: the model.
@@ -191,7 +190,7 @@ class ExitPlan:
 
 
 def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None = None) -> ExitPlan:
-    """Plan exit checks after the blocks `at`, or else after the blocks that minimise the expected cost of a decoding step.
+    """Plan exit checks with the lowest expected cost of a decoding step.
 
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 
@@ -218,7 +217,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
-    """For each block, the fraction of positions that exit after it or after an earlier one, from a result of `ExitCurve`.
+    """The fraction of positions that have exited after each block, by an exit curve.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.
@@ -231,7 +230,7 @@ def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> l
 
 
 def evenly_spread(blocks: int, check: float) -> tuple[int, ...]:
-    """One to four evenly spread blocks for exit checks. If there are several, their checks cost at most a sixth of the model.
+    """One to four evenly spread blocks for exit checks.
 
     Args:
         blocks: number of blocks of the model.

@@ -1,4 +1,4 @@
-"""The models that early exit supports, and checks that forward passes with early exit reproduce their logits.
+"""Models that early exit supports, and checks of its logits.
 
 Supported are Hugging Face language models and classifiers in this process, on one device. The checks run a few synthetic
 tokens.
@@ -32,7 +32,7 @@ PROMPT, PAD, NEW = 5, 2, 6
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
-    """Open a model for early exit: returns it as a split model, with its final norm and head.
+    """Open a model for early exit. Returns the split model, and its final norm and head.
 
     Args:
         model: the model, or an `OpenedModel`.
@@ -51,8 +51,8 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     split_model = LocalSplitModel(source, source.model)
     if split_model.source.unembed is None:
         raise LayersimError(
-            f"{source.model.name} has no known head, so its layers give no logits. Load it by "
-            f"{CLASSES_WITH_HEAD}, or open_model(model, unembed=[final norm, head])."
+            f"{source.model.name} has no known head. Load it by {CLASSES_WITH_HEAD}, or name the head by open_model(model, "
+            "unembed=[final norm, head])."
         )
     if source.model.stream == "unknown":
         with split_model.evaluating(), torch.no_grad(), source.settling():
@@ -62,10 +62,10 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
 
 
 def not_hugging_face(model: Any) -> LayersimError:
-    """The error for a model that is not a Hugging Face model, or that has no configuration."""
+    """The error for a model that is not a Hugging Face model."""
     return LayersimError(
-        f"`model` is of type {type(model).__name__}; it must be a Hugging Face model in this process, such as that of "
-        "AutoModelForCausalLM.from_pretrained(name). ExitCurve measures exits of any model."
+        f"`model` is a {type(model).__name__}; it must be a Hugging Face model in this process. The analyzer ExitCurve "
+        "measures the exits of other models."
     )
 
 
@@ -75,7 +75,7 @@ def reads_pixels(split_model: LocalSplitModel) -> bool:
 
 
 def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
-    """Random inputs, the same at each call: token ids `row pos`, or images `row channel height width`."""
+    """Random token ids `row pos` or images, the same at each call."""
     generator = torch.Generator().manual_seed(0)
     config = split_model.module.config
     if not reads_pixels(split_model):
@@ -95,7 +95,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
 
 
 def is_causal(split_model: LocalSplitModel) -> bool:
-    """Whether the residual at a position does not depend on later tokens."""
+    """Whether a residual does not depend on later tokens."""
     given = synthetic_inputs(split_model, 1, 6)["input_ids"]
     other = given.clone()
     other[0, -1] = (other[0, -1] + 1) % max(2, split_model.model.vocabulary or 2)
@@ -111,7 +111,7 @@ def is_causal(split_model: LocalSplitModel) -> bool:
 
 @contextmanager
 def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
-    """A context that turns an exception of the model, run segment by segment, into a `LayersimError`.
+    """Turn an exception of the model into a `LayersimError`.
 
     Raises:
         LayersimError: the model raised an exception.
@@ -123,12 +123,12 @@ def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise LayersimError(
             f"{split_model.model.name} cannot run segment by segment: {type(error).__name__}: {error}"[:300]
-            + ". Early exit needs blocks that pass on one residual stream, and attention that reads the cache it is given."
+            + ". Early exit needs blocks that share one residual stream, and attention that reads the given cache."
         ) from error
 
 
 def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...]) -> None:
-    """Raise an error if decoding with early exit gives other logits than the model's own forward pass.
+    """Raise an error if decoding with early exit does not give the model's own logits.
 
     Two rows are decoded, one of them padded, with exits at all depths.
 
@@ -151,11 +151,11 @@ def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int
     for row in range(2):
         own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model.module)))[0, -1]
         ours = state.exited[row][0][0]
-        _refuse_different(split_model, ours, own, "when tokens exit early and run through the upper blocks later")
+        _refuse_different(split_model, ours, own, "when generated tokens exit early")
 
 
 def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> int:
-    """Raise an error if a forward pass with early exit gives other logits than the model's own forward pass.
+    """Raise an error if a forward pass with early exit does not give the model's own logits.
 
     One row and most positions exit early.
 
@@ -174,14 +174,14 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     passes.run()
     own = logits_of(split_model.module(**inputs, **no_cache(split_model.module)))[1]
     ours = passes.logits[1][positions[1]][3 if every else -1]
-    _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when rows and positions exit early")
+    _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when positions exit early")
     return own.shape[-1]
 
 
 def positions_read(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """Mask `row pos` of the positions at which the head gives logits; `row 1`, all True, if the head pools positions.
+    """Mask `row pos` of the positions at which the head gives logits.
 
     Args:
         split_model: the model.
@@ -208,7 +208,7 @@ def positions_read(
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
-    """The norm of a - b over the norm of b, in float64."""
+    """The norm of a - b divided by the norm of b."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
@@ -216,6 +216,6 @@ def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, w
     gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
     if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
         raise LayersimError(
-            f"{split_model.model.name} gives different logits {when} than in its own forward pass, by {gap:.3g} of their norm. "
-            "Its blocks must run one after the other; open_model(model, layers=[...], unembed=[...]) names them."
+            f"{split_model.model.name} gives different logits {when}: the difference is {gap:.3g} of their norm. Blocks must "
+            "run one after the other; open_model(model, layers=[...], unembed=[...]) names the blocks and the head."
         )

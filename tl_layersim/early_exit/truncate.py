@@ -1,4 +1,4 @@
-"""truncate: a copy of a model with its first blocks only."""
+"""`truncate`: a copy of a model with its first blocks only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_BLOCKS_ENDS = ("_token_id", "_ids", "_only_layers", "_indices")
 
 @typed
 def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[str] | None = None) -> Any:
-    """A copy of a model with its first `n_layers` blocks only, followed by the same final norm and head.
+    """Copy the first `n_layers` blocks, the final norm and the head of a model.
 
     The blocks are those of the decoder in an encoder-decoder, and those of the last stage in a Swin. The logits of the copy are
     those that `LogitLens` reads after that block. The copy is an ordinary Hugging Face model: it generates, trains and is saved
@@ -66,7 +66,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
     )
     blocks = len(split_model.blocks)
     if n_layers > blocks:
-        raise LayersimError(f"`n_layers` is {n_layers}; {split_model.model.name} has {blocks} blocks.")
+        raise LayersimError(f"`n_layers` is {n_layers}; it must be at most {blocks}, the number of blocks.")
     # Weights that are made under torch.inference_mode() could never be trained.
     with torch.inference_mode(False):
         config = shortened(model, split_model.source.paths, n_layers)
@@ -90,7 +90,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
 
 
 def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
-    """The configuration of a model with fewer blocks; lists with one entry per block are shortened too.
+    """The configuration of a model with fewer blocks.
 
     Args:
         model: a Hugging Face model.
@@ -117,7 +117,6 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
 
 
 def _copy_weights(model: Any, short: Any) -> None:
-    """Copy every parameter and buffer of the truncated model from the full model."""
     parts = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     # A TransformerBridge that was made of the model wraps its modules in place.
     original = {name.replace("._original_component", ""): x for name, x in parts.items()}
@@ -134,7 +133,7 @@ def _copy_weights(model: Any, short: Any) -> None:
 
 
 def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -> None:
-    """Raise an error if the copy's logits are not those of the logit lens after the same block of the full model."""
+    """Raise an error if the copy does not give the logits of the logit lens."""
     inputs = synthetic_inputs(split_model, 2, 6)
     positions = positions_read(split_model, unembed.reads, inputs)
     short_split, _ = open_for_early_exit(short, either_stack=True)
@@ -147,6 +146,6 @@ def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -
     gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):
         raise LayersimError(
-            f"The truncated model gives other logits than the logit lens after block {n_layers - 1} (difference: {gap:.3g} of "
-            "their norm): a block of this model computes differently if the model has fewer blocks, so it cannot be truncated."
+            f"The truncated model and the logit lens after block {n_layers - 1} give different logits, by {gap:.3g} of their "
+            "norm. The model cannot be truncated, because its blocks depend on their number."
         )

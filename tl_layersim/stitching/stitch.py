@@ -1,4 +1,4 @@
-"""`stitch` and `stitch_grid`: fit an adapter between layers of two models and measure the stitched model's loss."""
+"""`stitch` and `stitch_grid`: join two models by an adapter and measure the loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from .stitched_model import StitchedModel
 
 
 class StitchExperiment:
-    """Fits and evaluates each stitch of one call of `stitch` or `stitch_grid`.
+    """Fits and evaluates all stitches of one call.
 
     Args:
         pairs: front and back model of each stitch.
@@ -131,10 +131,10 @@ class StitchExperiment:
             raise LayersimError(f"`fit` is {fit!r}, but `adapter` is {brief(adapter)}, which is not fitted.")
         for name, given, method in (("training", training is not None, "sgd"), ("ridge", ridge, "lstsq")):
             if given and method not in self.fit:
-                raise LayersimError(f"`{name}` has no effect with adapter={brief(adapter)} and fit={self.fit!r}.")
+                raise LayersimError(f"`{name}` has no effect with adapter={brief(adapter)} and fit={self.fit or None!r}.")
 
     def _refuse(self, front: SplitModel, back: SplitModel) -> None:
-        """Raise an error if this adapter and fit cannot join two models.
+        """Raise an error if the adapter and its fit do not suit two models.
 
         Raises:
             LayersimError: the widths, the dtype or the sandbox of a server does not allow it.
@@ -149,26 +149,26 @@ class StitchExperiment:
         known = "unknown" not in (lower.stream, upper.stream)
         if not self.kind.has_weight and known and lower.basis != upper.basis:
             warn(
-                f"The residual streams have different bases ({lower.basis}; {upper.basis}). The penalty of {self.kind.name} "
+                f"The residual streams of front and back have different bases: {lower.basis}; {upper.basis}. The penalty "
                 "includes this difference."
             )
         if "sgd" not in self.fit:
             return
         if upper.calls != "gradients":
             raise LayersimError(
-                f"`fit` is {self.fit!r}, which needs gradients through {upper.name}; the sandbox of this server computes no "
-                "gradients. Use fit='lstsq'."
+                f"`fit` is {self.fit!r}, which needs gradients; the sandbox that runs {upper.name} computes none. Use "
+                "fit='lstsq'."
             )
         if isinstance(back, LocalSplitModel):
             refuse_inference_weights(back.module)
         if upper.dtype == "torch.float16":
             raise LayersimError(
-                f"`fit` is {self.fit!r}, but gradients vanish in float16, the dtype of {upper.name}; use fit='lstsq' or "
+                f"`fit` is {self.fit!r}, but {upper.name} is in float16, in which small gradients are 0. Use fit='lstsq' or "
                 "bfloat16."
             )
 
     def options(self) -> dict[str, Any]:
-        """The adapter and the settings of its fit, for the provenance."""
+        """The adapter and the settings of its fit."""
         which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
         recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
         recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
@@ -177,7 +177,7 @@ class StitchExperiment:
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
     def progress(self, checkpoint: str | os.PathLike[str] | None, **where: Any) -> Progress:
-        """The states of the stitches in the file `checkpoint`. Raises an error if its models, data, settings or version differ.
+        """The states of the stitches in a checkpoint file.
 
         Args:
             checkpoint: path of the file; None to keep no state.
@@ -194,7 +194,7 @@ class StitchExperiment:
         return Progress(checkpoint, identity | where)
 
     def _digest(self, with_targets: bool = False) -> str:
-        """SHA-256 of all rows, for the fit and for the evaluation, with or without their targets."""
+        """SHA-256 of all rows."""
         digest = new_digest()
         # Identities of checkpoints contain these two words.
         for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
@@ -206,7 +206,7 @@ class StitchExperiment:
         return hexadecimal
 
     def provenance(self, models: list[SplitModel], seconds: float, more: Mapping[str, Any]) -> Provenance:
-        """The provenance of the run; `tokens`, `sequences` and `batches` count the evaluation data."""
+        """The provenance of the call. Its counts are those of the evaluation data."""
         held_out, fit = self.evaluation, self.fit_data
         tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
         tally = Tally(len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
@@ -219,7 +219,7 @@ class StitchExperiment:
         return provenance
 
     def run(self, stitches: Mapping[str, tuple[SplitModel, int, SplitModel, int]], progress: Progress) -> dict[str, Snapshot]:
-        """Fit and evaluate the stitches that the file does not hold yet. Returns notes and tensors of all stitches, by name.
+        """Fit and evaluate the stitches that are not complete yet. Returns the states of all stitches.
 
         Meanwhile dropout is off and no gradient reaches the models' weights.
 
@@ -259,7 +259,6 @@ class StitchExperiment:
     def _fit(
         self, key: str, back: SplitModel, layer: int, acts: ActivationStore, progress: Progress
     ) -> tuple[Adapter, dict[str, Any], dict[str, Tensor]]:
-        """The fitted adapter of a stitch, with the notes and the learning curve of its fit."""
         state = progress.states.get(key)
         if state is None:
             with progress.saved_on_interrupt():
@@ -280,7 +279,7 @@ class StitchExperiment:
         return adapter, note, {"curve": torch.tensor(curve, dtype=torch.float64)}
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
-        """The initial adapter of the training, or the finished adapter if nothing is trained; and R² of least squares.
+        """The adapter before gradient descent, and R² of least squares.
 
         The adapter has the dtype in which it is evaluated and returned.
         """
@@ -297,7 +296,7 @@ class StitchExperiment:
     def _evaluate(
         self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Number of targets, losses and correct predictions of the stitched model and the back, by evaluation batch."""
+        """Targets, losses and correct predictions of stitched model and back model, by batch."""
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
@@ -310,25 +309,25 @@ class StitchExperiment:
         if bad:
             point = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The stitched loss and the penalty of {point} are not finite in batches {bad[:5]}. Check the front model's "
-                "activations for NaN, and the back model's for overflow."
+                f"The loss of the stitch {point} is not finite in batches {bad[:5]}. Check the activations of both models for "
+                "NaN and overflow."
             )
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """Number of targets, losses and correct predictions of the back alone, by evaluation batch."""
+        """Targets, losses and correct predictions of the back model alone, by batch."""
         each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
         scores = _stacked(each, "loss", "correct", "count")
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} itself, without stitching, is not finite in batches {bad[:5]}. It is in "
-                f"{back.model.dtype}: load it in float32 or bfloat16."
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. Load the "
+                "model in float32 or bfloat16."
             )
         return scores
 
     def _check(self, back: SplitModel, layer: int) -> None:
-        """Raise an error if the back model cannot be run from this layer."""
+        """Raise an error if the back model cannot run from this layer."""
         first = self.evaluation[0]
         row = first.first_row
         targets = answers(row, self.labels, back.model)
@@ -337,31 +336,30 @@ class StitchExperiment:
         back.check(row, targets, layer)
 
     def _report_traffic(self) -> None:
-        """Print the number of bytes and requests that a stitch with a remote model needs, before any is sent."""
+        """Print the number of bytes and requests of remote models."""
         remote = [each for each in self.models if not isinstance(each, LocalSplitModel)]
         if not remote:
             return
         positions = [sum(b.tokens.numel() for b in part) for part in (self.fit_data, self.evaluation)]
         width = max(each.model.d_model or 0 for each in self.models)
         bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
-        words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
+        words = f"Each stitch transfers {in_words(bytes_each * width * sum(positions))} of activations for each remote model"
         if "sgd" in self.fit and not set(remote).isdisjoint(self.backs):
             mean = positions[0] / max(len(self.fit_data), 1)
-            words += f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} steps"
+            words += f", and {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} training steps"
         requests = 2 * (len(self.fit_data) + len(self.evaluation))
         tqdm.write(
-            f"{words}; about {requests} requests without training. Activations of other layers stay on the server.",
+            f"{words}. A stitch needs about {requests} requests besides training. Other activations stay on the server.",
             file=sys.stderr,
         )
 
 
 def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
-    """Stack the scores of all batches: one tensor `batch` for each named score."""
     return {name: torch.stack([score[name].double() for score in scores]) for name in names}
 
 
 def point_number(model: Model, layer: Layer, argument: str) -> int:
-    """Index of a point of the residual stream: 0 before block 0, 1 after it, and so on.
+    """Index of a point of the residual stream. 0 is the input of block 0, and i + 1 the output of block i.
 
     Args:
         model: description of the model.
@@ -378,7 +376,7 @@ def point_number(model: Model, layer: Layer, argument: str) -> int:
 
 
 def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
-    """Layer indices of each model at the stitch points, by model name.
+    """Indices of the stitch points in each model, by model name.
 
     Args:
         models: models by name.
@@ -393,7 +391,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         given = ", ".join(f"{counted(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of the same length."
+            f"`layers` has {given}; it must have a list for each of {', '.join(models)}, all of the same length above 0."
         )
     return {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
 
@@ -414,7 +412,7 @@ def stitch(
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> StitchResult:
-    """Stitch two models: join the front's blocks up to l and the back's blocks after m by an adapter, and measure the loss.
+    """Join the lower blocks of one model to the upper blocks of another by an adapter, and measure the loss.
 
     Neither model is changed; only the adapter is trained. The front model's activations are computed once, and a training step
     runs only the back model's blocks above the stitch point. Adapters are fitted on all attended positions, also on those that
@@ -505,7 +503,7 @@ def stitch_grid(
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> StitchGrid:
-    """Stitch every pair of models in both directions, and each model with itself: figures 1 and 2 of Brown et al. 2023.
+    """Stitch every pair of models in both directions, and each model with itself.
 
     Activations are computed once for each front model and stitch point, the loss of a back model alone once for each back
     model. With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `compare_groups`.
@@ -562,7 +560,7 @@ def stitch_grid(
     tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
     def table(of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
-        """The value of the function `of` for each stitch, from its notes and tensors: `front back seam ...`."""
+        """A value of each stitch, `front back seam ...`."""
         each = {key: of({**note, **tensors}) for key, (note, tensors) in found.items()}
         rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)
@@ -601,6 +599,6 @@ def stitch_grid(
 
 
 def _seam(layers: Mapping[str, str]) -> str:
-    """The label of a stitch point: the layer's name if it is the same in all models, else the name in each model."""
+    """The label of a stitch point."""
     own = set(layers.values())
     return own.pop() if len(own) == 1 else ", ".join(f"{name} {layer}" for name, layer in layers.items())

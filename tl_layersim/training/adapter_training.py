@@ -1,4 +1,4 @@
-"""`train_adapters`: train low-rank adapters in a frozen nnsight model, in this process or on a server."""
+"""`train_adapters`: train low-rank adapters in a frozen nnsight model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .training_data import TrainingData, open_training_data, open_training_file,
 
 @result_class
 class AlignedAdapters(Result):
-    """Low-rank adapters trained with the aligned loss; each changes the output h of a block to h + (h A') B'.
+    """Low-rank adapters trained with the aligned loss. An adapter changes a block's output h to h + (h A') B'.
 
     Losses are in nats per target. Tensors are float64; only the adapters have the dtype in which they were trained.
 
@@ -112,15 +112,15 @@ class AlignedAdapters(Result):
 
     @property
     def losses(self) -> Tensor:
-        """Another name of `values`: held-out cross-entropies in nats without and with the adapters, `stage layer`."""
+        """The same as `values`: held-out cross-entropies in nats, `stage layer`."""
         return self.values
 
     def aligned(self, stage: str) -> float:
-        """The held-out aligned loss without adapters (`"before"`) or with them (`"after"`)."""
+        """The held-out aligned loss at a stage, `"before"` or `"after"`."""
         return float(self.values[self.stages.index(stage)] @ torch.tensor(self.weights, dtype=torch.float64))
 
     def apply(self, model: Any) -> None:
-        """Apply the adapters to an nnsight model, inside a trace in this process or on a server.
+        """Apply the adapters to an nnsight model, inside a trace.
 
         Modules that are read afterwards in the same trace must lie above the last adapter, because nnsight runs the model once.
         A further `tracer.invoke()` can read all modules.
@@ -172,7 +172,7 @@ class AlignedAdapters(Result):
 
 
 class AdapterSteps(TrainingSteps):
-    """AdamW training of adapters, in this process or on a server, with a state that can be saved and resumed.
+    """Optimiser steps of AdamW that train the adapters.
 
     Args:
         source: source of the model.
@@ -210,7 +210,6 @@ class AdapterSteps(TrainingSteps):
         self._shuffle = Shuffle(len(self.training_data), seed)
 
     def restore(self, _notes: Mapping[str, Any], tensors: Parts) -> None:
-        """Load the state that `snapshot` returned."""
         self.state = {name: tensors[name] for name in self.start}, list(tensors["curve"])
 
     @property
@@ -234,8 +233,8 @@ class AdapterSteps(TrainingSteps):
 
     def on_divergence(self, losses: Sequence[float]) -> None:
         raise LayersimError(
-            f"The training diverged: a loss or an adapter is not finite by step {self.step + len(losses)} of {self.steps}. "
-            f"Use a lower lr, such as {self.lr / 10:g}, with another checkpoint=."
+            f"The training diverged by step {self.step + len(losses)} of {self.steps}: a loss or an adapter is not finite. Use "
+            f"a lower `lr`, such as {self.lr / 10:g}, and another `checkpoint`."
         )
 
     def apply(self) -> None:
@@ -264,7 +263,7 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run steps or evaluations in order, as many in each request as time allows. How many does not change the results.
+        """Run steps or evaluations in order, and return their losses and the state after them.
 
         Args:
             count: number of items.
@@ -305,7 +304,7 @@ class AdapterSteps(TrainingSteps):
             source.ndif.say = quiet
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """The inputs of a step on these rows, or of an evaluation if no rate is given."""
+        """Inputs of a step on these rows. If `rate` is None, inputs of an evaluation."""
         batch = data.take(rows)
         ids = {"tokens": batch.main}
         if self._unembed.reads == "rows":
@@ -315,14 +314,13 @@ class AdapterSteps(TrainingSteps):
         return {name: each.to(torch.int32) for name, each in ids.items()} | {"options": options, "step": step, "rate": rate}
 
     def _item_of_step(self, step: int) -> Item:
-        """The inputs of a step, counted from 0."""
         size = self.batch_size
         rows = [self._shuffle.row(place) for place in range(step * size, (step + 1) * size)]
         return self._item(self.training_data, rows, step + 1, self.lr * (self.steps - step) / self.steps)
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """The initial state of the adapters: A is normal with variance 1 / d_model; B and AdamW's moments are zero."""
+    """The initial adapters and AdamW's initial moments."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32
@@ -341,7 +339,7 @@ def _refuse_untrainable(model: Model) -> None:
     need_stream(model, "Aligned training")
     if model.calls != "gradients":
         raise LayersimError(
-            f"`model` is on a server that runs {model.name} in a sandbox without gradients; adapters need a trusted key."
+            f"`model` is {model.name} in a server's sandbox, which computes no gradients; adapters need a trusted server."
         )
     if model.head is None:
         raise no_known_head(model)
@@ -454,7 +452,7 @@ def train_adapters(
 
 
 def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
-    """Train the adapters, with an evaluation before and after. Returns the fields of `AlignedAdapters`."""
+    """Train and evaluate the adapters. Returns fields of `AlignedAdapters`."""
     source, weights = training.source, training.weights
     with frozen_weights(source.module), source.evaluating():
         # On one row: the blocks share one residual stream, and the lens at the last layer gives the logits.
@@ -478,12 +476,12 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
 
 
 def _report_traffic(training: AdapterSteps, server: str) -> None:
-    """Print the number and size of the requests to a server, before they are sent."""
+    """Print the number and size of the requests to a server."""
     size = sum(part.numel() * part.element_size() for part in training.start.values())
     tqdm.write(
-        f"{server}: {training.steps:,} steps in at most as many requests, fewer where steps are fast. Each "
-        f"request carries {in_words(size)} of adapters in each direction, and the tokens of its steps. Before and after, the "
-        f"loss is evaluated on {len(training.eval_data)} rows. Activations and weights stay on the server.",
+        f"{server} runs {training.steps:,} steps in at most {training.steps:,} requests. Each request transfers "
+        f"{in_words(size)} of adapters in each direction, and the tokens of its steps. The loss is evaluated on "
+        f"{len(training.eval_data)} rows before and after. Activations and weights stay on the server.",
         file=sys.stderr,
     )
 
@@ -491,6 +489,6 @@ def _report_traffic(training: AdapterSteps, server: str) -> None:
 def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:
     rows, width = item["tokens"].shape
     return LayersimError(
-        f"`batch_size` is too large: one training step with {rows} rows of {width} tokens exceeds the server's time limit "
-        f"for a job ({source.offer.server} says: {error}). Use batch_size={max(1, rows // 2)}, or a smaller seq_len=."
+        f"A training step of {rows} rows with {width} tokens exceeds the server's time limit for a job. Use "
+        f"batch_size={max(1, rows // 2)}, or a smaller seq_len=. {source.offer.server} says: {error}"
     )

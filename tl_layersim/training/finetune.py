@@ -1,4 +1,4 @@
-"""`finetune_aligned`: fine-tune a model with the aligned loss, with held-out curves by layer."""
+"""`finetune_aligned`: fine-tune a model with the aligned loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RECENT = 25
 
 
 class FineTuning(Descent):
-    """Fine-tuning with AdamW: optimiser steps, evaluations and state.
+    """Optimiser steps of AdamW that fine-tune a model.
 
     Args:
         objective: the training objective.
@@ -96,7 +96,6 @@ class FineTuning(Descent):
             yield
 
     def loss_and_gradients(self) -> float:
-        """Compute a step's mean loss over the targets on all processes, and its gradients."""
         every, accelerator = self.settings.eval_every, self.accelerator
         if self.step == 0 or (every is not None and self.step % every == 0):
             self._evaluate()
@@ -131,7 +130,6 @@ class FineTuning(Descent):
         return f"loss {sum(recent) / len(recent):.3f}, held out by layer {by_layer}"
 
     def snapshot(self) -> Snapshot | None:
-        """Weights, AdamW's moments, curve and evaluations for the file; None in the middle of an optimiser step."""
         if not self.consistent:
             return None
         curve = {"curve": torch.tensor(self.curve, dtype=torch.float64)}
@@ -139,7 +137,6 @@ class FineTuning(Descent):
         return {}, self.tensors() | curve | looks
 
     def restore(self, _notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the state that `snapshot` returned."""
         self.load(tensors)
         looks = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
         self.curve, self.evaluations = tensors["curve"].tolist(), dict(sorted(looks.items()))
@@ -147,25 +144,25 @@ class FineTuning(Descent):
     def _refuse_not_finite(self, what: str) -> None:
         self.consistent = False
         raise LayersimError(
-            f"{what} The lr was {self.settings.rate(min(self.step, self.steps - 1)):.3g} and the weights "
-            f"{self.objective.stream.source.model.dtype}: use a lower lr, a longer warmup, or float32 weights."
+            f"{what} The learning rate was {self.settings.rate(min(self.step, self.steps - 1)):.3g}, and the weights are in "
+            f"{self.objective.stream.source.model.dtype}. Use a lower `lr`, a longer `warmup` or float32 weights."
         )
 
     def _rows(self) -> Iterator[list[int]]:
-        """Indices of this process's rows in each forward pass of the next step."""
+        """Row indices of each forward pass of the next step, for this process."""
         for part in range(self.settings.accumulation):
             start = ((self.step * self.settings.accumulation + part) * self.ranks + self.rank) * self.batch_size
             yield [self._shuffle.row(place) for place in range(start, start + self.batch_size)]
 
     @contextmanager
     def _seeded(self, number: int) -> Iterator[None]:
-        """A context that seeds dropout by the training's seed and the index of the forward pass. No random state is saved."""
+        """Seed dropout by the training's seed and the index of the forward pass."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed * 1_000_003 + number * self.ranks + self.rank)
             yield
 
     def _evaluate(self) -> None:
-        """Evaluate every layer on the held-out rows, unless this step has been evaluated already."""
+        """Evaluate every layer on the held-out rows, at most once for each step."""
         if self.step in self.evaluations:
             return
         total = torch.zeros(3, self.objective.stream.n_layers, dtype=torch.float64)
@@ -183,7 +180,7 @@ class FineTuning(Descent):
 
 @result_class
 class AlignedResult(Result):
-    """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer. Tensors are float64.
+    """Training loss of a fine-tune, and held-out loss and accuracy of each layer. Tensors are float64.
 
     Args:
         exit_heads: the trained heads of the layers below the last; None if all layers use the model's head. Files of the result
@@ -237,7 +234,7 @@ class AlignedResult(Result):
 
     @property
     def heads(self) -> ExitHeads:
-        """The trained heads of the layers below the last, for `LogitLens(heads=...)`, `EarlyExit(model, heads=...)` and others.
+        """The trained heads of the layers below the last.
 
         Raises:
             LayersimError: the layers have no heads of their own, or the result was read from a file.
@@ -245,14 +242,14 @@ class AlignedResult(Result):
         heads: ExitHeads | None = vars(self)["_exit_heads"]
         if heads is None:
             raise LayersimError(
-                "This result has no heads for the layers below the last: only a result of objective='multi-head' from this "
-                "process has them. Load saved heads with ExitHeads.load(path)."
+                "This result has no heads: only objective='multi-head' trains heads, and the file of a result does not hold "
+                "heads. ExitHeads.load(path) loads saved heads."
             )
         return heads
 
     @property
     def held_out_loss(self) -> Tensor:
-        """Held-out cross-entropies in nats, `look layer`, the same as `values`."""
+        """The same as `values`: held-out cross-entropies in nats, `look layer`."""
         return self.values
 
     def measured_on(self, field: str) -> str:
@@ -327,10 +324,9 @@ def finetune_aligned(
             )
     # A model with adapters of its own trains these.
     if isinstance(model, torch.nn.Module) and (training.lora is not None or not hasattr(model, "peft_config")):
-        with_lora = "" if training.lora is None else ", and LoRA adapters cannot be merged into them without rounding"
         refuse_quantised(
             model,
-            f"`model` has quantised weights, which cannot be trained{with_lora}",
+            "`model` has quantised weights, which cannot be trained",
             do="peft.get_peft_model(model, peft.LoraConfig(...)) without lora=",
         )
     start = time.perf_counter()
@@ -389,7 +385,7 @@ def finetune_aligned(
 
 @contextmanager
 def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], Any]]:
-    """A context with LoRA adapters in the model. It yields a function that merges them. Unmerged adapters are removed."""
+    """Add LoRA adapters to the model. Yields a function that merges them; unmerged adapters are removed at the end."""
     if training.lora is None:
         yield lambda: None
         return
@@ -397,8 +393,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
 
     if hasattr(model, "peft_config"):
         raise LayersimError(
-            "`lora` cannot be combined with a model that has adapters already; without `lora`, the adapters of the model are "
-            "trained."
+            "`lora` is given, but `model` has adapters already. Without `lora`, the adapters of the model are trained."
         )
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng():
@@ -415,7 +410,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
 
 
 def _additions(model: Any) -> list[nn.Parameter]:
-    """Trainable parameters of a TransformerBridge that are 0 and that the wrapped model lacks, such as a bias of the head.
+    """Zero parameters that a TransformerBridge adds to the model, such as a bias of the head.
 
     They are frozen, so that a bridge learns what the model inside would learn.
     """
@@ -439,7 +434,7 @@ def _additions(model: Any) -> list[nn.Parameter]:
 
 
 def _save(model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None) -> None:
-    """Write model, tokenizer and heads. A failed write gives a warning, because the trained model is still in memory."""
+    """Write model, tokenizer and heads. A failed write only warns."""
     try:
         with replacing_model(folder) as temporary:
             model.save_pretrained(temporary)
@@ -450,6 +445,6 @@ def _save(model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: Exi
     except OSError as error:
         also = ", and result.heads.save(path)" if heads is not None else ""
         warn(
-            f"The trained model could not be written to {folder}: {error}. It is still in memory: free some space and "
-            f"call model.save_pretrained(folder){also}, with a folder on another disk if need be."
+            f"The trained model could not be written to {folder}: {error}. The model is still in memory. Call "
+            f"model.save_pretrained(folder){also}, with another folder or after freeing space."
         )

@@ -1,4 +1,4 @@
-"""`AlignedTrainer`: Hugging Face's `Trainer` with the objectives of aligned training."""
+"""`AlignedTrainer`: Hugging Face's `Trainer` with the aligned loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .settings import AlignedTraining
 
 
 class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A `transformers.Trainer` that trains with the losses of `AlignedTraining`.
+    """Hugging Face's `Trainer` with the objectives of `AlignedTraining`.
 
     The schedule follows `state.global_step`, which counts optimiser steps. Labels have the form of Hugging Face's collators:
     the token at each position, -100 for no target. Whether labels are shifted is tested with the model's own loss on a row.
@@ -75,17 +75,16 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.model_accepts_loss_kwargs = True
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A new model from `model_init`."""
         self._given = OpenedModel.of(super().call_model_init(trial))
         return self._given.model
 
     def _open(self) -> None:
-        """Build the objective for the current model. `model_init` makes a new model for each training."""
+        """Build the objective for the current model."""
         model = self.accelerator.unwrap_model(self.model)
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(inner, PreTrainedModel):
             raise LayersimError(
-                f"`model` is {type(inner).__name__}; AlignedTrainer needs a transformers.PreTrainedModel. Use finetune_aligned."
+                f"`model` is a {type(inner).__name__}; it must be a transformers.PreTrainedModel. Use finetune_aligned."
             )
         refuse_parts(model)
         self._opened = model
@@ -100,7 +99,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch: the aligned objective's in training, the model's own in evaluation."""
+        """The objective's loss in training, and the model's own loss in evaluation."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
         batch = self._batch(inputs)
@@ -122,7 +121,6 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _batch(self, inputs: Mapping[str, Any]) -> TrainingBatch:
-        """A batch of the Trainer as a `TrainingBatch` for the current model."""
         if self.accelerator.unwrap_model(self.model) is not self._opened:
             self._open()
         given = dict(inputs)
@@ -138,7 +136,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return TrainingBatch(main, given, labels, None if mask is None else mask.bool(), "" if name == TOKEN_IDS else name)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of a step, and their number of targets. Trainer itself would guess the number from class names."""
+        """The batches of a step, and their number of targets."""
         samples, known = super().get_batch_samples(epoch_iterator, num_batches, device)
         if known is None or not samples or "labels" not in samples[0]:
             return samples, known
@@ -150,7 +148,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return samples, count.to(device)
 
     def _own_shift(self, batch: TrainingBatch) -> bool | None:
-        """Whether the model's own loss shifts labels, tested on one row; None if no row of the batch has a target.
+        """Whether the model's own loss shifts labels. None if the batch has no target.
 
         Raises:
             LayersimError: the model's loss is not the last layer's cross-entropy, neither with shifted nor with unshifted
@@ -182,5 +180,5 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Shift labels `batch pos` to targets: a position's target is the next position's label; the last position has none."""
+    """Shift labels `batch pos` to targets. The target at a position is the label of the next position."""
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], NO_LABEL)], 1)

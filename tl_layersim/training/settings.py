@@ -16,7 +16,7 @@ from .objectives import OBJECTIVES
 @typed
 @dataclass(frozen=True)
 class AlignedTraining:
-    r"""Settings of aligned fine-tuning, which trains every layer to predict the targets.
+    r"""Settings of aligned fine-tuning.
 
     The defaults are for short runs; `paper_gpt2` and `paper_bert` are the settings of the paper's experiments.
 
@@ -141,16 +141,16 @@ class AlignedTraining:
         return self.lr * fraction
 
     def is_standard(self, step: int) -> bool:
-        """Whether a step, counted from 0, trains with the loss of the last layer alone."""
+        """Whether a step, counted from 0, trains the last layer alone."""
         return OBJECTIVES.named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
-        """Weights of the cross-entropies that a step sums, by layer from 1."""
+        """Weights of the layers' cross-entropies at a step, by layer from 1."""
         objective = OBJECTIVES.named(self.objective)
         return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
-        """The settings that affect the results, for the provenance."""
+        """The settings that affect the results."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
         options["schedule"] = self.schedule or OBJECTIVES.named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
