@@ -81,7 +81,7 @@ class TestWhatWasOnceWrong:
         early = lsim.EarlyExit(model, 1.0)
         model.lm_head = torch.nn.Linear(32, 100, bias=False)
         for call in (lambda: early.generate(random_tokens(1, 4)), lambda: early.logits(random_tokens(1, 4))):
-            with pytest.raises(lsim.LayersimError, match="head.* was replaced"):
+            with pytest.raises(lsim.LayersimError, match=r"head.* was replaced"):
                 call()
 
     def test_a_curve_of_other_weights_is_told(self):
