@@ -77,7 +77,7 @@ def reads_pixels(split_model: LocalSplitModel) -> bool:
 def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
     """Random token ids `row pos` or images, the same at each call."""
     generator = torch.Generator().manual_seed(0)
-    config = split_model.module.config
+    config: Any = split_model.module.config
     if not reads_pixels(split_model):
         vocabulary = split_model.model.vocabulary or 2
         ids = torch.randint(0, vocabulary, (rows, length), generator=generator)

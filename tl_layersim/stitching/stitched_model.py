@@ -89,8 +89,9 @@ class StitchedModel(nn.Module):
         cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
         if cache == "use_past_kv_cache":
             options = {"verbose": False, "return_type": "tokens"} | options
+        generate: Any = self.back.generate
         with torch.no_grad(), self._joined():
-            out = self.back.generate(ids.to(self._split_models[1].device), **self._without_cache(options), **{cache: False})
+            out = generate(ids.to(self._split_models[1].device), **self._without_cache(options), **{cache: False})
         if not isinstance(prompt, str):
             return out
         texts: list[str] = self.tokenizer.batch_decode(out, skip_special_tokens=True)

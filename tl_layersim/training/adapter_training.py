@@ -218,7 +218,7 @@ class AdapterSteps(TrainingSteps):
 
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
-        run = self.requests(self.steps, self._item_of_step, self.state[0], self.step, bar.set_postfix_str)
+        run = self.requests(self.steps, self._item_of_step, self.state[0], bar.set_postfix_str, self.step)
         with closing(run) as self._requests:
             yield
 
@@ -252,7 +252,7 @@ class AdapterSteps(TrainingSteps):
         losses, targets = torch.zeros((), dtype=torch.float64), 0
         with tqdm(total=len(batches), desc="held out", unit="batch", disable=None, leave=False) as bar:
             run = self.requests(
-                len(batches), lambda number: self._item(self.eval_data, batches[number]), parts, say=bar.set_postfix_str
+                len(batches), lambda number: self._item(self.eval_data, batches[number]), parts, bar.set_postfix_str
             )
             for sums, _ in run:
                 for loss, number in sums:
@@ -261,7 +261,7 @@ class AdapterSteps(TrainingSteps):
         return losses / targets
 
     def requests(
-        self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
+        self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
         """Run steps or evaluations in order, and return their losses and the state after them.
 
@@ -269,8 +269,8 @@ class AdapterSteps(TrainingSteps):
             count: number of items.
             item_of: function from an item's index to the item.
             state: initial adapters and moments.
-            start: number of completed items.
             say: receives the messages of a server.
+            start: number of completed items.
 
         Yields:
             Summed losses and number of targets of each item of a request, and the state after it.
