@@ -21,7 +21,6 @@ class TestRefusals:
             ({"threshold": 1.5}, "`threshold`.*1.5"),
             ({"threshold": -0.1}, "`threshold`.*-0.1"),
             ({"threshold": 0.9, "rule": "patience"}, "`threshold`.*0.9"),
-            ({"threshold": 1.5, "rule": "patience"}, "`threshold`.*1.5"),
             ({"at": 3}, "`at` is 3"),
             ({"at": (0, -1)}, r"`at` is \(0, -1\)"),
             ({"at": (4,)}, "`at`.*4"),

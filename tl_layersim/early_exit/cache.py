@@ -26,7 +26,7 @@ class Columns:
         self, rows: list[int] | None, start: int, end: int, starts: list[int] | None = None, device: torch.device | None = None
     ) -> None:
         self.start, self.end = start, end
-        # Built once for all blocks of a pass.
+        # Built once for all blocks of a forward pass.
         self.index = None if rows is None else torch.tensor(rows, device=device)
         self.places: list[Tensor] = []
         if starts is not None:
@@ -91,7 +91,7 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         """-1, which means no maximum in transformers."""
         return -1
 
-    # Its name in older versions of transformers, 5.9 among them.
+    # The name in transformers 5.9.
     get_max_cache_shape = get_max_length
 
 

@@ -41,7 +41,7 @@ from .supported_models import (
     synthetic_inputs,
 )
 
-# Most bytes of keys and values of the layers that are generated from together. Those of a single layer may take more.
+# Largest key-value cache, in bytes, for layers that generate together.
 KEYS_AND_VALUES_BYTES = 2**28
 
 

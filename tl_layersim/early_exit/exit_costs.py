@@ -132,7 +132,7 @@ class TimedCheck(ExitCheck):
         last: bool,
         read: tuple[Tensor, bool] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        # Blocks that still run on a GPU are no part of the check.
+        # Wait until the GPU has run the blocks.
         float(leaving[0, 0])
         start = time.perf_counter()
         exits, logits = super().__call__(leaving, entering, index, layer, last, read)
@@ -164,7 +164,7 @@ def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repe
                 rest.append(time.perf_counter() - start - sum(check.seconds.values()))
             state.append(prompt[:, 0])
         rounds.append((*rest, check.seconds[False], check.seconds[True]))
-    # Not the prompt itself, nor the first step.
+    # Without the prompt and the first step.
     short, full, asked, head = map(min, zip(*rounds[2:], strict=True))
     block = max(0.0, (full - short) / (blocks - low))
     return {"block": block, "check": asked, "head": head, "start": max(0.0, short - low * block)}
@@ -205,7 +205,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
     # For each block, the lowest cost up to the check after it, and the blocks with checks so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (costs.start, ())}
     for block in (*(range(last) if at is None else at), last):
-        # Given checks follow one another; else any block may be the one below.
+        # If `at` is given, only the previous check can be the one below.
         below = best if at is None else {max(best): best[max(best)]}
         best[block] = min(
             (cost + costs.segment(before, block, fractions), (*chosen, block)) for before, (cost, chosen) in below.items()
@@ -237,6 +237,6 @@ def evenly_spread(blocks: int, check: float) -> tuple[int, ...]:
         check: cost of a check as a fraction of that of the model.
     """
     count = min(max(1, min(4, int(1 / 6 / check) if check else 4)), blocks - 1)
-    # From numbers of blocks that have run to the number of the block after which a check is made.
+    # A check after i blocks follows block i - 1.
     chosen = [round(blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
     return tuple(sorted({min(blocks - 2, max(0, block)) for block in chosen}))

@@ -55,7 +55,7 @@ class ExitLens:
             logits = self.unembed(x, needs_norm)
         else:
             logits = self.heads.logits(self.unembed, x, layer - 1, needs_norm and self.normed)
-        # The logits of all layers are one tensor.
+        # Logits of all layers have one dtype.
         return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
 
     def rows(self, layer: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -197,7 +197,7 @@ def prompt_rows(
         raise LayersimError("`prompt` has a row without a token.")
     refuse_other_ids(tokens[attention], model, "prompt")
     longest = int(lengths.max())
-    # The model does not run on the last new token.
+    # The last new token does not run through the model.
     if model.context and longest + max_new_tokens - 1 > model.context:
         raise LayersimError(
             f"`prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}; with {model.name}, the sum must be at "
@@ -227,7 +227,7 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
 def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompts that are texts."""
     texts = [prompt] if isinstance(prompt, str) else prompt
-    # Without its head the texts are not cut: one that exceeds the context is refused below.
+    # Without a head, Data does not cut texts; too long texts raise an error below.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
     length = model.context or 1 << 20
     batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=length), described)

@@ -106,7 +106,7 @@ class Segments(ABC):
 
     def _reached(self, number: int, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook of the last block of a segment."""
-        # Blocks below the entered layer are called too, and return their input.
+        # Blocks below the entered layer only return their input.
         if number < self.segment:
             return
         entering, hidden = first_tensor((*args, *kwargs.values())), first_tensor(output)
@@ -220,7 +220,7 @@ class Decoding(Segments):
         above = self.columns_run[number + 1]
         none_pending = all(above[row] == first for row, first in zip(self.rows, self.first_columns, strict=True))
         if len(continuing) == len(self.rows) and none_pending:
-            # All rows continue with the tokens of this pass, so the pass itself goes on.
+            # All rows continue with the same tokens, so the forward pass goes on.
             return True
         pending = self.pending[number + 1]
         if pending is None:
@@ -288,7 +288,7 @@ class FullSequence(Segments):
         index = index[self.rows, : self.length][running]
         lens = self.check.lens
         if lens.unembed.pool is None:
-            # Vision models run more positions than the one that is classified.
+            # Vision models have further positions, which are not classified.
             x, before = (states[:, : self.length][running] for states in (hidden, entering))
             read = x, True
         else:

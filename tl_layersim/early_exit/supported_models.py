@@ -27,7 +27,7 @@ from ..sources.partial_forward import LocalSplitModel, logits_of
 from .exit_decisions import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
 
-# Of the synthetic batch: tokens of the prompt, padding of its second row, and new tokens.
+# Tokens of the synthetic prompt, padding of its second row, and new tokens.
 PROMPT, PAD, NEW = 5, 2, 6
 
 
@@ -85,7 +85,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         # Classifiers take the first padding token as the end of a row.
         ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
         ids = ids.to(split_model.device)
-        # The decoder of an encoder-decoder has tokens of its own.
+        # An encoder-decoder also needs tokens for its decoder.
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if encoder_and_decoder(split_model.module) else {})
     config = getattr(config, "vision_config", config)
     size = config.image_size

@@ -21,7 +21,7 @@ from .exit_decisions import ExitCheck, ExitLens
 from .segments import FullSequence
 from .supported_models import not_hugging_face, open_for_early_exit, positions_read, relative_gap, synthetic_inputs
 
-# Lists in configurations that have no entry per block, or name blocks by number; and how the names of such lists end.
+# Names of lists in configurations that do not have one entry per block, and endings of such names.
 NO_BLOCKS = ("architectures", "id2label", "pos_att_type")
 NO_BLOCKS_ENDS = ("_token_id", "_ids", "_only_layers", "_indices")
 
@@ -67,10 +67,10 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
     blocks = len(split_model.blocks)
     if n_layers > blocks:
         raise LayersimError(f"`n_layers` is {n_layers}; it must be at most {blocks}, the number of blocks.")
-    # Weights that are made under torch.inference_mode() could never be trained.
+    # Weights from torch.inference_mode() could not be trained.
     with torch.inference_mode(False):
         config = shortened(model, split_model.source.paths, n_layers)
-        # Building draws random weights, which are then replaced.
+        # The random weights are replaced below.
         with torch.random.fork_rng(devices=[]):
             short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
         _copy_weights(model, short)
@@ -101,7 +101,7 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
     if lists_by_stage(model) and (stage := stack_of(model, paths)):
         config.depths[int(stage.rpartition(".")[2])] = n_layers
         return config
-    # Models with two towers, or with one of two, have a configuration for each.
+    # CLIP and similar models have a configuration for each tower.
     kind = type(nearest_config(model, paths[0]))
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     inner = next((part for part in parts if type(part) is kind), config)
@@ -109,7 +109,7 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
     for name in lists:
         if name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
             setattr(inner, name, getattr(inner, name)[:n_layers])
-    # Encoder-decoders count the blocks of each stack, and may count those of the encoder by the usual name too.
+    # Encoder-decoders have a setting for each stack.
     counts = [name for name in ("num_decoder_layers", "decoder_layers") if isinstance(getattr(inner, name, None), int)]
     for name in counts or ["num_hidden_layers"]:
         setattr(inner, name, n_layers)

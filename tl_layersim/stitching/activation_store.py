@@ -21,11 +21,11 @@ from ..lens.targets import answers, check_batch_labels
 from ..sources.model_description import Model
 from ..sources.partial_forward import SplitModel
 
-# Activations of more bytes than this are reported before they are computed.
+# Activations with more bytes than this are reported.
 LARGE = 1e8
-# One row in so many is kept for the evaluation.
+# One of this many rows is held out.
 EVALUATION_EVERY = 5
-# An interval over batches needs as many of them.
+# Smallest number of batches for an interval.
 MIN_BATCHES = 10
 
 
@@ -95,7 +95,7 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
     first, last = _documents(batches, separator)
     start = len(first) - max(1, len(first) // EVALUATION_EVERY)
     whole = (first[start:] > last[max(start - 1, 0)]).nonzero()[:, 0]
-    # The document that the cut goes through is of the fit if others follow it, else of the evaluation.
+    # A document across the cut belongs to the fit if another document follows, else to the evaluation.
     start_of_evaluation = start + int(whole[0]) if len(whole) else min(int((first < last[-1]).sum()), len(first) - 1)
     stop_of_fit = int((last < first[start_of_evaluation]).sum())
     if not stop_of_fit and start:
@@ -204,7 +204,7 @@ class ActivationStore:
         if folder is None:
             held = torch.empty(total, width, dtype=first.dtype)
         else:
-            # Mapped, the file needs no name, and a killed process leaves nothing.
+            # The mapped file has no name, so a killed process leaves nothing.
             with tempfile.NamedTemporaryFile(dir=folder, prefix="activations-", suffix=".bin") as file:
                 if hasattr(os, "posix_fallocate"):
                     # Writing to a mapped file on a full disk would end the process.

@@ -27,7 +27,7 @@ from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 
-# Sums over each batch of the evaluation: targets, cross-entropy and correct predictions of the stitched model and of the back.
+# Sums over a batch of the evaluation, of the stitched model and of the back model.
 JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 
@@ -74,7 +74,7 @@ def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[st
 
 
 Features = Callable[[Tensor], Tensor]
-# Eigenvalues of the features' Gram matrix below this fraction of the largest one are rounding.
+# Eigenvalues below this fraction of the largest eigenvalue are rounding errors.
 RANK = 1e-13
 
 
@@ -129,12 +129,12 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
     if bias:
         uu = uu - torch.outer(moments["u"], moments["u"]) / n
         ut = ut - torch.outer(moments["u"], moments["t"]) / n
-    # Features of very different sizes, as massive activations are, would cost digits, and a penalty of all features.
+    # Features are scaled to equal size, because massive activations would cost digits.
     size = uu.diagonal().clamp(min=0).sqrt()
     size = torch.where(size > 0, size, 1.0)
     damped = uu / size / size[:, None]
     values, vectors = torch.linalg.eigh(damped + ridge * torch.diag(damped.diagonal()))
-    # Directions that no token has are left at zero, which gives the smallest weights.
+    # Weights are zero in directions without variance.
     inverse = torch.where(values > RANK * values[-1], 1.0 / values, 0.0)
     weight = ((vectors * inverse) @ (vectors.T @ (ut / size[:, None]))).T / size
     offset = (moments["t"] - weight @ moments["u"]) / n if bias else None
@@ -144,10 +144,10 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
 
 
 Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
-# Steps whose mean loss counts as one look at the adapter.
+# Number of steps in a mean loss, by which the best adapter is chosen.
 WINDOW = 25
-# Batches of the fit on which the end of a training is compared with its start.
-LOOK = 8
+# Number of batches on which the last adapter is compared with the initial adapter.
+COMPARED_BATCHES = 8
 
 
 @typed
@@ -301,7 +301,7 @@ class StitchDescent(Descent):
         self.start, self.explained, self.acts = start, explained, acts
         self.back, self.layer, self.targets = back, layer, targets
         self.training, self.progress, self.key, self.dtype = training, progress, key, start.weight.dtype
-        # Weight and bias by name, as all parts of an adapter below.
+        # Initial weight and bias by name.
         self.fixed = {name: part.to(back.device) for name, part in start.named_buffers()}
         # Units of the learnt weight and bias, measured on the first batch.
         self.units = {"weight": 1.0, "bias": 1.0}
@@ -324,7 +324,7 @@ class StitchDescent(Descent):
         self._best = {name: tensors[f"best/{name}"] for name in self.fixed if f"best/{name}" in tensors}
 
     def snapshot(self) -> Snapshot | None:
-        # In the middle of a step, the last recorded state counts.
+        # In the middle of a step, the file keeps the state before.
         if self.consistent:
             note = {"done": False, "kind": self.start.kind, "best": self.best, "stopped": self.stopped}
             # Copies: a later step changes parameters in place.
@@ -405,7 +405,7 @@ class StitchDescent(Descent):
     def _loss_of(self, learnt: Mapping[str, Tensor]) -> float:
         """Mean loss with these changes, on a few evenly spaced batches."""
         total, count = 0.0, 0.0
-        for index in range(0, len(self.acts), max(1, len(self.acts) // LOOK)):
+        for index in range(0, len(self.acts), max(1, len(self.acts) // COMPARED_BATCHES)):
             with torch.no_grad():
                 x = self.entering(index, learnt)
             scores = self.back.score(self.acts.batches[index], self.targets[index], self.layer, x)

@@ -78,7 +78,7 @@ class StitchExperiment:
         labels: Any,
         cache: str | os.PathLike[str] | None,
     ) -> None:
-        # Each once, in the order of the call.
+        # Every model once, in the order of the call.
         self.models = list(dict.fromkeys(model for pair in pairs for model in pair))
         self.backs = list(dict.fromkeys(back for _, back in pairs))
         self._choose_fit(adapter, fit, training, ridge)
@@ -172,7 +172,7 @@ class StitchExperiment:
         which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
         recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
         recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
-        # Provenance and checkpoints have the seed under a name of their own.
+        # The seed is recorded separately.
         training = {name: value for name, value in asdict(self.training).items() if name != "seed"}
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
@@ -196,7 +196,7 @@ class StitchExperiment:
     def _digest(self, with_targets: bool = False) -> str:
         """SHA-256 of all rows."""
         digest = new_digest()
-        # Identities of checkpoints contain these two words.
+        # The roles are part of the digest.
         for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
             for batch in part:
                 fingerprint(digest, batch)
@@ -234,7 +234,7 @@ class StitchExperiment:
             for each in self.models:
                 stack.enter_context(each.evaluating())
                 each.settle(self.evaluation[0])
-            # Trouble with a back or with the data of the evaluation ought to come before the work.
+            # Errors of back models and of evaluation data come before the fits.
             for back, layer in dict.fromkeys(one[2:] for one in left.values()):
                 self._check(back, layer)
             alone = {back: self._scores_of_back(back) for back in dict.fromkeys(one[2] for one in left.values())}
@@ -553,7 +553,7 @@ def stitch_grid(
     progress = experiment.progress(checkpoint, names=list(opened), seams=points, blocks=blocks)
     start = time.perf_counter()
     count = len(points[names[0]])
-    # Numbers, since names may hold any character.
+    # Keys have indices, because names may hold any character.
     keys = {(a, s, b): f"{names.index(a)} {names.index(b)} {s}" for a in names for s in range(count) for b in names}
     found = experiment.run({key: (split[a], points[a][s], split[b], points[b][s]) for (a, s, b), key in keys.items()}, progress)
     provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": joined})

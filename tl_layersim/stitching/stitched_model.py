@@ -26,7 +26,7 @@ from ..sources.identity import hooks_on
 from ..sources.partial_forward import LocalSplitModel
 from .adapters import Adapter
 
-# Arguments of generation, which depend on the cache of the model that is called.
+# Inputs that belong to the cache of the back model.
 NOT_DATA = ("cache_position",)
 # Arguments that switch the cache of keys and values on.
 CACHE_SWITCHES = ("use_cache", "use_past_kv_cache")
@@ -53,7 +53,7 @@ class StitchedModel(nn.Module):
         self.config: Any = getattr(self.back, "config", None)
         self.main_input_name = back.model.main_input
         self.reading_front = False
-        # This runs the back once, so it comes before any measurement.
+        # This runs the back model once.
         back.tuples()
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> StitchedSource:
@@ -168,7 +168,7 @@ class StitchedModel(nn.Module):
         args, options = (given[main].to(front.device),), no_cache(self.front)
         try:
             self.reading_front = True
-            # The adapter's own device is the back's.
+            # The adapter is on the device of the back model.
             return front.read(self.at[0], lambda: self.front(*args, **passed, **options)).to(self._split_models[1].device)
         finally:
             self.reading_front = False
@@ -178,7 +178,7 @@ class StitchedSource(HookedSource):
     """The source that reads a stitched model from the adapter's output on."""
 
     def aside(self) -> bool:
-        # The front's pass is not recorded: front and back may be one model, or share blocks.
+        # The front's forward pass is not recorded, because front and back may share blocks.
         return bool(self.module.reading_front)
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:

@@ -144,11 +144,10 @@ class AlignedAdapters(Result):
         Patch(self.paths, self.down, self.up).apply(model)
 
     def __reduce__(self) -> Any:
-        # nnsight pickles what a trace on a server refers to. A server can make neither this class nor its base, and needs
-        # `apply` alone.
+        # nnsight pickles the objects of a trace. A server does not know this class, and needs only `apply`.
         import nnsight
 
-        # By value: servers do not have this package.
+        # Servers do not have this package, so its code is sent.
         nnsight.register("tl_layersim")
         return Patch, (self.paths, self.down, self.up)
 
@@ -238,7 +237,7 @@ class AdapterSteps(TrainingSteps):
         )
 
     def apply(self) -> None:
-        # One assignment: an interrupt leaves all of a step or nothing.
+        # One assignment, because an interrupt must not leave half a step.
         self.state = (self._parts, self.state[1] + self._losses)
 
     def snapshot(self) -> Snapshot | None:
@@ -455,7 +454,7 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
     """Train and evaluate the adapters. Returns fields of `AlignedAdapters`."""
     source, weights = training.source, training.weights
     with frozen_weights(source.module), source.evaluating():
-        # On one row: the blocks share one residual stream, and the lens at the last layer gives the logits.
+        # Check on one row that the lens at the last layer gives the model's logits.
         row = training.eval_data.batch([0])
         source.settle(row)
         need_stream(source.model, "Aligned training")

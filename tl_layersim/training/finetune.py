@@ -79,7 +79,7 @@ class FineTuning(Descent):
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
             device_placement=False,
-            # At a standard step the heads of other layers get no gradient, nor do blocks above the highest drawn layer.
+            # Some steps give no gradient to heads of lower layers, or to blocks above the highest drawn layer.
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
         self.leads = self.accelerator.is_main_process
@@ -322,7 +322,7 @@ def finetune_aligned(
             raise LayersimError(
                 f"`model` is a {type(model).__name__}; `save_to` needs a Hugging Face model. Save model.state_dict() instead."
             )
-    # A model with adapters of its own trains these.
+    # In a model with adapters, only the adapters are trained.
     if isinstance(model, torch.nn.Module) and (training.lora is not None or not hasattr(model, "peft_config")):
         refuse_quantised(
             model,
@@ -336,7 +336,7 @@ def finetune_aligned(
         stack.enter_context(torch.enable_grad())
         known = open_residual_stream(opened, either_stack=True).source.model
         refuse_float16(known)
-        # Of the weights before the training.
+        # Record the weights before the training.
         known = replace(known, weights=known.weights_hash)
         finish = stack.enter_context(_with_lora(model, training))
         if training.gradient_checkpointing:
@@ -353,7 +353,7 @@ def finetune_aligned(
             stream.source.settle(rows[0].batch([0]))
         classes = stream.check(rows[0].take([0]).to(stream.device))
         refuse_other_labels(torch.tensor(rows[0].label_range), classes)
-        # Rows held out of `data` have its range.
+        # Without eval_data, both ranges are that of `data`.
         refuse_other_labels(torch.tensor(rows[1].label_range), classes, " of `eval_data`")
         objective = OBJECTIVES.named(training.objective)(stream, training)
         tuning = FineTuning(objective, rows, training, data.batch_size)
@@ -402,7 +402,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
     try:
         yield wrapped.merge_and_unload
     finally:
-        # Without effect on adapters that are merged.
+        # This has no effect on merged adapters.
         wrapped.unload()
         model.__dict__.pop("peft_config", None)
         for name, parameter in model.named_parameters():

@@ -71,7 +71,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             raise LayersimError(f"AlignedTrainer does not support {what}; use TrainingArguments and peft, or finetune_aligned.")
         self._settings = settings
         self._open()
-        # compute_loss divides the sum over targets by their number in the whole step, which Trainer counts where this is true.
+        # With this setting, Trainer counts the targets of a step, by which compute_loss divides.
         self.model_accepts_loss_kwargs = True
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -112,7 +112,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         run = None if model is stream.module else lambda: model(*args, **options)
         total = self._objective(batch, int(self.state.global_step), run)
         if int(count) == 0:
-            # 0 / 0: with "cosine-reg" NaN in every weight, and Trainer leaves NaN out of the losses that it logs.
+            # 0 / 0 would make weights NaN, which the losses that Trainer logs do not show.
             warn("`labels` of a batch are all -100, so the batch contributes nothing to its step.")
             count = 1
         loss = total / count
@@ -167,7 +167,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                     loss, count = stream.loss(shifted_row, {stream.n_layers: 1.0}, True)
                     losses[shift] = float(loss) / max(count, 1)
             nearest = min(losses, key=lambda shift: abs(losses[shift] - own))
-            # transformers computes losses in float32, whatever the model is in.
+            # transformers computes losses in float32.
             allowed = rounding(next(stream.module.parameters()).dtype, torch.float32)
             if abs(losses[nearest] - own) <= allowed * (1 + abs(own)):
                 return nearest

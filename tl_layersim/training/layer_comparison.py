@@ -34,7 +34,7 @@ from ..lens.targets import gives_classes, usual_labels
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
 
-# Fields of `LayerChange` at its one threshold.
+# Fields of `LayerChange` that depend on its threshold.
 AT_THRESHOLD = ("exits", "exit_accuracy", "exit_agreement", "speedup")
 SOURCE = " (Jiang, Zhou and Zhu 2024, {})."
 
@@ -410,7 +410,7 @@ def evaluate_layers(
         raise LayersimError(
             "`before` and `after` did not read the same tokens, because their tokenizers differ. Use Data(..., tokenizer=...)."
         )
-    # What the head reads of a row; the last token if it reads every position.
+    # The position that the head reads; the last token if the head reads every position.
     pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
     collapse = [_collapse(opened, data, NeuralCollapse(labels=targets, pool=pool)) for opened in models]
     read_by = {"norm": norms, "heads": [None if one is None else str(one) for one in own]}

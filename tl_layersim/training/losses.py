@@ -18,7 +18,7 @@ from ..data.labels import NO_LABEL
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
 Norm = Literal["final", "none"]
-# Number of logits held at once.
+# Largest number of logits in memory.
 LOGITS = 2**23
 
 

@@ -147,7 +147,7 @@ class ResidualStream:
             run: runs the whole forward pass, as wrappers for several processes need; None for the model's own, which ends at
                 the highest layer.
         """
-        # A block that is computed again in the backward pass must not be left by an exception.
+        # Gradient checkpointing does not allow an exception inside a block.
         recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
         call, above = run or (lambda: self.call(batch)), self._top if recomputes else None
         found = read_residuals(self.blocks, layers, call, whole=run is not None, above=above)
@@ -258,7 +258,7 @@ def usable(value: Any) -> Any:
     return value.clone() if unusable else value
 
 
-# By model, the paths whose head was checked against the model's logits.
+# For each model, the paths of blocks and head that have been checked against its logits.
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 

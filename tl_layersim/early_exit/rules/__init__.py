@@ -20,7 +20,7 @@ from ...core.cross_entropy import confidence, on_float64_device
 from ...core.errors import LayersimError
 from ...core.registry import Registry
 
-# Per-token tensors by name, each with one entry for every token that passes through the layers.
+# Tensors by name, each with one entry per token.
 RuleState = dict[str, Tensor]
 
 

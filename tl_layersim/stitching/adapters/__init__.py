@@ -158,8 +158,8 @@ class Adapter(nn.Module):
             needed = [name for name, needs in (("weight", definition.has_weight), ("bias", definition.has_bias)) if needs]
             raise LayersimError(f"An adapter of kind {kind!r} takes {' and '.join(needed) or 'neither weight nor bias'}.")
         self.definition, self.kind = definition, kind
-        # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep
-        # no other order in memory, on which the last bits of a product depend.
+        # Buffers are moved and saved with a model, and not trained by its optimiser. The layout in memory is that of a weight
+        # read from a file, because the last bits of a product depend on it.
         own = None if weight is None else weight.detach().clone(memory_format=torch.contiguous_format)
         self.register_buffer("weight", own)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())

@@ -329,7 +329,7 @@ class MultiHeadObjective(Objective):
 
 def _copy_of(linear: nn.Linear) -> nn.Linear:
     """A copy of a linear layer without hooks, with trainable weights."""
-    # On the meta device, so that no random numbers are drawn.
+    # The meta device draws no random numbers.
     copy = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     copy.weight = nn.Parameter(linear.weight.detach().clone())
     if linear.bias is not None:
