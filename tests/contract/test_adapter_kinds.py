@@ -18,7 +18,7 @@ from nnsight.intervention.serialization import dumps
 import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching import adapters
-from tl_layersim.stitching.adapters import ADAPTER_KINDS, AdapterKind
+from tl_layersim.stitching.adapters import ADAPTER_KINDS
 from tl_layersim.stitching.fitting import cross_moments, own_moments, solve
 
 from ..stitching.helpers import gpt2_of_kind, rows
