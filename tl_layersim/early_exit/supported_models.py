@@ -88,7 +88,8 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         # An encoder-decoder also needs tokens for its decoder.
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if encoder_and_decoder(split_model.module) else {})
     config = getattr(config, "vision_config", config)
-    size = config.image_size
+    if (size := getattr(config, "image_size", None)) is None:
+        raise LayersimError("`model` reads images of unknown size: its configuration has no image_size.")
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(rows, config.num_channels, height, width, generator=generator)
     return {"pixel_values": pixels.to(device=split_model.device, dtype=next(split_model.module.parameters()).dtype)}
