@@ -88,6 +88,7 @@ class ExitCosts:
         return ExitCosts(**times, blocks=blocks, batch=batch, full_check=never.gives_logits)
 
     def full(self) -> float:
+        """The cost of a decoding step of the full model."""
         return self.start + self.blocks * self.block + self.head
 
     def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:

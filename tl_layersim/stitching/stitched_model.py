@@ -57,6 +57,7 @@ class StitchedModel(nn.Module):
         back.tuples()
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> StitchedSource:
+        """The source that reads this model."""
         return StitchedSource(self, layers, unembed)
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
