@@ -47,7 +47,7 @@ class Columns:
             own_columns.index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
-        """Read the columns from `start` to `end` of this forward pass's rows."""
+        """Read columns `start` to `end` of the rows of this forward pass."""
         table = table.narrow(axis, start, self.end - start)
         return table if self.index is None else table.index_select(0, self.index)
 

@@ -52,12 +52,14 @@ class Generated:
 
     @property
     def share_of_blocks(self) -> float:
-        """Block calls, as a fraction of the full model's. Decoding time is about proportional if memory is the bottleneck."""
+        """Block calls, as a fraction of the full model's. This is the relative time if memory bandwidth is the bottleneck."""
         return self.block_calls / max(1, self.layers * self.steps)
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Tokens run through blocks, as a fraction of the full model's."""
+        """Tokens run through blocks, as a fraction of the full model's. This is the relative time if arithmetic is the
+        bottleneck.
+        """
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Data of a stitch, and the front model's activations on it."""
+"""Data of a stitch, and activations of the front model."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class ActivationStore:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """Free bytes on a disk or in memory, and which of the two."""
+    """Free bytes on the disk of `folder` or in memory, and the word for the place."""
     import psutil
 
     if folder is not None:

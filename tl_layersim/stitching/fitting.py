@@ -249,7 +249,7 @@ def least_squares(
 
 
 def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
-    """The initial adapter of a training, which changes the residual stream as little as possible.
+    """The initial adapter of a training, which is the identity map.
 
     Raises:
         LayersimError: the widths differ.

@@ -361,7 +361,7 @@ class StitchGrid(Result):
     def penalty_difference(
         self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
     ) -> xarray.Dataset:
-        """The penalty of one stitch minus that of another, with its confidence interval.
+        """The difference between the penalties of two stitches, with its confidence interval.
 
         `("a", "b")` minus `("b", "a")` is the asymmetry of two models: it is above 0 if "b" loses more by the layers of "a"
         than "a" by those of "b". `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter

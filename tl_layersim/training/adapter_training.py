@@ -262,7 +262,7 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run steps or evaluations in order, and return their losses and the state after them.
+        """Run steps or evaluations in order, in as few requests as time allows.
 
         Args:
             count: number of items.
@@ -303,7 +303,7 @@ class AdapterSteps(TrainingSteps):
             source.ndif.say = quiet
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """Inputs of a step on these rows. If `rate` is None, inputs of an evaluation."""
+        """Inputs of a step, or of an evaluation if `rate` is None."""
         batch = data.take(rows)
         ids = {"tokens": batch.main}
         if self._unembed.reads == "rows":

@@ -410,7 +410,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
 
 
 def _additions(model: Any) -> list[nn.Parameter]:
-    """Zero parameters that a TransformerBridge adds to the model, such as a bias of the head.
+    """Parameters with value 0 that a TransformerBridge adds to the model, such as a bias of the head.
 
     They are frozen, so that a bridge learns what the model inside would learn.
     """
