@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import encoder_and_decoder
-from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
@@ -23,7 +22,7 @@ from ..sources.activation_checks import need_stream
 from ..sources.forward_arguments import no_cache
 from ..sources.hooked_module import HookedSource
 from ..sources.open_local import OpenedModel
-from ..sources.partial_forward import LocalSplitModel, logits_of
+from ..sources.partial_forward import LocalSplitModel, logits_of, no_known_head
 from .exit_decisions import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
 
@@ -50,10 +49,7 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     need_stream(source.model, "Early exit")
     split_model = LocalSplitModel(source, source.model)
     if split_model.source.unembed is None:
-        raise LayersimError(
-            f"{source.model.name} has no known head. Load it by {CLASSES_WITH_HEAD}, or name the head by open_model(model, "
-            "unembed=[final norm, head])."
-        )
+        raise no_known_head(source.model)
     if source.model.stream == "unknown":
         with split_model.evaluating(), torch.no_grad(), source.settling():
             split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model.module))

@@ -37,9 +37,10 @@ from ..sources.hooks import frozen_weights
 from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight
+from ..sources.partial_forward import no_known_head
 from ..sources.source import refuse_inference_weights
 from .losses import Weights, layer_weights, positions_with_targets
-from .residual_stream import no_known_head, refuse_float16
+from .residual_stream import refuse_float16
 from .training_data import TrainingData, open_training_data, open_training_file, record_of_training, rows_in_words
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions
-from ..architectures.output_heads import CLASSES_WITH_HEAD, is_detr
+from ..architectures.output_heads import is_detr
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
@@ -26,7 +26,7 @@ from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
-from ..sources.partial_forward import logits_of, read_residuals
+from ..sources.partial_forward import logits_of, no_known_head, read_residuals
 from ..sources.source import refuse_inference_weights
 from ..stitching.stitched_model import StitchedSource
 from .losses import Norm, Weights, layer_weights, positions_with_targets, summed_loss
@@ -40,14 +40,6 @@ def refuse_float16(model: Model) -> None:
     """
     if model.dtype == "torch.float16":
         raise LayersimError("`model` is in float16, in which small gradients are 0. Load it in float32 or bfloat16.")
-
-
-def no_known_head(model: Model) -> LayersimError:
-    """The error for a model without a known head."""
-    return LayersimError(
-        f"{model.name} has no known head. Load it by {CLASSES_WITH_HEAD}, or name the head by open_model(model, "
-        "unembed=[final norm, head])."
-    )
 
 
 @dataclass(frozen=True)
