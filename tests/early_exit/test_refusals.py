@@ -81,6 +81,10 @@ class TestRefusals:
             EarlyExit(model.model)
         with pytest.raises(lsim.LayersimError, match="`model` is 'gpt2'"):
             EarlyExit("gpt2")
+        # Weights that accelerate keeps elsewhere.
+        spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*meta.*device_map="):
+            EarlyExit(spread_out)
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(0, 0), adapter="identity").model
         with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):
             EarlyExit(stitched)

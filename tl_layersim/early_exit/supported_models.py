@@ -50,6 +50,12 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     split_model = LocalSplitModel(source, source.model)
     if split_model.source.unembed is None:
         raise no_known_head(source.model)
+    devices = {str(p.device) for p in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise LayersimError(
+            f"`model` has weights on {', '.join(sorted(devices))}; all weights must be on one device. Load the model without "
+            "device_map=."
+        )
     if source.model.stream == "unknown":
         with split_model.evaluating(), torch.no_grad(), source.settling():
             split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model.module))
