@@ -18,7 +18,7 @@ from nnsight.intervention.serialization import dumps
 import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching import adapters
-from tl_layersim.stitching.adapters import ADAPTER_KINDS, AdapterKind
+from tl_layersim.stitching.adapters import ADAPTER_KINDS
 from tl_layersim.stitching.fitting import cross_moments, own_moments, solve
 
 from ..stitching.helpers import gpt2_of_kind, rows
@@ -291,17 +291,3 @@ class TestOneNewFile:
     def test_is_unknown_without_its_file(self):
         with pytest.raises(lsim.LayersimError, match=r"`kind`.*linear-rms"):
             lsim.stitching.Adapter("linear-rms", torch.eye(2))
-
-
-def test_features_of_another_width_are_refused_by_every_fit():
-    class Squares(AdapterKind):
-        name = "squares"
-
-        @staticmethod
-        def features(hidden):
-            return torch.cat([hidden, hidden**2], -1)
-
-    adapter = lsim.stitching.Adapter("linear", torch.ones(4, 8))
-    adapter.definition = Squares()
-    with pytest.raises(lsim.LayersimError, match="`features`"):
-        adapter(torch.ones(3, 4))

@@ -14,7 +14,6 @@ from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.engine import submitted_runs
 from tl_layersim.engine.run_files import tallies_of
 from tl_layersim.stitching.fitting import Progress
-from tl_layersim.training.settings import curve_of, open_training_file
 
 from ..views import provenance
 
@@ -32,7 +31,7 @@ def read_checkpoint(path: Path) -> Any:
     if kind == "stitches":
         return Progress(path, identity).states
     if kind == "training":
-        return open_training_file(path, identity).read(curve_of)
+        return ResumableFile(path, kind, identity).read(lambda _, tensors: tensors["curve"].tolist())
     return ResumableFile(path, kind).read(submitted_runs.parsed)
 
 

@@ -73,7 +73,7 @@ class TestCosts:
             EarlyExit(demo, 0.5, curve=curve)
         for model, options, words in (
             (demo, {"threshold": 0.7}, r"`threshold`.*0\.7"),
-            (demo, {"threshold": 0.5, "rule": "margin"}, r"`curve`.*margin"),
+            (demo, {"threshold": 0.5, "rule": "margin"}, r"`rule`.*margin.*`curve`"),
             (tiny_llama(), {"threshold": 0.5}, r"`curve`.* 8 blocks.* 3"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):

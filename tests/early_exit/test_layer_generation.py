@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.early_exit import early_exit
-from tl_layersim.early_exit.early_exit import EarlyExit, layer_groups
+from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.truncate import truncate
 
 from ..tiny_models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -162,21 +162,11 @@ class TestEdges:
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-    def test_groups(self, monkeypatch):
-        for blocks in range(1, 8):
-            for size in range(10):
-                groups = layer_groups(blocks, 1 if size == 9 else 2**28 // max(size, 1))
-                assert [layer for group in groups for layer in group] == list(range(1, blocks + 1))
-                assert max(map(len, groups)) == (blocks if size == 9 else min(blocks, max(size, 1)))
-        # Keys and values that exceed the memory of their own are generated from one layer at a time.
-        assert layer_groups(3, 2**40) == [range(1, 2), range(2, 3), range(3, 4)]
-        assert layer_groups(3, 0) == [range(1, 4)]
-
 
 @pytest.mark.parametrize(
     ("make", "new", "words"),
     [
-        (lambda: classifier("llama")[0], NEW, "cannot generate: it is a classifier"),
+        (lambda: classifier("llama")[0], NEW, "LlamaForSequenceClassification cannot generate"),
         (lambda: classifier("masked")[0], NEW, "cannot generate"),
         (deep, 64, "`max_new_tokens` is 64"),
     ],

@@ -25,11 +25,6 @@ class TestWhatWasOnceWrong:
         assert set(seen) == {8}
         assert costs.batch == 8
 
-    def test_what_cannot_be_timed_is_refused(self):
-        for model, options in ((tiny_llama(layers=1), {}), (tiny_llama(), {"repeats": 1})):
-            with pytest.raises(lsim.LayersimError, match=r"`model`.*`repeats`"):
-                lsim.early_exit.ExitCosts.measure(model, context=4, **options)
-
     def test_rows_draw_their_own(self):
         early = lsim.EarlyExit(tiny_llama(), 1.0)
         a, b = random_tokens(2, 5).split(1)
@@ -86,13 +81,13 @@ class TestWhatWasOnceWrong:
         early = lsim.EarlyExit(model, 1.0)
         model.lm_head = torch.nn.Linear(32, 100, bias=False)
         for call in (lambda: early.generate(random_tokens(1, 4)), lambda: early.logits(random_tokens(1, 4))):
-            with pytest.raises(lsim.LayersimError, match="norm or head was replaced"):
+            with pytest.raises(lsim.LayersimError, match=r"head.* was replaced"):
                 call()
 
     def test_a_curve_of_other_weights_is_told(self):
         curve = lsim.analyze(tiny_llama(seed=1), random_tokens(), lsim.ExitCurve())["exit_curve"]
         costs = lsim.early_exit.ExitCosts(block=1, check=0.1, head=0.1, blocks=3)
-        with pytest.warns(lsim.LayersimWarning, match="weights differ from those"):
+        with pytest.warns(lsim.LayersimWarning, match="`curve`.* other weights"):
             early = lsim.EarlyExit(tiny_llama(), 0.5, curve=curve, costs=costs)
         assert "max-prob > 0.5" in repr(early)
 
@@ -119,7 +114,6 @@ class TestWhatWasOnceWrong:
         [
             (lambda m: lsim.EarlyExit(m, float("nan"), rule="patience"), "`threshold`.*nan"),
             (lambda m: lsim.EarlyExit(m, 0.5, shortlist={5, 6}), "`shortlist`.*{5, 6}"),
-            (lambda m: lsim.EarlyExit(m, 0.5, shortlist=[True, False]), "`shortlist`.*True"),
             (lambda m: frequent_tokens(m, random_tokens(), -1), "`size`.*-1"),
             (lambda m: lsim.truncate(m, True), "`n_layers`.*True"),
             (lambda m: lsim.EarlyExit(m, 1.0).logits(random_tokens(1, 70)), "`tokens`.*70"),

@@ -21,7 +21,6 @@ class TestRefusals:
             ({"threshold": 1.5}, "`threshold`.*1.5"),
             ({"threshold": -0.1}, "`threshold`.*-0.1"),
             ({"threshold": 0.9, "rule": "patience"}, "`threshold`.*0.9"),
-            ({"threshold": 1.5, "rule": "patience"}, "`threshold`.*1.5"),
             ({"at": 3}, "`at` is 3"),
             ({"at": (0, -1)}, r"`at` is \(0, -1\)"),
             ({"at": (4,)}, "`at`.*4"),
@@ -47,17 +46,12 @@ class TestRefusals:
             (tokens, {"do_sample": True, "top_p": 0.0}, "`top_p`.*0.0"),
             (tokens, {"attention_mask": torch.zeros(2, 6)}, "`prompt`"),
             ([], {}, "`prompt`"),
-            ("w3", {"attention_mask": torch.ones(1, 1)}, "`attention_mask`"),
             ("w3", {}, "tokenizer"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.generate(prompt, **options)
-        for given, mask, words in (
-            (torch.randn(2, 3, 8, 8), None, "`tokens`.*2, 3, 8, 8"),
-            (tokens, torch.zeros(2, 6), "`attention_mask`"),
-        ):
-            with pytest.raises(lsim.LayersimError, match=words):
-                early.logits(given, mask)
+        with pytest.raises(lsim.LayersimError, match=r"`tokens`.*2, 3, 8, 8"):
+            early.logits(torch.randn(2, 3, 8, 8))
 
     def test_images_of_another_size(self):
         with pytest.raises(lsim.LayersimError, match=r"ViT.*pixel_values"):
@@ -78,9 +72,8 @@ class TestRefusals:
 
     def test_classifiers_do_not_generate(self):
         for model in (vit(), bert()):
-            with pytest.raises(lsim.LayersimError, match=f"{type(model).__name__} .*classifier") as caught:
+            with pytest.raises(lsim.LayersimError, match=f"{type(model).__name__} .*`model`"):
                 EarlyExit(model, at=(0,)).generate(random_tokens(2, 6))
-            assert "peft" not in str(caught.value)
 
     def test_models(self):
         model = tiny_llama(3)

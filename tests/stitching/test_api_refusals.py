@@ -65,8 +65,8 @@ class TestRefusals:
         options = {"at": (0, 0), "fit": "sgd", "adapter": "affine-norm"}
         self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
         settings = lsim.stitching.StitchTraining(steps=80, warmup=10, relative=False)
-        kept = "the best one on the way" if good == 60 else "the one that it started from"
-        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*The adapter kept is {kept}"):
+        kept = "the best adapter" if good == 60 else "the initial adapter"
+        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*holds {kept}"):
             result = lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), training=settings, **options
             )
@@ -171,8 +171,6 @@ class TestRefusals:
             assert float(result.curve[-5:].mean()) < float(result.curve[:5].mean())
             with torch.no_grad():
                 assert result.model(rows(2)).logits.shape == (2, 16, 100)
-        with pytest.raises(lsim.LayersimError, match=r"`adapter`.* 48 to 32.* 32 to 48"):
-            lsim.stitch(tiny_llama(), wide, rows(), at=(0, 0), adapter=result.adapter)
 
     def test_identity_between_bases_is_warned_of(self):
         bridge = gpt2_of_kind("bridge", 0)
@@ -183,8 +181,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"adapter": "identity", "fit": "lstsq"}, "`fit`.*`training`.*`ridge`.*identity"),
-            ({"adapter": "identity", "training": QUICK}, "`fit`.*`training`.*`ridge`.*identity"),
+            ({"adapter": "identity", "fit": "lstsq"}, "`fit`.*lstsq.*identity"),
+            ({"adapter": "identity", "training": QUICK}, "`training`.*identity"),
             ({"fit": "lstsq", "training": QUICK}, "`training`.*lstsq"),
             ({"fit": "sgd", "ridge": 1.0}, "`ridge`.*sgd"),
             ({"fit": "lstsq", "ridge": -1.0}, "`ridge`.* -1.0"),
@@ -201,7 +199,7 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=message):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), **usual | options)
 
-    @pytest.mark.parametrize("settings", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}, {"warmup": 2000}, {"clip": 0.0}])
+    @pytest.mark.parametrize("settings", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}, {"clip": 0.0}])
     def test_settings_of_a_training(self, settings):
         with pytest.raises(lsim.LayersimError, match=f"`{next(iter(settings))}`"):
             lsim.stitching.StitchTraining(**settings)

@@ -97,8 +97,8 @@ def test_truncate_works_inside_inference_mode():
     ("tokens", "labels", "mask", "says"),
     [
         (random_tokens(2, 6), torch.full((2, 6), -100), None, "`labels` has no target"),
-        (random_tokens(2, 1), None, None, "`tokens` has no position that is followed"),
-        (random_tokens(2, 6), None, torch.zeros(2, 6, dtype=torch.int64), "`tokens` has no position that is followed"),
+        (random_tokens(2, 1), None, None, "`tokens` has no next token"),
+        (random_tokens(2, 6), None, torch.zeros(2, 6, dtype=torch.int64), "`tokens` has no next token"),
     ],
     ids=["labels all -100", "rows of one token", "nothing attended"],
 )

@@ -37,7 +37,3 @@ class TestLora:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
         tokens = random_tokens(2, 9)
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
-
-    def test_other_things_are_refused(self):
-        with pytest.raises(lsim.LayersimError, match="peft"):
-            lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, lora={"r": 4}))

@@ -1,4 +1,4 @@
-"""Early exit: each token leaves the model at the first layer whose exit rule it meets; the layers above it do not run."""
+"""Early exit: each token leaves the model at the first layer that meets its exit rule."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Key-value cache for a batch whose rows have run to different depths."""
+"""Key-value cache for a batch in which rows run to different depths."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Columns:
-    """The part of the key-value cache that one forward pass uses: some rows, and positions `start` to `end`, padding included.
+    """The rows and columns of the key-value cache that a forward pass uses. A column is a position, padding included.
 
-    These positions are called columns. Rows are padded on the left, so the newest token of every row is in the same column.
+    Rows are padded on the left, so the newest token of every row is in the same column.
 
     Args:
         rows: indices of the rows, None for all of them.
@@ -26,7 +26,7 @@ class Columns:
         self, rows: list[int] | None, start: int, end: int, starts: list[int] | None = None, device: torch.device | None = None
     ) -> None:
         self.start, self.end = start, end
-        # Built once for all blocks of a pass.
+        # Built once for all blocks of a forward pass.
         self.index = None if rows is None else torch.tensor(rows, device=device)
         self.places: list[Tensor] = []
         if starts is not None:
@@ -35,7 +35,7 @@ class Columns:
             self.places = list(torch.tensor(pairs, device=device).unbind(1))
 
     def put(self, table: Tensor, part: Tensor, axis: int = 1) -> None:
-        """Write `part`, computed in this pass, into `table`, which has all rows. `axis` is the axis of columns in both."""
+        """Write keys, values or residuals of this forward pass into the table of all rows."""
         if self.places:
             own, row, column = self.places
             table.transpose(1, axis)[row, column] = part.transpose(1, axis)[own, column - self.start]
@@ -47,13 +47,13 @@ class Columns:
             own_columns.index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
-        """The values in `table` for the rows of this pass, from column `start` to `end`. `axis` is the axis of columns."""
+        """Read columns `start` to `end` of the rows of this forward pass."""
         table = table.narrow(axis, start, self.end - start)
         return table if self.index is None else table.index_select(0, self.index)
 
 
 class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """Cached keys and values of one block, `row head column d_head`. The columns of an attention head are contiguous."""
+    """Cached keys and values of one block, `row head column d_head`."""
 
     is_sliding = False
 
@@ -64,13 +64,12 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         self.values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the keys and values of all rows and columns."""
         rows, room = self.cache.rows, self.cache.room
         self.keys, self.values = (x.new_zeros(rows, x.shape[1], room, x.shape[3]) for x in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of this pass. Returns all cached keys and values of its rows, up to its last column."""
+        """Store the keys and values of this forward pass. Returns all cached keys and values of its rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         columns = self.cache.columns
@@ -78,29 +77,26 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         columns.put(self.values, value_states, 2)
         return columns.take(self.keys, axis=2), columns.take(self.values, axis=2)
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these rows of the cache."""
+    def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
-            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+            self.keys, self.values = self.keys.index_select(0, indices), self.values.index_select(0, indices)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of columns that the pass attends to, and the index of the first one."""
         return self.cache.columns.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Number of columns before those of the pass."""
         return self.cache.columns.start
 
     def get_max_length(self) -> int:
-        """Largest number of columns: -1, which means no maximum in transformers."""
+        """-1, which means no maximum in transformers."""
         return -1
 
-    # Its name in older versions of transformers, 5.9 among them.
+    # The name in transformers 5.9.
     get_max_cache_shape = get_max_length
 
 
 class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Key-value cache of all blocks; `columns` selects the rows and columns of the current forward pass.
+    """Key-value cache of all blocks.
 
     The model builds its own masks from the sizes that the cache reports, so windows, chunks and padding stay the model's work.
 
@@ -116,11 +112,5 @@ class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
         super().__init__(layers=[ColumnLayer(self) for _ in range(blocks)])
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows of the cache."""
         self.rows = len(rows)
-        for layer in self.layers:
-            layer.keep(rows)
-
-    def room_for(self, x: Tensor) -> Tensor:
-        """Zeros `row column d_model` for all rows and columns of the cache, with the dtype and device of residuals `x`."""
-        return torch.zeros(self.rows, self.room, x.shape[-1], dtype=x.dtype, device=x.device)
+        self.batch_select_indices(rows)

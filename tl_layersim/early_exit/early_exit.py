@@ -1,4 +1,4 @@
-"""EarlyExit: generation and full-sequence logits in which each token exits at the first layer that is confident."""
+"""`EarlyExit`: generation and logits in which each token exits at the first confident layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..lens.exit_heads import ExitHeads, as_heads
 from ..sources.forward_arguments import no_cache, refusing_failed_forward
 from ..sources.open_local import OpenedModel
 from .exit_costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
-from .exit_decisions import ExitCheck, ExitLens, shortlist_ids
+from .exit_decisions import ExitCheck, ExitLens, Shortlist, shortlist_ids
 from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows
 from .rules import EXIT_RULES, MaxProbRule
 from .segments import FullSequence
@@ -41,13 +41,13 @@ from .supported_models import (
     synthetic_inputs,
 )
 
-# Most bytes of keys and values of the layers that are generated from together. Those of a single layer may take more.
+# Largest key-value cache, in bytes, for layers that generate together.
 KEYS_AND_VALUES_BYTES = 2**28
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExitLogits:
-    """Output of `EarlyExit.logits`: logits, the exit of each position, and counts of the computation.
+    """Logits of `EarlyExit.logits`, the exit of each position, and the number of block calls.
 
     Attributes:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier; each of the layer at which it exited. 0 at padding.
@@ -67,7 +67,7 @@ class ExitLogits:
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Positions that ran through blocks, summed over blocks, as a fraction of those in the full model."""
+        """Tokens run through blocks, as a fraction of the full model's."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class ExitLogits:
 
 
 class EarlyExit:
-    """A model in which each token exits at the first layer that is confident; the layers above it do not run.
+    """A model in which each token exits at the first confident layer. The layers above the exit do not run.
 
     The model is not changed, and no hook stays on it between calls. When a later token of the same row runs deeper, the layers
     above an exit run on the tokens that exited there too, in the same forward pass. Every hidden state is therefore that of the
@@ -135,7 +135,7 @@ class EarlyExit:
         rule: str = "max-prob",
         curve: ExitCurveResult | None = None,
         costs: ExitCosts | None = None,
-        shortlist: Any = None,
+        shortlist: Shortlist | None = None,
         heads: ExitHeads | str | os.PathLike[str] | None = None,
     ) -> None:
         rule_class = EXIT_RULES.named(rule)
@@ -167,7 +167,7 @@ class EarlyExit:
         self._verify(ends)
 
     def _given_blocks(self, at: Layer | Sequence[Layer] | None) -> tuple[int, ...] | None:
-        """The numbers of the blocks after which `at` places exit checks, ascending; None if `at` is None.
+        """The blocks with an exit check that `at` names, ascending. None if `at` is None.
 
         Raises:
             LayersimError: `at` names the last block, no block, or one twice.
@@ -185,7 +185,7 @@ class EarlyExit:
         return blocks
 
     def _share_of_check(self, costs: ExitCosts | None) -> float:
-        """The cost of an exit check divided by that of all blocks and the head. Without `costs`, weights are counted."""
+        """The cost of an exit check, as a fraction of the model's cost."""
         if costs is not None:
             full = costs.blocks * costs.block + costs.head
             return costs.check / max(full, costs.check) if costs.check else 0.0
@@ -197,7 +197,7 @@ class EarlyExit:
         return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
 
     def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, given: tuple[int, ...] | None) -> ExitPlan:
-        """Plan exit checks by an exit curve. Warns if it was measured on other weights, or if checks make the model slower.
+        """Plan exit checks by an exit curve.
 
         Raises:
             LayersimError: there are no costs, or the curve was measured with other rules, thresholds or heads.
@@ -205,9 +205,7 @@ class EarlyExit:
         if costs is None:
             raise LayersimError("`costs` is None; with `curve`, it must be ExitCosts.measure(model).")
         if not isinstance(self.rule, MaxProbRule):
-            raise LayersimError(
-                f"`curve` cannot be used with rule={self.rule.name!r}: an exit curve measures exits of {MaxProbRule.name!r}."
-            )
+            raise LayersimError(f"`rule` is {self.rule.name!r}; with `curve`, it must be {MaxProbRule.name!r}.")
         model, run = self.split_model.model, curve.provenance
         measured_with, own = run.options.get("heads"), None if self.heads is None else str(self.heads)
         if measured_with != own:
@@ -217,16 +215,16 @@ class EarlyExit:
             )
         plan = plan_for(costs, exited_fractions(curve, self.rule.threshold, len(self.split_model.blocks)), given)
         if model.weights_hash and run.weights_hash and model.weights_hash != run.weights_hash:
-            warn(f"The exit curve was measured on {run.model}, whose weights differ from those that {model.name} has now.")
+            warn(f"`curve` was measured on {run.model} with other weights than those of {model.name}.")
         if plan.speedup < 1 and plan.at:
             warn(
-                f"Checks after blocks {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a "
-                "check costs an unembedding. Pass curve= without at= to have the blocks chosen."
+                f"Exit checks after blocks {plan.at} are expected to make the model slower, {plan.speedup:.2f} times as fast. "
+                "Leave out `at` to have the blocks chosen by `curve`."
             )
         return plan
 
     def _verify(self, ends: tuple[int, ...]) -> None:
-        """Determine what the model supports. Raises an error if early exit does not reproduce its logits.
+        """Raise an error if early exit does not reproduce the model's logits.
 
         Raises:
             LayersimError: the logits differ, or the rule reads probabilities of a head with one output.
@@ -252,17 +250,15 @@ class EarlyExit:
         return f"EarlyExit({self.split_model.model.name}, {rule} after blocks: {layers}{expected})"
 
     def _head_weights(self) -> list[Any]:
-        """Identity, dtype and device of each parameter of the final norm and the head."""
         return [(id(p), p.dtype, p.device) for p in self._head_parameters()]
 
     def _head_parameters(self) -> list[torch.nn.Parameter]:
         return [p for path in self._paths for p in self.split_model.module.get_submodule(path).parameters()]
 
     def _refuse_changed_head(self) -> None:
-        """Raise an error if the final norm or the head of the model has been replaced."""
         if self._head_weights() != self._head:
             raise LayersimError(
-                "The model's final norm or head was replaced after this EarlyExit was built; build another one."
+                "The final norm or the head of the model was replaced after this EarlyExit was built. Build another EarlyExit."
             )
 
     @typed
@@ -279,7 +275,7 @@ class EarlyExit:
         eos_token_id: int | list[int] | tuple[int, ...] | None = None,
         tokenizer: Any = None,
     ) -> Generated:
-        """Continue texts or rows of tokens, with the most probable token at each step or with a sampled one.
+        """Continue texts or rows of tokens, greedily or by sampling.
 
         Args:
             prompt: a text or a list of texts, tokenised as in `analyze`, or token ids `batch pos`.
@@ -307,20 +303,17 @@ class EarlyExit:
     def _prompts(
         self, prompt: Any, attention_mask: Tensor | None, tokenizer: Any, max_new_tokens: int
     ) -> tuple[Any, tuple[Tensor, Tensor | None]]:
-        """The tokenizer, and the prompts as token ids and mask, see `prompt_rows`.
+        """The tokenizer, and token ids and mask of the prompts.
 
         Raises:
             LayersimError: the model cannot generate, or the rows would exceed its context.
         """
         model = self.split_model.model
         if not self.generates:
-            if model.head is not None and model.head.classifies:
-                reason = "it is a classifier"
-            elif self.causal:
-                reason = "its forward takes no past_key_values (adapters of peft are merged first: model.merge_and_unload())"
-            else:
-                reason = "it is no causal language model"
-            raise LayersimError(f"{model.name} cannot generate: {reason}. Use EarlyExit.logits.")
+            raise LayersimError(
+                f"{model.name} cannot generate with early exit; `model` must be a causal language model whose forward takes "
+                "past_key_values. Use EarlyExit.logits."
+            )
         tokenizer = with_tokenizer(model, tokenizer).tokenizer
         return tokenizer, prompt_rows(prompt, attention_mask, model, tokenizer, max_new_tokens)
 
@@ -334,7 +327,7 @@ class EarlyExit:
         tokenizer: Any = None,
         on_tokens: Callable[[int], object] = lambda _count: None,
     ) -> list[list[tuple[Tensor, str]]]:
-        """Sample continuations of prompts from the predictions of every layer.
+        """Sample continuations of prompts from the logits of every layer.
 
         Each continuation is read at one layer, and no block above it runs. Every layer draws the same random numbers, as if it
         ran alone. There are as few decoding steps as the cache's memory allows.
@@ -355,11 +348,13 @@ class EarlyExit:
         """
         tokenizer, (tokens, attended) = self._prompts(prompts, None, tokenizer, max_new_tokens)
         split_model, count, stop = self.split_model, len(tokens), end_ids(self.model)
-        # Keys and values of the rows of one layer in all blocks, where neither is wider than the residual.
+        blocks, room = len(split_model.blocks), tokens.shape[1] + max_new_tokens
+        # Bytes of keys and values for one layer's rows. They are rarely wider than the residual.
         width, size = split_model.model.d_model or 4096, next(split_model.module.parameters()).element_size()
-        room = 2 * len(split_model.blocks) * count * (tokens.shape[1] + max_new_tokens) * width * size
+        together = max(1, KEYS_AND_VALUES_BYTES // (2 * blocks * count * room * width * size))
         out = []
-        for group in layer_groups(len(split_model.blocks), room):
+        for start in range(1, blocks + 1, together):
+            group = range(start, min(start + together, blocks + 1))
             copies = len(group)
             check = ExitCheck(self.lens, torch.tensor(group).repeat_interleave(count))
             sampler = TokenSampler(True, 1.0, top_p, seed, count, copies)
@@ -375,7 +370,7 @@ class EarlyExit:
         tokens: Integer[Tensor, "batch pos"] | Float[Tensor, "batch channel height width"],
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     ) -> ExitLogits:
-        """Logits at each position of the inputs, from the first layer at which this position meets the exit rule.
+        """Logits at each position, from the first layer that meets the exit rule there.
 
         A layer runs up to the last position of a row that still needs it. A row of a classifier exits as a whole.
 
@@ -392,16 +387,12 @@ class EarlyExit:
         self._refuse_changed_head()
         split_model, model, reads = self.split_model, self.split_model.model, self.unembed.reads
         pixels, mask = reads_pixels(split_model), None if attention_mask is None else as_mask(attention_mask)
-        if pixels and mask is not None:
-            raise LayersimError("`attention_mask` cannot be given for a model of images.")
         if tokens.is_floating_point() != pixels or not tokens.numel():
             takes = "images `batch channel height width`" if pixels else "token ids `batch pos`"
             raise LayersimError(f"`tokens` is {brief(tokens)}; {model.name} takes one or more {takes}.")
         longest = tokens.shape[1] if mask is None else int(mask.sum(1).max())
         if not pixels and model.context and longest > model.context:
             raise LayersimError(f"`tokens` has {tokens.shape[1]} positions; the context of {model.name} has {model.context}.")
-        if mask is not None and not bool(mask.any(1).all()):
-            raise LayersimError("`attention_mask` has a row without a token.")
         inputs = {"pixel_values" if pixels else "input_ids": tokens.to(split_model.device)}
         attended = None if mask is None else mask.to(split_model.device)
         if attended is not None:
@@ -417,24 +408,9 @@ class EarlyExit:
         return ExitLogits(logits, exits, blocks, passes.block_tokens, passes.tokens * blocks, check.checked)
 
 
-def layer_groups(blocks: int, cache_bytes: int) -> list[range]:
-    """Split the layers, counted from 1, into groups. The layers of a group generate text in one batch.
-
-    Args:
-        blocks: number of blocks.
-        cache_bytes: keys and values of the rows of one layer.
-
-    Examples:
-        >>> layer_groups(5, KEYS_AND_VALUES_BYTES // 2)
-        [range(1, 3), range(3, 5), range(5, 6)]
-    """
-    size = min(blocks, max(1, KEYS_AND_VALUES_BYTES // max(1, cache_bytes)))
-    return [range(start, min(start + size, blocks + 1)) for start in range(1, blocks + 1, size)]
-
-
 @typed
 def frequent_tokens(model: Any, data: Any, size: PositiveInt) -> Any:
-    """The most frequent token ids of a data set, for the argument `shortlist` of `EarlyExit`.
+    """The most frequent token ids of a data set, for the `shortlist` of `EarlyExit`.
 
     Args:
         model: as in `EarlyExit`; its vocabulary applies, and its tokenizer unless `data` has one.

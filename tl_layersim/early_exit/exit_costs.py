@@ -1,4 +1,4 @@
-"""Measured costs of decoding steps with early exit, and the choice of the blocks after which exit checks save time."""
+"""Measured costs of early exit, and the blocks after which exit checks save time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from ..analyzers.exit_curve import ExitCurveResult
 from ..core.arguments import NonNegativeFloat, PositiveInt, typed
 from ..core.errors import LayersimError
 from ..sources.partial_forward import LocalSplitModel
-from .exit_decisions import ExitCheck, ExitLens, shortlist_ids
+from .exit_decisions import ExitCheck, ExitLens, Shortlist, shortlist_ids
 from .rules import EXIT_RULES, ExitRule
 from .segments import Decoding
 from .supported_models import open_for_early_exit, synthetic_inputs
-
-# The fastest of fewer runs may be slow.
-FEWEST_REPEATS = 3
 
 
 @typed
 @dataclass(frozen=True, kw_only=True)
 class ExitCosts:
-    """The costs of a block, an exit check and the output head in a decoding step, in any unit of time.
+    """The costs of a block, an exit check and the head in a decoding step.
 
     A step gives each row of a batch one token. All costs are those of the whole batch.
 
@@ -64,11 +61,11 @@ class ExitCosts:
         *,
         batch: PositiveInt = 1,
         rule: str = "max-prob",
-        shortlist: Any = None,
-        context: int = 64,
-        repeats: int = 15,
+        shortlist: Shortlist | None = None,
+        context: PositiveInt = 64,
+        repeats: PositiveInt = 15,
     ) -> ExitCosts:
-        """Measure the costs in seconds on this machine, by timing decoding steps.
+        """Measure the costs in seconds, by timing decoding steps on this machine.
 
         Args:
             model: a Hugging Face language model, or what `open_model` returns.
@@ -83,11 +80,6 @@ class ExitCosts:
         ids = shortlist_ids(shortlist, rule_class, split_model, unembed)
         blocks = len(split_model.blocks)
         limit = (split_model.model.context or 1 << 20) - repeats - 2
-        if blocks < 2 or repeats < FEWEST_REPEATS or limit < 1:
-            raise LayersimError(
-                f"`model` has {blocks} blocks and a context of {split_model.model.context}, and `repeats` is {repeats}; at "
-                f"least 2 blocks, {FEWEST_REPEATS} repeats and a context of `repeats` + 3 are needed."
-            )
         never = rule_class(rule_class.unreachable, ids)
         check = TimedCheck(ExitLens(unembed, blocks), never)
         with split_model.evaluating(), torch.no_grad():
@@ -100,7 +92,7 @@ class ExitCosts:
         return self.start + self.blocks * self.block + self.head
 
     def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:
-        """The expected cost of the blocks above one exit check, and of the next check or, after the last block, the head.
+        """The expected cost from one exit check to the next, or to the head.
 
         A part is run if any row needs it. Rows exit independently.
 
@@ -118,7 +110,7 @@ class ExitCosts:
 
 
 class TimedCheck(ExitCheck):
-    """An exit check that measures its own time, and the time of the output head at the end of a decoding step.
+    """An exit check that measures its own time, and the time of the head.
 
     Args:
         lens: as in `ExitCheck`.
@@ -141,7 +133,7 @@ class TimedCheck(ExitCheck):
         last: bool,
         read: tuple[Tensor, bool] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        # Blocks that still run on a GPU are no part of the check.
+        # Wait until the GPU has run the blocks.
         float(leaving[0, 0])
         start = time.perf_counter()
         exits, logits = super().__call__(leaving, entering, index, layer, last, read)
@@ -151,7 +143,7 @@ class TimedCheck(ExitCheck):
 
 
 def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repeats: int) -> dict[str, float]:
-    """The costs of a block, an exit check, the output head and the rest of a decoding step, in seconds.
+    """The costs of the parts of a decoding step, in seconds.
 
     Args:
         split_model: the model.
@@ -173,7 +165,7 @@ def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repe
                 rest.append(time.perf_counter() - start - sum(check.seconds.values()))
             state.append(prompt[:, 0])
         rounds.append((*rest, check.seconds[False], check.seconds[True]))
-    # Not the prompt itself, nor the first step.
+    # Without the prompt and the first step.
     short, full, asked, head = map(min, zip(*rounds[2:], strict=True))
     block = max(0.0, (full - short) / (blocks - low))
     return {"block": block, "check": asked, "head": head, "start": max(0.0, short - low * block)}
@@ -199,7 +191,7 @@ class ExitPlan:
 
 
 def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None = None) -> ExitPlan:
-    """Plan exit checks after the blocks `at`, or else after the blocks that minimise the expected cost of a decoding step.
+    """Plan exit checks with the lowest expected cost of a decoding step.
 
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 
@@ -214,7 +206,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
     # For each block, the lowest cost up to the check after it, and the blocks with checks so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (costs.start, ())}
     for block in (*(range(last) if at is None else at), last):
-        # Given checks follow one another; else any block may be the one below.
+        # If `at` is given, only the previous check can be the one below.
         below = best if at is None else {max(best): best[max(best)]}
         best[block] = min(
             (cost + costs.segment(before, block, fractions), (*chosen, block)) for before, (cost, chosen) in below.items()
@@ -226,7 +218,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
-    """For each block, the fraction of positions that exit after it or after an earlier one, from a result of `ExitCurve`.
+    """The fraction of positions that have exited after each block, by an exit curve.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.
@@ -239,13 +231,13 @@ def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> l
 
 
 def evenly_spread(blocks: int, check: float) -> tuple[int, ...]:
-    """One to four evenly spread blocks for exit checks. If there are several, their checks cost at most a sixth of the model.
+    """One to four evenly spread blocks for exit checks.
 
     Args:
         blocks: number of blocks of the model.
         check: cost of a check as a fraction of that of the model.
     """
     count = min(max(1, min(4, int(1 / 6 / check) if check else 4)), blocks - 1)
-    # From numbers of blocks that have run to the number of the block after which a check is made.
+    # A check after i blocks follows block i - 1.
     chosen = [round(blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
     return tuple(sorted({min(blocks - 2, max(0, block)) for block in chosen}))

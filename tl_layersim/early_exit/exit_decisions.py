@@ -1,12 +1,15 @@
-"""Exit checks: which tokens exit at a layer, by an exit rule or at given layers; and the logits of these tokens."""
+"""Exit checks: which tokens exit at a layer, and their logits."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import SupportsIndex, TypeAlias
 
+import numpy as np
 import torch
+from jaxtyping import Integer
 from torch import Tensor
 
 from ..architectures.unembed import LayerHeads, Unembed
@@ -15,10 +18,12 @@ from ..core.wording import brief
 from ..sources.partial_forward import LocalSplitModel
 from .rules import CheckedTokens, ExitRule
 
+Shortlist: TypeAlias = Sequence[SupportsIndex] | Integer[Tensor, " token"] | np.ndarray
+
 
 @dataclass(frozen=True, eq=False)
 class ExitLens:
-    """The logits of each layer of a model, computed from its residual stream.
+    """The logits of each layer of a model.
 
     Attributes:
         unembed: the model's own final norm and head.
@@ -33,7 +38,7 @@ class ExitLens:
     normed: bool = True
 
     def norms(self, layer: int) -> bool:
-        """Whether the head of a layer, counted from 1, reads the output of the final norm."""
+        """Whether the head of a layer reads the output of the final norm."""
         return self.heads is None or self.normed or layer == self.blocks
 
     def __call__(self, x: Tensor, layer: int, needs_norm: bool = True) -> Tensor:
@@ -50,11 +55,11 @@ class ExitLens:
             logits = self.unembed(x, needs_norm)
         else:
             logits = self.heads.logits(self.unembed, x, layer - 1, needs_norm and self.normed)
-        # The logits of all layers are one tensor.
+        # Logits of all layers have one dtype.
         return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
 
     def rows(self, layer: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The part of a layer's output head for these token ids: weight `candidate d_model` and bias `candidate`."""
+        """Weight `candidate d_model` and bias `candidate` of a layer's head for some token ids."""
         if self.heads is not None:
             return self.heads.rows(layer - 1, ids)
         linear = self.unembed.linear
@@ -64,7 +69,7 @@ class ExitLens:
 
 
 class ExitCheck:
-    """Decides layer by layer which of many tokens exit, and gives the logits of those that do.
+    """Decides after each block which tokens exit, and returns their logits.
 
     Args:
         lens: the predictions of each layer.
@@ -79,7 +84,7 @@ class ExitCheck:
         self._shortlist_rows = functools.cache(lens.rows)
 
     def restart(self, rows: list[int]) -> None:
-        """Reset the exit rule's state for new tokens, one for each of `rows`."""
+        """Reset the exit rule's state for new tokens."""
         self._state = {"exit": self.rule[rows]} if isinstance(self.rule, Tensor) else self.rule.new_state(len(rows))
 
     def __call__(
@@ -91,7 +96,7 @@ class ExitCheck:
         last: bool,
         read: tuple[Tensor, bool] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Which tokens exit at a layer.
+        """Decide which tokens exit at a layer.
 
         Args:
             leaving: `token d_model`, the residual that left the last block.
@@ -121,7 +126,7 @@ class ExitCheck:
         return exits, self.lens(x[exits], layer, needs_norm) if logits is None else logits[exits]
 
     def _logits(self, rule: ExitRule, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
-        """The logits that a rule reads: `token vocabulary`, `token candidate` with a shortlist, `token 0` if it reads none."""
+        """The logits that an exit rule reads, see `CheckedTokens.logits`."""
         if not rule.reads_logits:
             return x.new_zeros(len(x), 0)
         if rule.shortlist is None:
@@ -133,8 +138,10 @@ class ExitCheck:
         return lens.unembed.finish(torch.nn.functional.linear(read, weight, bias))
 
 
-def shortlist_ids(shortlist: Any, rule: type[ExitRule], split_model: LocalSplitModel, unembed: Unembed) -> Tensor | None:
-    """The token ids of a shortlist; None without one.
+def shortlist_ids(
+    shortlist: Shortlist | None, rule: type[ExitRule], split_model: LocalSplitModel, unembed: Unembed
+) -> Tensor | None:
+    """The token ids of a shortlist. None if `shortlist` is None.
 
     Raises:
         LayersimError: these are not distinct token ids, or the rule or the head cannot use a shortlist.
@@ -143,18 +150,11 @@ def shortlist_ids(shortlist: Any, rule: type[ExitRule], split_model: LocalSplitM
         return None
     if not rule.reads_logits or unembed.linear is None or len(unembed.parts) > 1:
         raise LayersimError(
-            f"`shortlist` cannot be used with rule={rule.name!r} and the head {split_model.source.model.head}: it needs a rule "
-            "that reads logits, and a head that is one linear layer."
+            "`shortlist` needs a rule that reads logits, and a head that is one linear layer; the rule is "
+            f"{rule.name!r}, and the head is {split_model.source.model.head}."
         )
-    try:
-        ids = torch.as_tensor(shortlist).detach().cpu()
-    except (RuntimeError, TypeError, ValueError):
-        ids = torch.zeros(0)
-    vocabulary = unembed.linear.out_features
-    valid = (
-        ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool and len(set(ids.tolist())) == len(ids) >= 2
-    )
-    if not valid or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    ids, vocabulary = torch.as_tensor(shortlist).cpu(), unembed.linear.out_features
+    if not len(set(ids.tolist())) == len(ids) >= 2 or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise LayersimError(
             f"`shortlist` is {brief(shortlist)}; it must be two or more distinct token ids from 0 to {vocabulary - 1}."
         )

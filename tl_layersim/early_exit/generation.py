@@ -1,4 +1,4 @@
-"""Generation with early exit: prompts as rows, the loop of decoding steps, and the next token of each row."""
+"""Generation with early exit: prompts, decoding steps and sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .segments import Decoding
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Generated:
-    """Output of `EarlyExit.generate`: texts, the exit of each token, and counts of the computation.
+    """Texts of `EarlyExit.generate`, the exit of each token, and the number of block calls.
 
     Attributes:
         tokens: for each row, its new token ids, `token`.
@@ -47,17 +47,19 @@ class Generated:
 
     @property
     def mean_exit(self) -> float:
-        """Mean over new tokens of the number of blocks that had run when the token was chosen."""
+        """Mean over new tokens of the number of blocks that had run."""
         return float(torch.cat(self.exits).double().mean())
 
     @property
     def share_of_blocks(self) -> float:
-        """Block calls as a fraction of the full model's: the relative time if reading weights is the bottleneck."""
+        """Block calls, as a fraction of the full model's. This is the relative time if memory bandwidth is the bottleneck."""
         return self.block_calls / max(1, self.layers * self.steps)
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Tokens run through blocks as a fraction of the full model's: the relative time if arithmetic is the bottleneck."""
+        """Tokens run through blocks, as a fraction of the full model's. This is the relative time if arithmetic is the
+        bottleneck.
+        """
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
@@ -102,16 +104,6 @@ class TokenSampler:
         self.generators = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds * copies]
 
     def __call__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
-        """Choose the next token of each row.
-
-        Args:
-            logits: `row vocabulary`.
-            rows: index of each row in the original batch.
-            tokens: `row column`, the tokens so far.
-
-        Returns:
-            `row`.
-        """
         if not self.sample:
             return logits.argmax(-1)
         probabilities = self.warpers(tokens, logits.float()).softmax(-1).cpu()
@@ -120,7 +112,7 @@ class TokenSampler:
 
 
 def end_ids(module: Any, eos_token_id: Any = None) -> frozenset[int]:
-    """Token ids that end a row: the given ones, else those of the model's configuration."""
+    """Token ids that end a row. Default: those of the model."""
     if eos_token_id is None:
         eos_token_id = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
         eos_token_id = getattr(module.config, "eos_token_id", None) if eos_token_id is None else eos_token_id
@@ -140,7 +132,7 @@ def generate_rows(
     tokenizer: Any,
     on_tokens: Callable[[int], object] = lambda _count: None,
 ) -> Generated:
-    """Generate tokens for the rows of a batch until every row is complete.
+    """Generate tokens until every row is complete.
 
     Args:
         split_model: the model.
@@ -193,7 +185,7 @@ def generate_rows(
 def prompt_rows(
     prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, max_new_tokens: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Prompts as token ids `row column`, padded on the left; and their mask, False at padding, or None if no row is padded.
+    """Token ids `row column` of prompts, padded on the left, and their mask. The mask is None without padding.
 
     Raises:
         LayersimError: `prompt` is neither text nor token ids, or leaves no room for `max_new_tokens`.
@@ -201,17 +193,17 @@ def prompt_rows(
     if isinstance(prompt, Tensor):
         tokens, attention = _rows_of_ids(prompt, attention_mask, replace(model, tokenizer=tokenizer))
     else:
-        tokens, attention = _rows_of_texts(prompt, attention_mask, model, tokenizer)
+        tokens, attention = _rows_of_texts(prompt, model, tokenizer)
     lengths = attention.sum(1)
     if not len(lengths) or int(lengths.min()) == 0:
         raise LayersimError("`prompt` has a row without a token.")
     refuse_other_ids(tokens[attention], model, "prompt")
     longest = int(lengths.max())
-    # The model does not run on the last new token.
+    # The last new token does not run through the model.
     if model.context and longest + max_new_tokens - 1 > model.context:
         raise LayersimError(
-            f"`prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}; the context of {model.name} has room for "
-            f"{model.context + 1} in all."
+            f"`prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}; with {model.name}, the sum must be at "
+            f"most {model.context + 1}."
         )
     if int(lengths.min()) == tokens.shape[1]:
         return tokens, None
@@ -222,7 +214,7 @@ def prompt_rows(
 
 
 def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
-    """Token ids and mask of a prompt that is a tensor. Without a given mask, padding ids at the ends of rows are padding."""
+    """Token ids and attention mask of a prompt that is a tensor."""
     tokens = tokens[None] if tokens.dim() == 1 else tokens
     if mask is None:
         runs = RunsAtEnds()
@@ -234,19 +226,17 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
     return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else as_mask(mask).to(tokens.device)
 
 
-def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask of prompts that are texts, tokenised as in `analyze`."""
+def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of prompts that are texts."""
     texts = [prompt] if isinstance(prompt, str) else prompt
-    if mask is not None:
-        raise LayersimError("`attention_mask` is given, but `prompt` is text. Leave it out, or pass token ids.")
-    # Without its head the texts are not cut: one that exceeds the context is refused below.
+    # Without a head, Data does not cut texts; too long texts raise an error below.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
     length = model.context or 1 << 20
     batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=length), described)
     rows = list(batches.rows())
     if not rows or len(rows) != len(texts):
         raise LayersimError(
-            f"`prompt` has {len(texts)} texts; {len(texts) - len(rows)} of them are empty or have more than {length} tokens."
+            f"`prompt` has {len(texts)} texts, of which {len(texts) - len(rows)} are empty or have more than {length} tokens."
         )
     batch = batches.batch(rows, 0)
     return batch.tokens, batch.attention

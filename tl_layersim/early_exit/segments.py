@@ -1,4 +1,4 @@
-"""Forward passes in segments, from one check to the next; each segment starts where the one before it stopped.
+"""Forward passes in segments of blocks. A segment ends at an exit check.
 
 A segment is a run of consecutive blocks between two checks. Cached decoding (`Decoding`) and full-sequence forward passes
 (`FullSequence`) are both runs of segments; they differ in what stops, and in what enters the next segment.
@@ -32,7 +32,8 @@ from .exit_decisions import ExitCheck
 
 @contextmanager
 def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[None]:
-    """A context in which the model starts at a layer with residuals `x`. Hooks of the block below are off: they have run."""
+    """Start the model at a layer with residuals `x`."""
+    # Hooks of the block below have run already.
     below = vars(split_model.blocks[layer - 1])
     hooks = below["_forward_hooks"]
     below["_forward_hooks"] = OrderedDict()
@@ -44,7 +45,7 @@ def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[Non
 
 
 class Segments(ABC):
-    """Base class of forward passes in segments of blocks: some rows or positions stop after each segment.
+    """Base class of forward passes in segments of blocks. Some rows or positions stop after each segment.
 
     Args:
         split_model: the model.
@@ -64,11 +65,11 @@ class Segments(ABC):
 
     @abstractmethod
     def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
-        """Arguments of the forward pass, and the residuals that enter the current segment; None if no row is left to run."""
+        """Inputs of the forward pass, and residuals that enter the current segment. None if no row is left."""
 
     @abstractmethod
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
-        """Decide which rows or positions stop after a segment. Returns whether the same forward pass can go on.
+        """Decide which rows or positions stop after a segment. Returns whether the forward pass continues.
 
         Args:
             number: index of the segment.
@@ -78,7 +79,7 @@ class Segments(ABC):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """A context in which `run` can be called: it holds hooks on the last block of each segment."""
+        """Put a hook on the last block of each segment. `run` needs these hooks."""
         with temporary_hooks() as handles:
             for number, end in enumerate(self.ends):
                 block = self.split_model.blocks[end - 1]
@@ -104,8 +105,8 @@ class Segments(ABC):
                 )
 
     def _reached(self, number: int, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """The forward hook of the last block of a segment."""
-        # Blocks below the entered layer are called too, and return their input.
+        """Forward hook of the last block of a segment."""
+        # Blocks below the entered layer only return their input.
         if number < self.segment:
             return
         entering, hidden = first_tensor((*args, *kwargs.values())), first_tensor(output)
@@ -119,7 +120,7 @@ class Segments(ABC):
 
 
 class Decoding(Segments):
-    """Decoding steps of a batch. A step runs the newest token of each row, and earlier tokens in blocks above their exits.
+    """Decoding steps of a batch. Blocks above an exit run later, on several tokens at once.
 
     Args:
         split_model: the model.
@@ -166,13 +167,11 @@ class Decoding(Segments):
         super().run()
 
     def append(self, new: Tensor) -> None:
-        """Append one token to each row; `new` is `row`."""
         self.tokens = torch.cat([self.tokens, new[:, None]], 1)
         if self.attended is not None:
             self.attended = torch.cat([self.attended, torch.ones_like(new[:, None], dtype=torch.bool)], 1)
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch."""
         index = torch.tensor(rows, device=self.tokens.device)
         self.tokens, self.numbers = self.tokens[index], [self.numbers[row] for row in rows]
         if self.attended is not None and self.pads is not None:
@@ -221,10 +220,11 @@ class Decoding(Segments):
         above = self.columns_run[number + 1]
         none_pending = all(above[row] == first for row, first in zip(self.rows, self.first_columns, strict=True))
         if len(continuing) == len(self.rows) and none_pending:
-            # All rows continue with the tokens of this pass, so the pass itself goes on.
+            # All rows continue with the same tokens, so the forward pass goes on.
             return True
         pending = self.pending[number + 1]
-        pending = self.cache.room_for(hidden) if pending is None else pending
+        if pending is None:
+            pending = hidden.new_zeros(self.cache.rows, self.cache.room, hidden.shape[-1])
         self.pending[number + 1] = pending
         columns.put(pending, hidden)
         self.rows = continuing
@@ -232,7 +232,7 @@ class Decoding(Segments):
 
 
 class FullSequence(Segments):
-    """A forward pass in which positions exit at exit checks. Rows are dropped or shortened when their positions have exited.
+    """A forward pass over whole rows in which each position may exit.
 
     Args:
         split_model: the model.
@@ -288,7 +288,7 @@ class FullSequence(Segments):
         index = index[self.rows, : self.length][running]
         lens = self.check.lens
         if lens.unembed.pool is None:
-            # Vision models run more positions than the one that is classified.
+            # Vision models have further positions, which are not classified.
             x, before = (states[:, : self.length][running] for states in (hidden, entering))
             read = x, True
         else:
@@ -304,7 +304,6 @@ class FullSequence(Segments):
         return self._continue(hidden)
 
     def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
-        """Store the logits and the exit of the positions that exit."""
         if not self.logits.numel():
             self.logits = logits.new_zeros(*self.running.shape, logits.shape[-1])
         self.logits.view(-1, logits.shape[-1])[index] = logits
@@ -312,7 +311,7 @@ class FullSequence(Segments):
         self.exits.view(-1)[index.cpu()] = layer
 
     def _continue(self, hidden: Tensor) -> bool:
-        """Drop rows in which every position has exited and, in a causal model, the positions after the last running one.
+        """Drop rows and positions that need no further block.
 
         Returns:
             Whether no row and no position is dropped.

@@ -1,4 +1,4 @@
-"""The models that early exit supports, and checks that forward passes with early exit reproduce their logits.
+"""Models that early exit supports, and checks of its logits.
 
 Supported are Hugging Face language models and classifiers in this process, on one device. The checks run a few synthetic
 tokens.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import encoder_and_decoder
-from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
@@ -23,16 +22,16 @@ from ..sources.activation_checks import need_stream
 from ..sources.forward_arguments import no_cache
 from ..sources.hooked_module import HookedSource
 from ..sources.open_local import OpenedModel
-from ..sources.partial_forward import LocalSplitModel, logits_of
+from ..sources.partial_forward import LocalSplitModel, logits_of, no_known_head
 from .exit_decisions import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
 
-# Of the synthetic batch: tokens of the prompt, padding of its second row, and new tokens.
+# Tokens of the synthetic prompt, padding of its second row, and new tokens.
 PROMPT, PAD, NEW = 5, 2, 6
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
-    """Open a model for early exit: returns it as a split model, with its final norm and head.
+    """Open a model for early exit. Returns the split model, and its final norm and head.
 
     Args:
         model: the model, or an `OpenedModel`.
@@ -50,14 +49,12 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     need_stream(source.model, "Early exit")
     split_model = LocalSplitModel(source, source.model)
     if split_model.source.unembed is None:
-        raise LayersimError(
-            f"{source.model.name} has no known head, so its layers give no logits. Load it by "
-            f"{CLASSES_WITH_HEAD}, or open_model(model, unembed=[final norm, head])."
-        )
+        raise no_known_head(source.model)
     devices = {str(p.device) for p in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         raise LayersimError(
-            f"`model` has weights on {', '.join(sorted(devices))}; they must be on one device. Load it without device_map=."
+            f"`model` has weights on {', '.join(sorted(devices))}; all weights must be on one device. Load the model without "
+            "device_map=."
         )
     if source.model.stream == "unknown":
         with split_model.evaluating(), torch.no_grad(), source.settling():
@@ -67,10 +64,10 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
 
 
 def not_hugging_face(model: Any) -> LayersimError:
-    """The error for a model that is not a Hugging Face model, or that has no configuration."""
+    """The error for a model that is not a Hugging Face model."""
     return LayersimError(
-        f"`model` is of type {type(model).__name__}; it must be a Hugging Face model in this process, such as that of "
-        "AutoModelForCausalLM.from_pretrained(name). ExitCurve measures exits of any model."
+        f"`model` is a {type(model).__name__}; it must be a Hugging Face model in this process. The analyzer ExitCurve "
+        "measures the exits of other models."
     )
 
 
@@ -80,13 +77,9 @@ def reads_pixels(split_model: LocalSplitModel) -> bool:
 
 
 def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
-    """Random inputs, the same at each call: token ids `row pos`, or images `row channel height width`.
-
-    Raises:
-        LayersimError: the model reads images whose size its configuration does not contain.
-    """
+    """Random token ids `row pos` or images, the same at each call."""
     generator = torch.Generator().manual_seed(0)
-    config = split_model.module.config
+    config: Any = split_model.module.config
     if not reads_pixels(split_model):
         vocabulary = split_model.model.vocabulary or 2
         ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
@@ -94,21 +87,18 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         # Classifiers take the first padding token as the end of a row.
         ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
         ids = ids.to(split_model.device)
-        # The decoder of an encoder-decoder has tokens of its own.
+        # An encoder-decoder also needs tokens for its decoder.
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if encoder_and_decoder(split_model.module) else {})
     config = getattr(config, "vision_config", config)
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if not isinstance(channels, int) or not isinstance(size, int | list | tuple):
-        raise LayersimError(
-            f"`model` reads images of unknown size: image_size={size} and num_channels={channels} in its configuration."
-        )
+    if (size := getattr(config, "image_size", None)) is None:
+        raise LayersimError("`model` reads images of unknown size: its configuration has no image_size.")
     height, width = (size, size) if isinstance(size, int) else size
-    pixels = torch.randn(rows, channels, height, width, generator=generator)
+    pixels = torch.randn(rows, config.num_channels, height, width, generator=generator)
     return {"pixel_values": pixels.to(device=split_model.device, dtype=next(split_model.module.parameters()).dtype)}
 
 
 def is_causal(split_model: LocalSplitModel) -> bool:
-    """Whether the residual at a position does not depend on later tokens."""
+    """Whether a residual does not depend on later tokens."""
     given = synthetic_inputs(split_model, 1, 6)["input_ids"]
     other = given.clone()
     other[0, -1] = (other[0, -1] + 1) % max(2, split_model.model.vocabulary or 2)
@@ -124,7 +114,7 @@ def is_causal(split_model: LocalSplitModel) -> bool:
 
 @contextmanager
 def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
-    """A context that turns an exception of the model, run segment by segment, into a `LayersimError`.
+    """Turn an exception of the model into a `LayersimError`.
 
     Raises:
         LayersimError: the model raised an exception.
@@ -136,12 +126,12 @@ def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise LayersimError(
             f"{split_model.model.name} cannot run segment by segment: {type(error).__name__}: {error}"[:300]
-            + ". Early exit needs blocks that pass on one residual stream, and attention that reads the cache it is given."
+            + ". Early exit needs blocks that share one residual stream, and attention that reads the given cache."
         ) from error
 
 
 def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...]) -> None:
-    """Raise an error if decoding with early exit gives other logits than the model's own forward pass.
+    """Raise an error if decoding with early exit does not give the model's own logits.
 
     Two rows are decoded, one of them padded, with exits at all depths.
 
@@ -164,11 +154,11 @@ def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int
     for row in range(2):
         own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model.module)))[0, -1]
         ours = state.exited[row][0][0]
-        _refuse_different(split_model, ours, own, "when tokens exit early and run through the upper blocks later")
+        _refuse_different(split_model, ours, own, "when generated tokens exit early")
 
 
 def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> int:
-    """Raise an error if a forward pass with early exit gives other logits than the model's own forward pass.
+    """Raise an error if a forward pass with early exit does not give the model's own logits.
 
     One row and most positions exit early.
 
@@ -187,14 +177,14 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     passes.run()
     own = logits_of(split_model.module(**inputs, **no_cache(split_model.module)))[1]
     ours = passes.logits[1][positions[1]][3 if every else -1]
-    _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when rows and positions exit early")
+    _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when positions exit early")
     return own.shape[-1]
 
 
 def positions_read(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """Mask `row pos` of the positions at which the head gives logits; `row 1`, all True, if the head pools positions.
+    """Mask `row pos` of the positions at which the head gives logits.
 
     Args:
         split_model: the model.
@@ -221,7 +211,7 @@ def positions_read(
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
-    """The norm of a - b over the norm of b, in float64."""
+    """The norm of a - b divided by the norm of b."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
@@ -229,6 +219,6 @@ def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, w
     gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
     if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
         raise LayersimError(
-            f"{split_model.model.name} gives different logits {when} than in its own forward pass, by {gap:.3g} of their norm. "
-            "Its blocks must run one after the other; open_model(model, layers=[...], unembed=[...]) names them."
+            f"{split_model.model.name} gives different logits {when}: the difference is {gap:.3g} of their norm. Blocks must "
+            "run one after the other; open_model(model, layers=[...], unembed=[...]) names the blocks and the head."
         )

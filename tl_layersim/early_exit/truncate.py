@@ -1,4 +1,4 @@
-"""truncate: a copy of a model with its first blocks only."""
+"""`truncate`: a copy of a model with its first blocks only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
 from ..architectures.unembed import rounding
 from ..core.arguments import PositiveInt, typed
-from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import replacing_model
 from ..sources.identity import refuse_quantised
@@ -22,14 +21,14 @@ from .exit_decisions import ExitCheck, ExitLens
 from .segments import FullSequence
 from .supported_models import not_hugging_face, open_for_early_exit, positions_read, relative_gap, synthetic_inputs
 
-# Lists in configurations that have no entry per block, or name blocks by number; and how the names of such lists end.
+# Names of lists in configurations that do not have one entry per block, and endings of such names.
 NO_BLOCKS = ("architectures", "id2label", "pos_att_type")
 NO_BLOCKS_ENDS = ("_token_id", "_ids", "_only_layers", "_indices")
 
 
 @typed
 def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[str] | None = None) -> Any:
-    """A copy of a model with its first `n_layers` blocks only, followed by the same final norm and head.
+    """Copy the first `n_layers` blocks, the final norm and the head of a model.
 
     The blocks are those of the decoder in an encoder-decoder, and those of the last stage in a Swin. The logits of the copy are
     those that `LogitLens` reads after that block. The copy is an ordinary Hugging Face model: it generates, trains and is saved
@@ -60,24 +59,18 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
     if not hasattr(type(model), "_from_config"):
         raise not_hugging_face(model)
     split_model, unembed = open_for_early_exit(opened, either_stack=True)
-    again = "truncate(..., save_to=folder) on the model loaded without {0}, and load that folder with {0}"
     refuse_quantised(
         model,
         "`model` has quantised weights, which cannot be copied into a shorter model",
-        do=again.format("quantization_config="),
+        do="truncate(..., save_to=folder) on the model without quantization_config=, and load that folder with it",
     )
-    if peers := weight_peers(model):
-        raise LayersimError(
-            f"`model` is sharded over ranks {sorted(peers)}; a truncated copy needs whole weights. Use "
-            f"{again.format('tp_plan=')}."
-        )
     blocks = len(split_model.blocks)
     if n_layers > blocks:
-        raise LayersimError(f"`n_layers` is {n_layers}; {split_model.model.name} has {blocks} blocks.")
-    # Weights that are made under torch.inference_mode() could never be trained.
+        raise LayersimError(f"`n_layers` is {n_layers}; it must be at most {blocks}, the number of blocks.")
+    # Weights from torch.inference_mode() could not be trained.
     with torch.inference_mode(False):
         config = shortened(model, split_model.source.paths, n_layers)
-        # Building draws random weights, which are then replaced.
+        # The random weights are replaced below.
         with torch.random.fork_rng(devices=[]):
             short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
         _copy_weights(model, short)
@@ -97,7 +90,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
 
 
 def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
-    """The configuration of a model with fewer blocks; lists with one entry per block are shortened too.
+    """The configuration of a model with fewer blocks.
 
     Args:
         model: a Hugging Face model.
@@ -108,7 +101,7 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
     if lists_by_stage(model) and (stage := stack_of(model, paths)):
         config.depths[int(stage.rpartition(".")[2])] = n_layers
         return config
-    # Models with two towers, or with one of two, have a configuration for each.
+    # CLIP and similar models have a configuration for each tower.
     kind = type(nearest_config(model, paths[0]))
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     inner = next((part for part in parts if type(part) is kind), config)
@@ -116,7 +109,7 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
     for name in lists:
         if name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
             setattr(inner, name, getattr(inner, name)[:n_layers])
-    # Encoder-decoders count the blocks of each stack, and may count those of the encoder by the usual name too.
+    # Encoder-decoders have a setting for each stack.
     counts = [name for name in ("num_decoder_layers", "decoder_layers") if isinstance(getattr(inner, name, None), int)]
     for name in counts or ["num_hidden_layers"]:
         setattr(inner, name, n_layers)
@@ -124,7 +117,6 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
 
 
 def _copy_weights(model: Any, short: Any) -> None:
-    """Copy every parameter and buffer of the truncated model from the full model."""
     parts = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     # A TransformerBridge that was made of the model wraps its modules in place.
     original = {name.replace("._original_component", ""): x for name, x in parts.items()}
@@ -141,7 +133,7 @@ def _copy_weights(model: Any, short: Any) -> None:
 
 
 def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -> None:
-    """Raise an error if the copy's logits are not those of the logit lens after the same block of the full model."""
+    """Raise an error if the copy does not give the logits of the logit lens."""
     inputs = synthetic_inputs(split_model, 2, 6)
     positions = positions_read(split_model, unembed.reads, inputs)
     short_split, _ = open_for_early_exit(short, either_stack=True)
@@ -154,6 +146,6 @@ def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -
     gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):
         raise LayersimError(
-            f"The truncated model gives other logits than the logit lens after block {n_layers - 1} (difference: {gap:.3g} of "
-            "their norm): a block of this model computes differently if the model has fewer blocks, so it cannot be truncated."
+            f"The truncated model and the logit lens after block {n_layers - 1} give different logits, by {gap:.3g} of their "
+            "norm. The model cannot be truncated, because its blocks depend on their number."
         )

@@ -103,6 +103,14 @@ def logits_of(output: Any) -> Tensor:
     return tensor_of(output)
 
 
+def no_known_head(model: Model) -> LayersimError:
+    """The error for a model without a known head."""
+    return LayersimError(
+        f"{model.name} has no known head. Load it by {CLASSES_WITH_HEAD}, or name the head by open_model(model, "
+        "unembed=[final norm, head])."
+    )
+
+
 class SplitModel(ABC):
     """A model that is split at a layer: the lower part computes the residual there, and the upper part starts from a residual.
 

@@ -1,4 +1,4 @@
-"""Stitching: an adapter joins the lower layers of one model to the upper layers of another."""
+"""Stitching: an adapter joins the lower blocks of one model to the upper blocks of another."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Data for fitting and evaluating a stitch, and a store of the front model's activations."""
+"""Data of a stitch, and activations of the front model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ..lens.targets import answers, check_batch_labels
 from ..sources.model_description import Model
 from ..sources.partial_forward import SplitModel
 
-# Activations of more bytes than this are reported before they are computed.
+# Activations with more bytes than this are reported.
 LARGE = 1e8
-# One row in so many is kept for the evaluation.
+# One of this many rows is held out.
 EVALUATION_EVERY = 5
-# An interval over batches needs as many of them.
+# Smallest number of batches for an interval.
 MIN_BATCHES = 10
 
 
 def fit_and_evaluation(
     batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool
 ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
-    """Batches for fitting adapters, and batches for measuring the penalty. Each batch has at least one target.
+    """Batches for fitting adapters, and batches for measuring the penalty.
 
     If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out. A document is used for the fit
     or for the evaluation, not for both. A packed row that would belong to both is left out.
@@ -73,11 +73,6 @@ def _has_targets(batch: Batch, labels: str | Tensor, model: Model) -> bool:
 
 
 def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, model: Model) -> list[Batch]:
-    """The batches that have targets.
-
-    Raises:
-        LayersimError: no batch has targets.
-    """
     batches = []
     for batch in source:
         check_batch_labels(labels, batch, model)
@@ -91,7 +86,7 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
 
 
 def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], list[Batch]]:
-    """Split the rows at a document boundary: about the last fifth is for the evaluation, the others for the fit.
+    """Split the rows at a document boundary. About the last fifth is for the evaluation.
 
     Args:
         batches: rows in the order of the data.
@@ -100,7 +95,7 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
     first, last = _documents(batches, separator)
     start = len(first) - max(1, len(first) // EVALUATION_EVERY)
     whole = (first[start:] > last[max(start - 1, 0)]).nonzero()[:, 0]
-    # The document that the cut goes through is of the fit if others follow it, else of the evaluation.
+    # A document across the cut belongs to the fit if another document follows, else to the evaluation.
     start_of_evaluation = start + int(whole[0]) if len(whole) else min(int((first < last[-1]).sum()), len(first) - 1)
     stop_of_fit = int((last < first[start_of_evaluation]).sum())
     if not stop_of_fit and start:
@@ -113,7 +108,7 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
 
 
 def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
-    """Indices of the first and the last document in each row of the data: two ascending tensors `row`."""
+    """Indices of the first and of the last document in each row, two tensors `row`."""
     first, last, packed = list[int](), list[int](), 0
     for batch in batches:
         for number, source in enumerate(batch.sources[0][:, 0].tolist()):
@@ -130,7 +125,7 @@ def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Ten
 
 
 def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
-    """The rows with index `start` to `stop - 1`, counted over all batches."""
+    """The rows from `start` to `stop`, counted over all batches."""
     out, before = list[Batch](), 0
     for batch in batches:
         own = max(start - before, 0), min(stop - before, len(batch.tokens))
@@ -140,19 +135,18 @@ def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
 
 
 def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
-    """Warn if rows of the evaluation data are also in the data of the fit."""
     fitted, judged = ([row_bytes(b, number) for b in part for number in range(len(b.tokens))] for part in (fit, held_out))
     known = set(fitted)
     common = sum(row in known for row in judged)
     if common:
         warn(
-            f"{common} of {len(judged)} rows of eval_data also occur in data, so the penalty is measured on rows that the "
-            "adapter was fitted on."
+            f"{common} of {len(judged)} rows of eval_data also occur in data, so the penalty is partly measured on the data of "
+            "the fit."
         )
 
 
 class ActivationStore:
-    """The front model's residual stream at one layer, by batch. It is computed at each access, or once in the context `keep`.
+    """The front model's residual stream at one layer, by batch.
 
     Args:
         front: the model.
@@ -177,7 +171,7 @@ class ActivationStore:
 
     @contextmanager
     def keep(self, folder: Path | None, required: bool = True) -> Iterator[None]:
-        """Compute all residuals once and keep them, in memory or in a temporary file, until the context ends.
+        """Compute all residuals once and keep them until the context ends.
 
         Args:
             folder: folder for the file; None for memory.
@@ -194,23 +188,23 @@ class ActivationStore:
         if size > 0.9 * free:
             if required or folder is not None:
                 raise LayersimError(
-                    f"The front's activations take {in_words(size)}, more than 90 % of the free {place}, {in_words(free)}. Use "
-                    "a smaller max_tokens=" + ("." if folder else ", or cache='folder' for a file.")
+                    f"The front model's activations take {in_words(size)}, more than 90 % of the free {place}, "
+                    f"{in_words(free)}. Use a smaller max_tokens=" + ("." if folder else ", or cache='folder' for a file.")
                 )
             tqdm.write(
-                f"The front's activations, {in_words(size)}, do not fit into memory and are computed anew for each back; "
-                "cache='folder' keeps them in a file.",
+                f"The front model's activations take {in_words(size)}, which do not fit into memory. They are computed again "
+                "for each back model; cache='folder' keeps them in a file.",
                 file=sys.stderr,
             )
             yield
             return
         if size > LARGE or folder is not None:
             where = f"a file in {folder}" if folder else "memory"
-            tqdm.write(f"The front's activations take {in_words(size)} in {where}.", file=sys.stderr)
+            tqdm.write(f"The front model's activations take {in_words(size)} in {where}.", file=sys.stderr)
         if folder is None:
             held = torch.empty(total, width, dtype=first.dtype)
         else:
-            # Mapped, the file needs no name, and a killed process leaves nothing.
+            # The mapped file has no name, so a killed process leaves nothing.
             with tempfile.NamedTemporaryFile(dir=folder, prefix="activations-", suffix=".bin") as file:
                 if hasattr(os, "posix_fallocate"):
                     # Writing to a mapped file on a full disk would end the process.
@@ -227,7 +221,7 @@ class ActivationStore:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """The number of free bytes on the disk of a folder or in memory; and the word "disk" or "memory"."""
+    """Free bytes on the disk of `folder` or in memory, and the word for the place."""
     import psutil
 
     if folder is not None:

@@ -1,6 +1,6 @@
-"""Fitting of adapters: by least squares, by gradient descent on the back model's loss, or by both in turn.
+"""Fitting of adapters, by least squares and by gradient descent on the back model's loss.
 
-`own_moments` and `cross_moments` are sent to NDIF servers as source, so they need torch and the standard library alone.
+`cross_moments` is sent to NDIF servers as source, so it needs torch and the standard library alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 
-# Sums over each batch of the evaluation: targets, cross-entropy and correct predictions of the stitched model and of the back.
+# Sums over a batch of the evaluation, of the stitched model and of the back model.
 JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 
 class Progress:
-    """The states of all stitches in one call of `stitch` or `stitch_grid`, and the file that stores them.
+    """The states of all stitches in one call, and the file that stores them.
 
     Args:
         path: path of the file; None to keep no state.
@@ -48,53 +48,38 @@ class Progress:
         self.states: dict[str, Snapshot] = self.file.resume(_states_of) or {}
 
     def done(self, key: str) -> bool:
-        """Whether a stitch is complete."""
         return key in self.states and bool(self.states[key][0]["done"])
 
     def save(self) -> None:
-        """Write the states of all stitches to the file."""
         if (state := self.snapshot()) is not None:
             self.file.save(*state)
 
     def saved_on_interrupt(self) -> AbstractContextManager[None]:
-        """A context that writes all states if an exception, Ctrl-C included, ends its `with` block."""
+        """Write all states if an exception (Ctrl-C included) ends the `with` block."""
         return self.file.saved_on_interrupt(self.snapshot, lambda: "The state of the stitches is")
 
     def snapshot(self) -> Snapshot | None:
-        """Notes and tensors of all stitches, for the file; None if there is no state yet."""
+        """Notes and tensors of all stitches. None if there are none yet."""
         notes = {key: note for key, (note, _) in self.states.items()}
         tensors = {f"{key}/{name}": x for key, (_, own) in self.states.items() for name, x in own.items()}
         return ({"stitches": notes}, tensors) if notes else None
 
 
 def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Snapshot]:
-    """The states of the stitches in a checkpoint file. Raises an error if a note or a tensor is missing or malformed."""
     states = dict[str, Snapshot]()
     for key, note in header["stitches"].items():
         own = {name.removeprefix(f"{key}/"): x for name, x in tensors.items() if name.startswith(f"{key}/")}
-        if type(note["done"]) is not bool:
-            raise TypeError(f"done is {note['done']!r}")
-        start_of_state(note, own)
-        missing = {*JUDGED, "curve"} - own.keys() if note["done"] else {"curve"} - own.keys()
-        if missing or not isinstance(note["explained"], float) or not isinstance(note["stopped"], int):
-            raise ValueError(f"{key} lacks {', '.join(missing) or 'a number'}")
         states[key] = note, own
     return states
 
 
-def start_of_state(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Adapter:
-    """The adapter in the state of a stitch: the fitted adapter if the stitch is finished, else the initial one."""
-    prefix = "" if note["done"] else "start "
-    return Adapter(note["kind"], tensors.get(f"{prefix}weight"), tensors.get(f"{prefix}bias"))
-
-
 Features = Callable[[Tensor], Tensor]
-# Eigenvalues of the features' Gram matrix below this fraction of the largest one are rounding.
+# Eigenvalues below this fraction of the largest eigenvalue are rounding errors.
 RANK = 1e-13
 
 
 def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens of the adapter's features and of their outer products.
+    """Sums over tokens of the features and of their outer products.
 
     Args:
         features: see `AdapterKind.features`.
@@ -110,7 +95,7 @@ def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
 def cross_moments(
     features: Features, adds_residual: Callable[[int, int], bool], hidden: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
-    """Sums over tokens of the back model's residuals, and of their products with the adapter's features.
+    """Sums over tokens of the back model's residuals and of their products with the features.
 
     Args:
         features: see `AdapterKind.features`.
@@ -129,7 +114,7 @@ def cross_moments(
 
 
 def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tensor, Tensor | None, float]:
-    """The weight and bias that minimise the squared distance to the back's residuals, and their R².
+    """Solve the least-squares problem. Returns weight, bias and R².
 
     Args:
         moments: sums of `own_moments` and `cross_moments` over all tokens.
@@ -144,12 +129,12 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
     if bias:
         uu = uu - torch.outer(moments["u"], moments["u"]) / n
         ut = ut - torch.outer(moments["u"], moments["t"]) / n
-    # Features of very different sizes, as massive activations are, would cost digits, and a penalty of all features.
+    # Features are scaled to equal size, because massive activations would cost digits.
     size = uu.diagonal().clamp(min=0).sqrt()
     size = torch.where(size > 0, size, 1.0)
     damped = uu / size / size[:, None]
     values, vectors = torch.linalg.eigh(damped + ridge * torch.diag(damped.diagonal()))
-    # Directions that no token has are left at zero, which gives the smallest weights.
+    # Weights are zero in directions without variance.
     inverse = torch.where(values > RANK * values[-1], 1.0 / values, 0.0)
     weight = ((vectors * inverse) @ (vectors.T @ (ut / size[:, None]))).T / size
     offset = (moments["t"] - weight @ moments["u"]) / n if bias else None
@@ -159,16 +144,16 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
 
 
 Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
-# Steps whose mean loss counts as one look at the adapter.
+# Number of steps in a mean loss, by which the best adapter is chosen.
 WINDOW = 25
-# Batches of the fit on which the end of a training is compared with its start.
-LOOK = 8
+# Number of batches on which the last adapter is compared with the initial adapter.
+COMPARED_BATCHES = 8
 
 
 @typed
 @dataclass(frozen=True)
 class StitchTraining:
-    """Settings for training an adapter by gradient descent; `StitchTraining.paper()` has those of Brown et al. 2023.
+    """Settings of gradient descent for an adapter.
 
     Attributes:
         steps: number of optimiser steps, each on one batch.
@@ -191,10 +176,6 @@ class StitchTraining:
     clip: Limit = 1.0
     relative: bool = True
     seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        if self.warmup is not None and self.warmup >= self.steps:
-            raise LayersimError(f"`warmup` is {self.warmup}; it must be below `steps`, {self.steps}.")
 
     @classmethod
     def paper(cls) -> StitchTraining:
@@ -268,19 +249,19 @@ def least_squares(
 
 
 def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
-    """The initial adapter of a training. Its weight is zero if the adapter adds the residual, else the identity matrix.
+    """The initial adapter of a training, which is the identity map.
 
     Raises:
         LayersimError: the widths differ.
     """
     if d_front != d_back:
-        raise LayersimError(f"`fit` is 'sgd', which needs equal widths; they are {d_front} and {d_back}. Use fit='lstsq+sgd'.")
+        raise LayersimError(f"`fit` is 'sgd', but the widths {d_front} and {d_back} differ. Use fit='lstsq+sgd'.")
     weight = torch.zeros(d_back, d_front) if kind.adds_residual(d_front, d_back) else torch.eye(d_back)
     return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)
 
 
 class StitchDescent(Descent):
-    """Training of an adapter by stochastic gradient descent on the back model's loss.
+    """Steps of gradient descent that train an adapter on the back model's loss.
 
     A step runs only the layers above the stitch point. The parameters are changes to the initial weight and bias, in
     the units of `StitchTraining.relative`.
@@ -320,7 +301,7 @@ class StitchDescent(Descent):
         self.start, self.explained, self.acts = start, explained, acts
         self.back, self.layer, self.targets = back, layer, targets
         self.training, self.progress, self.key, self.dtype = training, progress, key, start.weight.dtype
-        # Weight and bias by name, as all parts of an adapter below.
+        # Initial weight and bias by name.
         self.fixed = {name: part.to(back.device) for name, part in start.named_buffers()}
         # Units of the learnt weight and bias, measured on the first batch.
         self.units = {"weight": 1.0, "bias": 1.0}
@@ -338,13 +319,12 @@ class StitchDescent(Descent):
         self._shuffle = Shuffle(len(acts), training.seed)
 
     def restore(self, note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load the state that `snapshot` recorded."""
         self.curve, self.best, self.stopped = tensors["curve"].tolist(), note["best"], note["stopped"]
         self.load(tensors)
         self._best = {name: tensors[f"best/{name}"] for name in self.fixed if f"best/{name}" in tensors}
 
     def snapshot(self) -> Snapshot | None:
-        # In the middle of a step, the last recorded state counts.
+        # In the middle of a step, the file keeps the state before.
         if self.consistent:
             note = {"done": False, "kind": self.start.kind, "best": self.best, "stopped": self.stopped}
             # Copies: a later step changes parameters in place.
@@ -356,11 +336,11 @@ class StitchDescent(Descent):
         return self.progress.snapshot()
 
     def parts_of(self, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weight and bias of the adapter: initial values plus learnt changes times their units."""
+        """Weight and bias: initial values plus learnt changes times their units."""
         return {name: part + learnt[name] * self.units[name] for name, part in self.fixed.items()}
 
     def entering(self, index: int, learnt: Mapping[str, Tensor]) -> Tensor:
-        """The adapter's output for a batch, with the learnt changes: `batch pos d_back`."""
+        """The adapter's output for a batch, `batch pos d_back`."""
         hidden = self.acts[index].to(self.back.device, self.dtype)
         x: Tensor = functional_call(self.start, self.parts_of(learnt), hidden)
         return x
@@ -394,18 +374,17 @@ class StitchDescent(Descent):
         return f"loss {sum(recent) / len(recent):.3f}"
 
     def _now(self) -> dict[str, Tensor]:
-        """Copies of the learnt changes."""
         return {name: part.detach().clone() for name, part in self.parameters.items()}
 
     def run(self) -> Adapter:
-        """Train to the last step. Returns the last adapter, or the best one if the loss exploded or rose.
+        """Train to the last step. Returns the best adapter if the loss exploded or rose, else the last.
 
         A warning says which adapter is kept if it is not the last.
         """
         if self.stopped < 0:
             run_steps(self, self.progress.file)
         self.snapshot()
-        last, best, start = "the last one", "the best one on the way", "the one that it started from"
+        last, best, start = "the last adapter", "the best adapter", "the initial adapter"
         ends = {last: self._now()} if self.stopped < 0 else {}
         if self._best:
             ends[best] = {name: part.to(self.fixed[name]) for name, part in self._best.items()}
@@ -420,16 +399,13 @@ class StitchDescent(Descent):
             chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
             said = ", ".join(f"{losses[name]:.4g} of {name}" for name in ends)
             rate = min(1.0, self.training.lr / 10)
-            warn(
-                f"{what}. Losses on the training batches: {said}. The adapter kept is {chosen}; try "
-                f"StitchTraining(lr={rate:g})."
-            )
+            warn(f"{what}. Losses on training batches: {said}. The result holds {chosen}. Try StitchTraining(lr={rate:g}).")
         return Adapter(self.start.kind, **{name: part.cpu() for name, part in self.parts_of(ends[chosen]).items()})
 
     def _loss_of(self, learnt: Mapping[str, Tensor]) -> float:
-        """Mean loss with these changes to weight and bias, on a few evenly spaced batches of the fit."""
+        """Mean loss with these changes, on a few evenly spaced batches."""
         total, count = 0.0, 0.0
-        for index in range(0, len(self.acts), max(1, len(self.acts) // LOOK)):
+        for index in range(0, len(self.acts), max(1, len(self.acts) // COMPARED_BATCHES)):
             with torch.no_grad():
                 x = self.entering(index, learnt)
             scores = self.back.score(self.acts.batches[index], self.targets[index], self.layer, x)
@@ -438,6 +414,6 @@ class StitchDescent(Descent):
 
 
 def typical_size(hidden: Tensor) -> float:
-    """Typical size of residuals `token d_model`: geometric mean over tokens of the root mean square, robust to outliers."""
+    """Geometric mean over tokens of the root mean square of residuals `token d_model`."""
     size = hidden.double().square().mean(-1).sqrt()
     return float(size[size > 0].log().mean().exp()) if bool((size > 0).any()) else 1.0

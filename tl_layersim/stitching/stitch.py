@@ -1,4 +1,4 @@
-"""`stitch` and `stitch_grid`: fit an adapter between layers of two models and measure the stitched model's loss."""
+"""`stitch` and `stitch_grid`: join two models by an adapter and measure the loss."""
 
 from __future__ import annotations
 
@@ -41,22 +41,13 @@ from ..sources.partial_forward import LocalSplitModel, SplitModel
 from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
-from .fitting import JUDGED, Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of, start_of_state
+from .fitting import JUDGED, Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
 from .stitch_results import StitchGrid, StitchResult, over_batches
 from .stitched_model import StitchedModel
 
 
-def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
-    """The kind of the argument `adapter`.
-
-    Raises:
-        LayersimError: the argument is not the name of a kind.
-    """
-    return adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
-
-
 class StitchExperiment:
-    """Fits and evaluates each stitch of one call of `stitch` or `stitch_grid`.
+    """Fits and evaluates all stitches of one call.
 
     Args:
         pairs: front and back model of each stitch.
@@ -87,7 +78,7 @@ class StitchExperiment:
         labels: Any,
         cache: str | os.PathLike[str] | None,
     ) -> None:
-        # Each once, in the order of the call.
+        # Every model once, in the order of the call.
         self.models = list(dict.fromkeys(model for pair in pairs for model in pair))
         self.backs = list(dict.fromkeys(back for _, back in pairs))
         self._choose_fit(adapter, fit, training, ridge)
@@ -130,68 +121,63 @@ class StitchExperiment:
             LayersimError: the arguments contradict one another.
         """
         self.given = adapter if isinstance(adapter, Adapter) else None
-        self.kind = kind_of_adapter(adapter)
-        fitted = self.given is None and self.kind.has_weight
-        if not fitted and (fit is not None or training is not None or ridge):
-            raise LayersimError(
-                "`fit`, `training` and `ridge` do not apply to "
-                f"{f'adapter={self.kind.name!r}' if self.given is None else 'a finished adapter'}, which is not fitted."
-            )
-        chosen = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
-        if fitted and training is not None and "sgd" not in chosen:
-            raise LayersimError(f"`training` is for gradient descent, but `fit` is {chosen!r}; use 'sgd' or 'lstsq+sgd'.")
-        if ridge and "lstsq" not in chosen:
-            raise LayersimError(f"`ridge` regularises least squares, but `fit` is {chosen!r}; use 'lstsq' or 'lstsq+sgd'.")
-        self.fit, self.training, self.ridge = chosen if fitted else "", training or StitchTraining(), float(ridge)
+        self.kind: AdapterKind = (
+            adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
+        )
+        self.fit, self.training, self.ridge = "", training or StitchTraining(), float(ridge)
+        if self.given is None and self.kind.has_weight:
+            self.fit = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
+        elif fit is not None:
+            raise LayersimError(f"`fit` is {fit!r}, but `adapter` is {brief(adapter)}, which is not fitted.")
+        for name, given, method in (("training", training is not None, "sgd"), ("ridge", ridge, "lstsq")):
+            if given and method not in self.fit:
+                raise LayersimError(f"`{name}` has no effect with adapter={brief(adapter)} and fit={self.fit or None!r}.")
 
     def _refuse(self, front: SplitModel, back: SplitModel) -> None:
-        """Raise an error if this adapter and fit cannot join two models.
+        """Raise an error if the adapter and its fit do not suit two models.
 
         Raises:
             LayersimError: the widths, the dtype or the sandbox of a server does not allow it.
         """
-        lower, upper, weight = front.model, back.model, None if self.given is None else self.given.weight
+        lower, upper = front.model, back.model
         widths = (lower.d_model, upper.d_model)
         if not self.kind.has_weight and None not in widths and widths[0] != widths[1]:
             raise LayersimError(
                 f"`adapter` is {self.kind.name!r}, which needs residual streams of equal width; {lower.name} has width "
                 f"{widths[0]} and {upper.name} {widths[1]}."
             )
-        shape = None if weight is None else tuple(reversed(weight.shape))
-        if shape is not None and None not in widths and shape != widths:
-            raise LayersimError(f"`adapter` maps width {shape[0]} to {shape[1]}; the models need {widths[0]} to {widths[1]}.")
         known = "unknown" not in (lower.stream, upper.stream)
         if not self.kind.has_weight and known and lower.basis != upper.basis:
             warn(
-                f"The residual streams have different bases ({lower.basis}; {upper.basis}). The penalty of {self.kind.name} "
+                f"The residual streams of front and back have different bases: {lower.basis}; {upper.basis}. The penalty "
                 "includes this difference."
             )
         if "sgd" not in self.fit:
             return
         if upper.calls != "gradients":
             raise LayersimError(
-                f"`fit` is {self.fit!r}, which needs gradients through {upper.name}; the sandbox of this server computes no "
-                "gradients. Use fit='lstsq'."
+                f"`fit` is {self.fit!r}, which needs gradients; the sandbox that runs {upper.name} computes none. Use "
+                "fit='lstsq'."
             )
         if isinstance(back, LocalSplitModel):
             refuse_inference_weights(back.module)
         if upper.dtype == "torch.float16":
             raise LayersimError(
-                f"`fit` is {self.fit!r}, but gradients vanish in float16, the dtype of {upper.name}; use fit='lstsq' or "
+                f"`fit` is {self.fit!r}, but {upper.name} is in float16, in which small gradients are 0. Use fit='lstsq' or "
                 "bfloat16."
             )
 
     def options(self) -> dict[str, Any]:
-        """The adapter and the settings of its fit, for the provenance."""
+        """The adapter and the settings of its fit."""
         which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
         recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
         recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
-        # Provenance and checkpoints have the seed under a name of their own.
+        # The seed is recorded separately.
         training = {name: value for name, value in asdict(self.training).items() if name != "seed"}
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
     def progress(self, checkpoint: str | os.PathLike[str] | None, **where: Any) -> Progress:
-        """The states of the stitches in the file `checkpoint`. Raises an error if its models, data, settings or version differ.
+        """The states of the stitches in a checkpoint file.
 
         Args:
             checkpoint: path of the file; None to keep no state.
@@ -208,9 +194,9 @@ class StitchExperiment:
         return Progress(checkpoint, identity | where)
 
     def _digest(self, with_targets: bool = False) -> str:
-        """SHA-256 of all rows, for the fit and for the evaluation, with or without their targets."""
+        """SHA-256 of all rows."""
         digest = new_digest()
-        # Identities of checkpoints contain these two words.
+        # The roles are part of the digest.
         for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
             for batch in part:
                 fingerprint(digest, batch)
@@ -220,7 +206,7 @@ class StitchExperiment:
         return hexadecimal
 
     def provenance(self, models: list[SplitModel], seconds: float, more: Mapping[str, Any]) -> Provenance:
-        """The provenance of the run; `tokens`, `sequences` and `batches` count the evaluation data."""
+        """The provenance of the call. Its counts are those of the evaluation data."""
         held_out, fit = self.evaluation, self.fit_data
         tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
         tally = Tally(len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
@@ -233,7 +219,7 @@ class StitchExperiment:
         return provenance
 
     def run(self, stitches: Mapping[str, tuple[SplitModel, int, SplitModel, int]], progress: Progress) -> dict[str, Snapshot]:
-        """Fit and evaluate the stitches that the file does not hold yet. Returns notes and tensors of all stitches, by name.
+        """Fit and evaluate the stitches that are not complete yet. Returns the states of all stitches.
 
         Meanwhile dropout is off and no gradient reaches the models' weights.
 
@@ -248,7 +234,7 @@ class StitchExperiment:
             for each in self.models:
                 stack.enter_context(each.evaluating())
                 each.settle(self.evaluation[0])
-            # Trouble with a back or with the data of the evaluation ought to come before the work.
+            # Errors of back models and of evaluation data come before the fits.
             for back, layer in dict.fromkeys(one[2:] for one in left.values()):
                 self._check(back, layer)
             alone = {back: self._scores_of_back(back) for back in dict.fromkeys(one[2] for one in left.values())}
@@ -273,13 +259,14 @@ class StitchExperiment:
     def _fit(
         self, key: str, back: SplitModel, layer: int, acts: ActivationStore, progress: Progress
     ) -> tuple[Adapter, dict[str, Any], dict[str, Tensor]]:
-        """The fitted adapter of a stitch, with the notes and the learning curve of its fit."""
         state = progress.states.get(key)
         if state is None:
             with progress.saved_on_interrupt():
                 adapter, explained = self._start(back, layer, acts)
         else:
-            adapter, explained = start_of_state(*state), state[0]["explained"]
+            note, tensors = state
+            adapter = Adapter(note["kind"], tensors.get("start weight"), tensors.get("start bias"))
+            explained = note["explained"]
         curve, stopped = list[float](), -1
         if "sgd" in self.fit:
             targets = [answers(batch, self.labels, back.model) for batch in acts.batches]
@@ -292,7 +279,7 @@ class StitchExperiment:
         return adapter, note, {"curve": torch.tensor(curve, dtype=torch.float64)}
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
-        """The initial adapter of the training, or the finished adapter if nothing is trained; and R² of least squares.
+        """The adapter before gradient descent, and R² of least squares.
 
         The adapter has the dtype in which it is evaluated and returned.
         """
@@ -309,7 +296,7 @@ class StitchExperiment:
     def _evaluate(
         self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Number of targets, losses and correct predictions of the stitched model and the back, by evaluation batch."""
+        """Targets, losses and correct predictions of stitched model and back model, by batch."""
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
@@ -322,25 +309,25 @@ class StitchExperiment:
         if bad:
             point = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The stitched loss and the penalty of {point} are not finite in batches {bad[:5]}. Check the front model's "
-                "activations for NaN, and the back model's for overflow."
+                f"The loss of the stitch {point} is not finite in batches {bad[:5]}. Check the activations of both models for "
+                "NaN and overflow."
             )
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """Number of targets, losses and correct predictions of the back alone, by evaluation batch."""
+        """Targets, losses and correct predictions of the back model alone, by batch."""
         each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
         scores = _stacked(each, "loss", "correct", "count")
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} itself, without stitching, is not finite in batches {bad[:5]}. It is in "
-                f"{back.model.dtype}: load it in float32 or bfloat16."
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. Load the "
+                "model in float32 or bfloat16."
             )
         return scores
 
     def _check(self, back: SplitModel, layer: int) -> None:
-        """Raise an error if the back model cannot be run from this layer."""
+        """Raise an error if the back model cannot run from this layer."""
         first = self.evaluation[0]
         row = first.first_row
         targets = answers(row, self.labels, back.model)
@@ -349,31 +336,30 @@ class StitchExperiment:
         back.check(row, targets, layer)
 
     def _report_traffic(self) -> None:
-        """Print the number of bytes and requests that a stitch with a remote model needs, before any is sent."""
+        """Print the number of bytes and requests of remote models."""
         remote = [each for each in self.models if not isinstance(each, LocalSplitModel)]
         if not remote:
             return
         positions = [sum(b.tokens.numel() for b in part) for part in (self.fit_data, self.evaluation)]
         width = max(each.model.d_model or 0 for each in self.models)
         bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
-        words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
+        words = f"Each stitch transfers {in_words(bytes_each * width * sum(positions))} of activations for each remote model"
         if "sgd" in self.fit and not set(remote).isdisjoint(self.backs):
             mean = positions[0] / max(len(self.fit_data), 1)
-            words += f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} steps"
+            words += f", and {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} training steps"
         requests = 2 * (len(self.fit_data) + len(self.evaluation))
         tqdm.write(
-            f"{words}; about {requests} requests without training. Activations of other layers stay on the server.",
+            f"{words}. A stitch needs about {requests} requests besides training. Other activations stay on the server.",
             file=sys.stderr,
         )
 
 
 def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
-    """Stack the scores of all batches: one tensor `batch` for each named score."""
     return {name: torch.stack([score[name].double() for score in scores]) for name in names}
 
 
 def point_number(model: Model, layer: Layer, argument: str) -> int:
-    """Index of a point of the residual stream: 0 before block 0, 1 after it, and so on.
+    """Index of a point of the residual stream. 0 is the input of block 0, and i + 1 the output of block i.
 
     Args:
         model: description of the model.
@@ -390,30 +376,24 @@ def point_number(model: Model, layer: Layer, argument: str) -> int:
 
 
 def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
-    """Layer indices of each model at the stitch points, by model name.
+    """Indices of the stitch points in each model, by model name.
 
     Args:
         models: models by name.
         layers: see `stitch_grid`.
 
     Raises:
-        LayersimError: there are no models, or the lists do not fit them or name a stitch point twice.
+        LayersimError: the lists do not fit the models.
     """
-    if not models:
-        raise LayersimError("`models` is empty; it must hold a model.")
     if layers is None:
         layers = {name: each.model.layers[1:] for name, each in models.items()}
     by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         given = ", ".join(f"{amount(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have a nonempty list for each model ({', '.join(models)}), all of the same length."
+            f"`layers` has {given}; it must have a list for each of {', '.join(models)}, all of the same length above 0."
         )
-    points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
-    together = list(zip(*points.values(), strict=True))
-    if len(set(together)) < len(together):
-        raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
-    return points
+    return {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
 
 
 @typed
@@ -432,7 +412,7 @@ def stitch(
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> StitchResult:
-    """Stitch two models: join the front's blocks up to l and the back's blocks after m by an adapter, and measure the loss.
+    """Join the lower blocks of one model to the upper blocks of another by an adapter, and measure the loss.
 
     Neither model is changed; only the adapter is trained. The front model's activations are computed once, and a training step
     runs only the back model's blocks above the stitch point. Adapters are fitted on all attended positions, also on those that
@@ -479,8 +459,6 @@ def stitch(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    # A name that no kind has is refused before models are opened.
-    kind_of_adapter(adapter)
     opened = OpenedModel.of(front), OpenedModel.of(back)
     lower, upper = (open_split_model(each) for each in opened)
     numbers = (point_number(lower.model, at[0], "at"), point_number(upper.model, at[1], "at"))
@@ -525,7 +503,7 @@ def stitch_grid(
     cache: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> StitchGrid:
-    """Stitch every pair of models in both directions, and each model with itself: figures 1 and 2 of Brown et al. 2023.
+    """Stitch every pair of models in both directions, and each model with itself.
 
     Activations are computed once for each front model and stitch point, the loss of a back model alone once for each back
     model. With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `compare_groups`.
@@ -563,7 +541,6 @@ def stitch_grid(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    kind_of_adapter(adapter)
     names, groups_of_models = tuple(models), () if groups is None else group_labels(groups, tuple(models))
     opened = {name: OpenedModel.of(model) for name, model in models.items()}
     split = {name: open_split_model(each) for name, each in opened.items()}
@@ -576,14 +553,14 @@ def stitch_grid(
     progress = experiment.progress(checkpoint, names=list(opened), seams=points, blocks=blocks)
     start = time.perf_counter()
     count = len(points[names[0]])
-    # Numbers, since names may hold any character.
+    # Keys have indices, because names may hold any character.
     keys = {(a, s, b): f"{names.index(a)} {names.index(b)} {s}" for a in names for s in range(count) for b in names}
     found = experiment.run({key: (split[a], points[a][s], split[b], points[b][s]) for (a, s, b), key in keys.items()}, progress)
     provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": joined})
     tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
     def table(of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
-        """The value of the function `of` for each stitch, from its notes and tensors: `front back seam ...`."""
+        """A value of each stitch, `front back seam ...`."""
         each = {key: of({**note, **tensors}) for key, (note, tensors) in found.items()}
         rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)
@@ -622,6 +599,6 @@ def stitch_grid(
 
 
 def _seam(layers: Mapping[str, str]) -> str:
-    """The label of a stitch point: the layer's name if it is the same in all models, else the name in each model."""
+    """The label of a stitch point."""
     own = set(layers.values())
     return own.pop() if len(own) == 1 else ", ".join(f"{name} {layer}" for name, layer in layers.items())

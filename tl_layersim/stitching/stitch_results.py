@@ -1,4 +1,4 @@
-"""Results of stitching: `StitchResult` of one stitch and `StitchGrid` of all pairs of models."""
+"""Results of stitching: `StitchResult` and `StitchGrid`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
 
 @result_class
 class StitchResult(Result):
-    """Losses of one stitch: of the stitched model, and of the back model alone.
+    """Losses of a stitched model and of its back model alone.
 
     Tensors are float64. Losses are in nats per token (per row for a classifier), on data that the adapter was not fitted on.
 
@@ -148,7 +148,7 @@ class StitchResult(Result):
 
     @property
     def curve(self) -> Tensor:
-        """Training losses, `step`, the same as `values`."""
+        """The same as `values`: training losses, `step`."""
         return self.values
 
     @property
@@ -183,7 +183,7 @@ class StitchResult(Result):
 
     @typed
     def penalty_interval(self, confidence: OpenFraction = 0.95) -> Interval:
-        """The penalty with its confidence interval over batches, from paired differences of the two losses."""
+        """The penalty, with its confidence interval over batches."""
         return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
 
     @typed
@@ -193,14 +193,14 @@ class StitchResult(Result):
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter, in float64 if a model is float64, else in float32."""
+        """The adapter, in float64 if a model is in float64, else in float32."""
         dtype = torch.float64 if "float64" in self.provenance.dtype else torch.float32
         weight = self.weight.to(dtype) if len(self.weight) else None
         return Adapter(self.kind, weight, self.bias.to(dtype) if len(self.bias) else None)
 
     @cached_property
     def model(self) -> StitchedModel:
-        """The stitched model. It runs and generates, and `analyze` takes it.
+        """The stitched model, which runs, generates and can be analysed.
 
         Raises:
             LayersimError: the result was read from a file, or one of its models is on a server.
@@ -208,8 +208,8 @@ class StitchResult(Result):
         join: Callable[[Adapter], StitchedModel] | None = vars(self)["_join"]
         if join is None:
             raise LayersimError(
-                "`model` is not available, because this result was read from a file, or a model is on a server. Call stitch "
-                "with adapter=result.adapter and both models in this process."
+                "`model` is not available for a result from a file or of a remote model. Call stitch with "
+                "adapter=result.adapter and both models in this process."
             )
         return join(self.adapter)
 
@@ -224,7 +224,9 @@ class StitchResult(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot the learning curve (`"curve"`, the default if the adapter was trained) or the penalty by batch (`"penalty"`)."""
+        """Plot the learning curve (`"curve"`) or the penalty by batch (`"penalty"`). Default: the learning curve if there is
+        one.
+        """
         from ..reporting.lines_and_bars import Series, lines, with_baselines
         from ..reporting.style import with_provenance, with_size
 
@@ -255,7 +257,7 @@ class StitchResult(Result):
 
 @result_class
 class StitchGrid(Result):
-    """Stitching penalties of all ordered pairs of models, each model with itself included, at each stitch point.
+    """Stitching penalties of all ordered pairs of models, at each stitch point.
 
     Tensors are float64; `seam` is the axis of stitch points.
 
@@ -342,12 +344,12 @@ class StitchGrid(Result):
 
     @property
     def backs(self) -> tuple[str, ...]:
-        """Names of the models as back models, the same as `fronts`."""
+        """The same as `fronts`."""
         return self.fronts
 
     @property
     def penalty(self) -> Tensor:
-        """Stitching penalties in nats, `front back seam`, the same as `values`."""
+        """The same as `values`: stitching penalties in nats, `front back seam`."""
         return self.values
 
     def declared(self, field: str = "values") -> Declaration:
@@ -359,7 +361,7 @@ class StitchGrid(Result):
     def penalty_difference(
         self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
     ) -> xarray.Dataset:
-        """The penalty of one stitch minus the penalty of another, by stitch point, with its interval over batches.
+        """The difference between the penalties of two stitches, with its confidence interval.
 
         `("a", "b")` minus `("b", "a")` is the asymmetry of two models: it is above 0 if "b" loses more by the layers of "a"
         than "a" by those of "b". `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
@@ -380,7 +382,7 @@ class StitchGrid(Result):
 
         for name in (*stitch, *other):
             if name not in self.fronts:
-                raise LayersimError(f"{name!r} is not a model of this grid; its models are {', '.join(self.fronts)}.")
+                raise LayersimError(f"{name!r} is not a model of this grid; the models are {', '.join(self.fronts)}.")
         (a, b), (c, d) = ((self.fronts.index(one[0]), self.fronts.index(one[1])) for one in (stitch, other))
         each = [
             over_batches(sums, self.batch_tokens, confidence) for sums in self.batch_penalty[a, b] - self.batch_penalty[c, d]
@@ -398,7 +400,7 @@ class StitchGrid(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot a field over stitch points: a line for each front and back, with known intervals; dashed for self-stitches."""
+        """Plot a field over stitch points, with a line for each front and back. Stitches of a model with itself are dashed."""
         from ..reporting.many_model_figures import stitch_lines
         from ..reporting.style import intervals_in_words, with_size, with_subtitle
 

@@ -1,4 +1,4 @@
-"""Stitched models: lower blocks of one model, an adapter and upper blocks of another; and the source that reads them."""
+"""Stitched models, and the source that reads them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ..sources.identity import hooks_on
 from ..sources.partial_forward import LocalSplitModel
 from .adapters import Adapter
 
-# Arguments of generation, which depend on the cache of the model that is called.
+# Inputs that belong to the cache of the back model.
 NOT_DATA = ("cache_position",)
 # Arguments that switch the cache of keys and values on.
 CACHE_SWITCHES = ("use_cache", "use_past_kv_cache")
 
 
 class StitchedModel(nn.Module):
-    """The front's blocks up to a layer, an adapter, and the back's blocks from a layer on, as one model.
+    """Lower blocks of a front model, an adapter, and upper blocks of a back model, as one model.
 
     The model takes the inputs of both models and returns the back's outputs. Masks, positions, final norm and head are the
     back's. `analyze` measures it from the stitch point on: its layer 0 is the output of the adapter. Neither model is copied or
@@ -53,15 +53,15 @@ class StitchedModel(nn.Module):
         self.config: Any = getattr(self.back, "config", None)
         self.main_input_name = back.model.main_input
         self.reading_front = False
-        # This runs the back once, so it comes before any measurement.
+        # This runs the back model once.
         back.tuples()
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> StitchedSource:
-        """The source by which `analyze` and `attach` read this model."""
+        """The source that reads this model."""
         return StitchedSource(self, layers, unembed)
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """Run front, adapter and back. Returns the output of the back's forward pass, to which further options are passed."""
+        """Run front, adapter and back. Returns the output of the back model."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         args = () if input_ids is None else (input_ids,)
         with self._joined():
@@ -69,7 +69,7 @@ class StitchedModel(nn.Module):
 
     @typed
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
-        """Continue a prompt by the back's own `generate`: a text gives a text, token ids `batch pos` give token ids.
+        """Continue a prompt by the back model's own `generate`.
 
         Args:
             prompt: a text, tokenised as `analyze` does, or token ids `batch pos`.
@@ -79,9 +79,6 @@ class StitchedModel(nn.Module):
         Returns:
             Token ids with the prompt; for a text a text, or a list of texts if several are sampled.
 
-        Raises:
-            LayersimError: the back cannot generate.
-
         Examples:
             >>> import tl_layersim as lsim
             >>> model = lsim.demo_model()
@@ -89,17 +86,11 @@ class StitchedModel(nn.Module):
             >>> same.model.generate("Once upon a", max_new_tokens=4, do_sample=False)
             'Once upon a time, there was'
         """
-        generate = getattr(self.back, "generate", None)
-        # HookedTransformer generates from embeddings, which no front can read.
-        if generate is None or type(self.back).__name__ == "HookedTransformer":
-            raise LayersimError(
-                f"{self._split_models[1].model.name} is a {type(self.back).__name__}, which cannot generate; stitched(tokens) "
-                "gives logits."
-            )
         ids = self._ids(prompt) if isinstance(prompt, str) else prompt
         cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
         if cache == "use_past_kv_cache":
             options = {"verbose": False, "return_type": "tokens"} | options
+        generate: Any = self.back.generate
         with torch.no_grad(), self._joined():
             out = generate(ids.to(self._split_models[1].device), **self._without_cache(options), **{cache: False})
         if not isinstance(prompt, str):
@@ -114,19 +105,16 @@ class StitchedModel(nn.Module):
 
     @staticmethod
     def _without_cache(options: dict[str, Any]) -> dict[str, Any]:
-        """The options without the switches of a cache. A cache would miss the keys and values of blocks that do not run."""
+        """The options without switches of the key-value cache."""
         given = [key for key in CACHE_SWITCHES if options.get(key)]
         given += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
         if given:
-            raise LayersimError(
-                f"`{given[0]}` is not supported: a stitched model keeps no cache of keys and values, and every step runs "
-                "whole rows."
-            )
+            raise LayersimError(f"`{given[0]}` is not supported, because a stitched model has no key-value cache.")
         return {name: value for name, value in options.items() if name not in CACHE_SWITCHES}
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """A context in which the back's forward pass runs the front first and starts from the adapter's output."""
+        """Let the back model's forward pass start from the adapter's output."""
         front, back = self._split_models
         own = vars(self.back).get("forward")
         call: Callable[..., Any] = self.back.forward
@@ -158,7 +146,7 @@ class StitchedModel(nn.Module):
             plain()
 
     def _read_front(self, front: LocalSplitModel, given: dict[str, Any]) -> Tensor:
-        """The front's residual at the stitch point, for the tokens, mask and positions that the back is given."""
+        """The front's residual at the stitch point, for the inputs of the back model."""
         accepted = inspect.signature(type(self.front).forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         main = next(
@@ -169,7 +157,7 @@ class StitchedModel(nn.Module):
         if main is None:
             needed = "token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`"
             has = ", ".join(name for name, value in given.items() if value is not None and value is not False) or "nothing"
-            raise LayersimError(f"A stitched model needs {needed}; it is given {has}.")
+            raise LayersimError(f"A stitched model needs {needed}; the inputs are {has}.")
         passed = {}
         for name, value in given.items():
             if name == main or not isinstance(value, Tensor) or name in NOT_DATA or "label" in name:
@@ -181,17 +169,17 @@ class StitchedModel(nn.Module):
         args, options = (given[main].to(front.device),), no_cache(self.front)
         try:
             self.reading_front = True
-            # The adapter's own device is the back's.
+            # The adapter is on the device of the back model.
             return front.read(self.at[0], lambda: self.front(*args, **passed, **options)).to(self._split_models[1].device)
         finally:
             self.reading_front = False
 
 
 class StitchedSource(HookedSource):
-    """The source that reads a stitched model. Its layers are the outputs of the adapter and of the back's blocks above."""
+    """The source that reads a stitched model from the adapter's output on."""
 
     def aside(self) -> bool:
-        # The front's pass is not recorded: front and back may be one model, or share blocks.
+        # The front's forward pass is not recorded, because front and back may share blocks.
         return bool(self.module.reading_front)
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
@@ -203,7 +191,7 @@ class StitchedSource(HookedSource):
         self.blocks = back.blocks[above:]
         if not self.blocks:
             raise LayersimError(
-                f"The stitch point is after {back.model.layers[-1]}, the back's last block, so no block is left to measure."
+                f"The stitch point is after {back.model.layers[-1]}, the last block, so no block is left to measure."
             )
         path_of = {id(module): path for path, module in stitched.named_modules()}
         self.paths, self._named = [path_of[id(block)] for block in self.blocks], False
@@ -222,4 +210,4 @@ class StitchedSource(HookedSource):
         )
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        raise LayersimError(f"`at` is {at!r}; in a stitched model, only the residual stream can be read.")
+        raise LayersimError(f"`at` is {at!r}; only the residual stream of a stitched model can be read.")

@@ -1,4 +1,4 @@
-"""Aligned training: fine-tuning and adapter training with the loss of every layer, and evaluation of models by layer.
+"""Fine-tuning with the aligned loss, and evaluation of each layer.
 
 Training objectives are in `objectives`, one class per file.
 """

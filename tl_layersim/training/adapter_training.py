@@ -1,4 +1,4 @@
-"""`train_adapters`: train low-rank adapters in a frozen nnsight model, in this process or on a server."""
+"""`train_adapters`: train low-rank adapters in a frozen nnsight model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -38,17 +37,16 @@ from ..sources.hooks import frozen_weights
 from ..sources.model_description import Model
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight
+from ..sources.partial_forward import no_known_head
 from ..sources.source import refuse_inference_weights
-from ..stitching.stitched_model import StitchedModel
 from .losses import Weights, layer_weights, positions_with_targets
-from .residual_stream import no_known_head, refuse_float16
-from .settings import curve_of, open_training_file
-from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
+from .residual_stream import refuse_float16
+from .training_data import TrainingData, open_training_data, open_training_file, record_of_training, rows_in_words
 
 
 @result_class
 class AlignedAdapters(Result):
-    """Low-rank adapters trained with the aligned loss; each changes the output h of a block to h + (h A') B'.
+    """Low-rank adapters trained with the aligned loss. An adapter changes a block's output h to h + (h A') B'.
 
     Losses are in nats per target. Tensors are float64; only the adapters have the dtype in which they were trained.
 
@@ -115,15 +113,15 @@ class AlignedAdapters(Result):
 
     @property
     def losses(self) -> Tensor:
-        """Another name of `values`: held-out cross-entropies in nats without and with the adapters, `stage layer`."""
+        """The same as `values`: held-out cross-entropies in nats, `stage layer`."""
         return self.values
 
     def aligned(self, stage: str) -> float:
-        """The held-out aligned loss without adapters (`"before"`) or with them (`"after"`)."""
+        """The held-out aligned loss at a stage, `"before"` or `"after"`."""
         return float(self.values[self.stages.index(stage)] @ torch.tensor(self.weights, dtype=torch.float64))
 
     def apply(self, model: Any) -> None:
-        """Apply the adapters to an nnsight model, inside a trace in this process or on a server.
+        """Apply the adapters to an nnsight model, inside a trace.
 
         Modules that are read afterwards in the same trace must lie above the last adapter, because nnsight runs the model once.
         A further `tracer.invoke()` can read all modules.
@@ -147,11 +145,10 @@ class AlignedAdapters(Result):
         Patch(self.paths, self.down, self.up).apply(model)
 
     def __reduce__(self) -> Any:
-        # nnsight pickles what a trace on a server refers to. A server can make neither this class nor its base, and needs
-        # `apply` alone.
+        # nnsight pickles the objects of a trace. A server does not know this class, and needs only `apply`.
         import nnsight
 
-        # By value: servers do not have this package.
+        # Servers do not have this package, so its code is sent.
         nnsight.register("tl_layersim")
         return Patch, (self.paths, self.down, self.up)
 
@@ -175,7 +172,7 @@ class AlignedAdapters(Result):
 
 
 class AdapterSteps(TrainingSteps):
-    """AdamW training of adapters, in this process or on a server, with a state that can be saved and resumed.
+    """Optimiser steps of AdamW that train the adapters.
 
     Args:
         source: source of the model.
@@ -212,13 +209,8 @@ class AdapterSteps(TrainingSteps):
         self._unembed, self._schedule, self._frozen = source.lens, RequestSchedule(None), ShippedSource()
         self._shuffle = Shuffle(len(self.training_data), seed)
 
-    def restore(self, file: ResumableFile) -> None:
-        """Load the training state that the file holds.
-
-        Raises:
-            LayersimError: the file is damaged, or belongs to another run.
-        """
-        self.state = file.resume(self._state_of) or self.state
+    def restore(self, _notes: Mapping[str, Any], tensors: Parts) -> None:
+        self.state = {name: tensors[name] for name in self.start}, list(tensors["curve"])
 
     @property
     def step(self) -> int:
@@ -226,7 +218,7 @@ class AdapterSteps(TrainingSteps):
 
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
-        run = self.requests(self.steps, self._item_of_step, self.state[0], self.step, bar.set_postfix_str)
+        run = self.requests(self.steps, self._item_of_step, self.state[0], bar.set_postfix_str, self.step)
         with closing(run) as self._requests:
             yield
 
@@ -241,17 +233,17 @@ class AdapterSteps(TrainingSteps):
 
     def on_divergence(self, losses: Sequence[float]) -> None:
         raise LayersimError(
-            f"The training diverged: a loss or an adapter is not finite by step {self.step + len(losses)} of {self.steps}. "
-            f"Use a lower lr, such as {self.lr / 10:g}, with another checkpoint=."
+            f"The training diverged by step {self.step + len(losses)} of {self.steps}: a loss or an adapter is not finite. Use "
+            f"a lower `lr`, such as {self.lr / 10:g}, and another `checkpoint`."
         )
 
     def apply(self) -> None:
-        # One assignment: an interrupt leaves all of a step or nothing.
+        # One assignment, because an interrupt must not leave half a step.
         self.state = (self._parts, self.state[1] + self._losses)
 
     def snapshot(self) -> Snapshot | None:
         parts, curve = self.state
-        return ({"step": self.step}, parts | {"curve": torch.stack(curve)}) if curve else None
+        return ({}, parts | {"curve": torch.stack(curve)}) if curve else None
 
     def evaluate(self, parts: Parts) -> Tensor:
         """Held-out loss of each layer with the adapters, `layer`, in nats."""
@@ -260,7 +252,7 @@ class AdapterSteps(TrainingSteps):
         losses, targets = torch.zeros((), dtype=torch.float64), 0
         with tqdm(total=len(batches), desc="held out", unit="batch", disable=None, leave=False) as bar:
             run = self.requests(
-                len(batches), lambda number: self._item(self.eval_data, batches[number]), parts, say=bar.set_postfix_str
+                len(batches), lambda number: self._item(self.eval_data, batches[number]), parts, bar.set_postfix_str
             )
             for sums, _ in run:
                 for loss, number in sums:
@@ -269,16 +261,16 @@ class AdapterSteps(TrainingSteps):
         return losses / targets
 
     def requests(
-        self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
+        self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run steps or evaluations in order, as many in each request as time allows. How many does not change the results.
+        """Run steps or evaluations in order, in as few requests as time allows.
 
         Args:
             count: number of items.
             item_of: function from an item's index to the item.
             state: initial adapters and moments.
-            start: number of completed items.
             say: receives the messages of a server.
+            start: number of completed items.
 
         Yields:
             Summed losses and number of targets of each item of a request, and the state after it.
@@ -312,7 +304,7 @@ class AdapterSteps(TrainingSteps):
             source.ndif.say = quiet
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """The inputs of a step on these rows, or of an evaluation if no rate is given."""
+        """Inputs of a step, or of an evaluation if `rate` is None."""
         batch = data.take(rows)
         ids = {"tokens": batch.main}
         if self._unembed.reads == "rows":
@@ -322,23 +314,13 @@ class AdapterSteps(TrainingSteps):
         return {name: each.to(torch.int32) for name, each in ids.items()} | {"options": options, "step": step, "rate": rate}
 
     def _item_of_step(self, step: int) -> Item:
-        """The inputs of a step, counted from 0."""
         size = self.batch_size
         rows = [self._shuffle.row(place) for place in range(step * size, (step + 1) * size)]
         return self._item(self.training_data, rows, step + 1, self.lr * (self.steps - step) / self.steps)
 
-    def _state_of(self, notes: Mapping[str, Any], tensors: Parts) -> tuple[Parts, list[Tensor]]:
-        """The training state in a file. Raises an error if its tensors do not have the shapes of the initial state."""
-        steps, start = len(curve_of(notes, tensors)), self.start
-        parts = {name: tensors[name] for name in start}
-        wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
-        if wrong or tensors["curve"].shape != (steps, len(self.weights)):
-            raise ValueError(f"other shapes of {', '.join(wrong) or 'curve'}")
-        return parts, list(tensors["curve"])
-
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """The initial state of the adapters: A is normal with variance 1 / d_model; B and AdamW's moments are zero."""
+    """The initial adapters and AdamW's initial moments."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32
@@ -357,7 +339,7 @@ def _refuse_untrainable(model: Model) -> None:
     need_stream(model, "Aligned training")
     if model.calls != "gradients":
         raise LayersimError(
-            f"`model` is on a server that runs {model.name} in a sandbox without gradients; adapters need a trusted key."
+            f"`model` is {model.name} in a server's sandbox, which computes no gradients; adapters need a trusted server."
         )
     if model.head is None:
         raise no_known_head(model)
@@ -434,17 +416,14 @@ def train_adapters(
     refuse_unwritable(checkpoint, "checkpoint")
     data, opened = Data.of(data), OpenedModel.of(model)
     if not isinstance(opened.model, NNsightSource) and not is_nnsight(opened.model):
-        stitched = isinstance(opened.model, StitchedModel)
-        instead = "the nnsight model of its back" if stitched else "nnsight.NNsight(model) or finetune_aligned"
         raise LayersimError(
-            f"`model` is {type(opened.model).__name__}; adapters are trained in an nnsight model. Use {instead}."
+            f"`model` is a {type(opened.model).__name__}; it must be an nnsight model. Use nnsight.NNsight(model) or "
+            "finetune_aligned."
         )
     source = open_source(opened)
     assert isinstance(source, NNsightSource)
     known = with_tokenizer(source.model, data.tokenizer)
     _refuse_untrainable(known)
-    if known.d_model is not None and rank > known.d_model:
-        raise LayersimError(f"`rank` is {rank}; the residual stream of {known.name} has {known.d_model} dimensions.")
     refuse_inference_weights(source.module)
     outputs = known.layers[1:]
     blocks = list(range(len(outputs))) if at is None else sorted(block_numbers(at, outputs, "at"))
@@ -452,18 +431,11 @@ def train_adapters(
     rows = open_training_data(data, eval_data, labels, known, source.module, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": opened.layers, "unembed": opened.unembed}
-    identity = {
-        "model": () if checkpoint is None else known.identity("checkpoint"),
-        "task": options | {"seed": seed, "batch_size": data.batch_size},
-        "pad": known.tokenizer.pad_token_id if known.tokenizer is not None else None,
-        "version": version("tl_layersim"),
-        "trained_on": rows[0].digest,
-        "judged_on": rows[1].digest,
-    }
-    file, began = open_training_file(checkpoint, identity), time.perf_counter()
+    file = open_training_file(checkpoint, known, rows, options | {"seed": seed})
+    began = time.perf_counter()
     start = _start(known, len(blocks), rank, seed)
     training = AdapterSteps(source, rows, blocks, weights_by_layer, start, steps, float(lr), seed)
-    training.restore(file)
+    file.resume(training.restore)
     if isinstance(source, RemoteSource):
         _report_traffic(training, source.offer.server)
     fields = _trained(training, file)
@@ -480,19 +452,15 @@ def train_adapters(
 
 
 def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
-    """Train the adapters, with an evaluation before and after. Returns the fields of `AlignedAdapters`."""
+    """Train and evaluate the adapters. Returns fields of `AlignedAdapters`."""
     source, weights = training.source, training.weights
     with frozen_weights(source.module), source.evaluating():
-        # On one row: the blocks share one residual stream, and the lens at the last layer gives the logits.
+        # Check on one row that the lens at the last layer gives the model's logits.
         row = training.eval_data.batch([0])
         source.settle(row)
         need_stream(source.model, "Aligned training")
         check_lens(source, row)
         before = training.evaluate(training.start)
-        if not bool(before.isfinite().all()):
-            raise LayersimError(
-                f"The losses of {source.model.name} in {source.model.dtype} are not finite before the training."
-            )
         run_steps(training, file)
         save_state(training, file)
         learnt, curves = training.state[0], torch.stack(training.state[1])
@@ -508,12 +476,12 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
 
 
 def _report_traffic(training: AdapterSteps, server: str) -> None:
-    """Print the number and size of the requests to a server, before they are sent."""
+    """Print the number and size of the requests to a server."""
     size = sum(part.numel() * part.element_size() for part in training.start.values())
     tqdm.write(
-        f"{server}: {training.steps:,} steps in at most as many requests, fewer where steps are fast. Each "
-        f"request carries {in_words(size)} of adapters in each direction, and the tokens of its steps. Before and after, the "
-        f"loss is evaluated on {len(training.eval_data)} rows. Activations and weights stay on the server.",
+        f"{server} runs {training.steps:,} steps in at most {training.steps:,} requests. Each request transfers "
+        f"{in_words(size)} of adapters in each direction, and the tokens of its steps. The loss is evaluated on "
+        f"{len(training.eval_data)} rows before and after. Activations and weights stay on the server.",
         file=sys.stderr,
     )
 
@@ -521,6 +489,6 @@ def _report_traffic(training: AdapterSteps, server: str) -> None:
 def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:
     rows, width = item["tokens"].shape
     return LayersimError(
-        f"`batch_size` is too large: one training step with {rows} rows of {width} tokens exceeds the server's time limit "
-        f"for a job ({source.offer.server} says: {error}). Use batch_size={max(1, rows // 2)}, or a smaller seq_len=."
+        f"A training step of {rows} rows with {width} tokens exceeds the server's time limit for a job. Use "
+        f"batch_size={max(1, rows // 2)}, or a smaller seq_len=. {source.offer.server} says: {error}"
     )

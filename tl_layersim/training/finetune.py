@@ -1,4 +1,4 @@
-"""`finetune_aligned`: fine-tune a model with the aligned loss, with held-out curves by layer."""
+"""`finetune_aligned`: fine-tune a model with the aligned loss."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable, refuse_unwritable_folder, replacing_model
 from ..core.result_declarations import result_class
 from ..core.results import Result, axes
-from ..core.resumable_file import ResumableFile, Snapshot
+from ..core.resumable_file import Snapshot
 from ..core.training_loop import Descent, Shuffle, run_steps, save_state
-from ..core.wording import brief
 from ..data.data import Data
 from ..data.labels import NO_LABEL
 from ..engine.run_arguments import with_tokenizer
@@ -38,15 +37,15 @@ from ..sources.open_local import OpenedModel
 from .losses import refuse_other_labels
 from .objectives import OBJECTIVES, Objective
 from .residual_stream import open_residual_stream, refuse_float16
-from .settings import AlignedTraining, curve_of, open_training_file
-from .training_data import TrainingData, open_training_data, record_of_training, rows_in_words
+from .settings import AlignedTraining
+from .training_data import TrainingData, open_training_data, open_training_file, record_of_training, rows_in_words
 
 # Steps whose mean loss the progress bar shows.
 RECENT = 25
 
 
 class FineTuning(Descent):
-    """Fine-tuning with AdamW: optimiser steps, evaluations and state.
+    """Optimiser steps of AdamW that fine-tune a model.
 
     Args:
         objective: the training objective.
@@ -80,7 +79,7 @@ class FineTuning(Descent):
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
             device_placement=False,
-            # At a standard step the heads of other layers get no gradient, nor do blocks above the highest drawn layer.
+            # Some steps give no gradient to heads of lower layers, or to blocks above the highest drawn layer.
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
         self.leads = self.accelerator.is_main_process
@@ -90,16 +89,6 @@ class FineTuning(Descent):
         self._shuffle = Shuffle(len(self.training_data), settings.seed)
         self._bar: Any = None
 
-    def run(self, file: ResumableFile) -> None:
-        """Train to the last step, from the saved state if the file has one.
-
-        Raises:
-            LayersimError: a loss is not finite, or the file belongs to another run.
-        """
-        file.resume(self._restore)
-        run_steps(self, file)
-        save_state(self, file)
-
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
         self._bar = bar
@@ -107,7 +96,6 @@ class FineTuning(Descent):
             yield
 
     def loss_and_gradients(self) -> float:
-        """Compute a step's mean loss over the targets on all processes, and its gradients."""
         every, accelerator = self.settings.eval_every, self.accelerator
         if self.step == 0 or (every is not None and self.step % every == 0):
             self._evaluate()
@@ -142,42 +130,39 @@ class FineTuning(Descent):
         return f"loss {sum(recent) / len(recent):.3f}, held out by layer {by_layer}"
 
     def snapshot(self) -> Snapshot | None:
-        """Weights, AdamW's moments, curve and evaluations for the file; None in the middle of an optimiser step."""
         if not self.consistent:
             return None
         curve = {"curve": torch.tensor(self.curve, dtype=torch.float64)}
         looks = {f"look/{step}": sums for step, sums in self.evaluations.items()}
-        return {"step": self.step}, self.tensors() | curve | looks
+        return {}, self.tensors() | curve | looks
 
-    def _restore(self, notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the state that `snapshot` returned."""
-        curve = curve_of(notes, tensors)
+    def restore(self, _notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
         self.load(tensors)
         looks = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
-        self.curve, self.evaluations = curve, dict(sorted(looks.items()))
+        self.curve, self.evaluations = tensors["curve"].tolist(), dict(sorted(looks.items()))
 
     def _refuse_not_finite(self, what: str) -> None:
         self.consistent = False
         raise LayersimError(
-            f"{what} The lr was {self.settings.rate(min(self.step, self.steps - 1)):.3g} and the weights "
-            f"{self.objective.stream.source.model.dtype}: use a lower lr, a longer warmup, or float32 weights."
+            f"{what} The learning rate was {self.settings.rate(min(self.step, self.steps - 1)):.3g}, and the weights are in "
+            f"{self.objective.stream.source.model.dtype}. Use a lower `lr`, a longer `warmup` or float32 weights."
         )
 
     def _rows(self) -> Iterator[list[int]]:
-        """Indices of this process's rows in each forward pass of the next step."""
+        """Row indices of each forward pass of the next step, for this process."""
         for part in range(self.settings.accumulation):
             start = ((self.step * self.settings.accumulation + part) * self.ranks + self.rank) * self.batch_size
             yield [self._shuffle.row(place) for place in range(start, start + self.batch_size)]
 
     @contextmanager
     def _seeded(self, number: int) -> Iterator[None]:
-        """A context that seeds dropout by the training's seed and the index of the forward pass. No random state is saved."""
+        """Seed dropout by the training's seed and the index of the forward pass."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed * 1_000_003 + number * self.ranks + self.rank)
             yield
 
     def _evaluate(self) -> None:
-        """Evaluate every layer on the held-out rows, unless this step has been evaluated already."""
+        """Evaluate every layer on the held-out rows, at most once for each step."""
         if self.step in self.evaluations:
             return
         total = torch.zeros(3, self.objective.stream.n_layers, dtype=torch.float64)
@@ -195,7 +180,7 @@ class FineTuning(Descent):
 
 @result_class
 class AlignedResult(Result):
-    """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer. Tensors are float64.
+    """Training loss of a fine-tune, and held-out loss and accuracy of each layer. Tensors are float64.
 
     Args:
         exit_heads: the trained heads of the layers below the last; None if all layers use the model's head. Files of the result
@@ -249,7 +234,7 @@ class AlignedResult(Result):
 
     @property
     def heads(self) -> ExitHeads:
-        """The trained heads of the layers below the last, for `LogitLens(heads=...)`, `EarlyExit(model, heads=...)` and others.
+        """The trained heads of the layers below the last.
 
         Raises:
             LayersimError: the layers have no heads of their own, or the result was read from a file.
@@ -257,14 +242,14 @@ class AlignedResult(Result):
         heads: ExitHeads | None = vars(self)["_exit_heads"]
         if heads is None:
             raise LayersimError(
-                "This result has no heads for the layers below the last: only a result of objective='multi-head' from this "
-                "process has them. Load saved heads with ExitHeads.load(path)."
+                "This result has no heads: only objective='multi-head' trains heads, and the file of a result does not hold "
+                "heads. ExitHeads.load(path) loads saved heads."
             )
         return heads
 
     @property
     def held_out_loss(self) -> Tensor:
-        """Held-out cross-entropies in nats, `look layer`, the same as `values`."""
+        """The same as `values`: held-out cross-entropies in nats, `look layer`."""
         return self.values
 
     def measured_on(self, field: str) -> str:
@@ -333,22 +318,15 @@ def finetune_aligned(
     if training.save_to is not None:
         folder = Path(training.save_to).resolve()
         refuse_unwritable_folder(folder if folder.exists() else folder.parent, "save_to")
-        if hasattr(model, "peft_config"):
-            raise LayersimError(
-                "`save_to` would write the adapters of this model without its weights. Merge them first: "
-                "model.merge_and_unload()."
-            )
         if not isinstance(model, PreTrainedModel):
             raise LayersimError(
-                f"`model` is {type(model).__name__}; `save_to` writes only Hugging Face models. Leave `save_to` out, and save "
-                "model.state_dict()."
+                f"`model` is a {type(model).__name__}; `save_to` needs a Hugging Face model. Save model.state_dict() instead."
             )
-    # A model with adapters of its own trains these.
+    # In a model with adapters, only the adapters are trained.
     if isinstance(model, torch.nn.Module) and (training.lora is not None or not hasattr(model, "peft_config")):
-        with_lora = "" if training.lora is None else ", and LoRA adapters cannot be merged into them without rounding"
         refuse_quantised(
             model,
-            f"`model` has quantised weights, which cannot be trained{with_lora}",
+            "`model` has quantised weights, which cannot be trained",
             do="peft.get_peft_model(model, peft.LoraConfig(...)) without lora=",
         )
     start = time.perf_counter()
@@ -358,9 +336,8 @@ def finetune_aligned(
         stack.enter_context(torch.enable_grad())
         known = open_residual_stream(opened, either_stack=True).source.model
         refuse_float16(known)
-        # Of the weights before the training.
+        # Record the weights before the training.
         known = replace(known, weights=known.weights_hash)
-        own = () if checkpoint is None else known.identity("checkpoint")
         finish = stack.enter_context(_with_lora(model, training))
         if training.gradient_checkpointing:
             if not model.is_gradient_checkpointing:
@@ -376,23 +353,17 @@ def finetune_aligned(
             stream.source.settle(rows[0].batch([0]))
         classes = stream.check(rows[0].take([0]).to(stream.device))
         refuse_other_labels(torch.tensor(rows[0].label_range), classes)
-        # Rows held out of `data` have its range.
+        # Without eval_data, both ranges are that of `data`.
         refuse_other_labels(torch.tensor(rows[1].label_range), classes, " of `eval_data`")
         objective = OBJECTIVES.named(training.objective)(stream, training)
-        identity = {
-            "model": own,
-            "blocks": opened.layers,
-            "unembed": opened.unembed,
-            "training": training.options(),
-            "batch_size": data.batch_size,
-            "pad": described.tokenizer.pad_token_id if described.tokenizer is not None else None,
-            "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
-            "data": rows[0].digest,
-            "judged": rows[1].digest,
-        }
         tuning = FineTuning(objective, rows, training, data.batch_size)
         trained = sum(parameter.numel() for parameter in tuning.parameters.values())
-        tuning.run(open_training_file(checkpoint, identity))
+        learns = hashlib.sha256(" ".join(sorted(tuning.parameters)).encode()).hexdigest()
+        settings = training.options() | {"blocks": opened.layers, "unembed": opened.unembed, "learns": learns}
+        file = open_training_file(checkpoint, described, rows, settings)
+        file.resume(tuning.restore)
+        run_steps(tuning, file)
+        save_state(tuning, file)
         finish()
     heads = objective.exit_heads()
     if training.save_to is not None and tuning.accelerator.is_main_process:
@@ -414,21 +385,15 @@ def finetune_aligned(
 
 @contextmanager
 def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], Any]]:
-    """A context with LoRA adapters in the model. It yields a function that merges them. Unmerged adapters are removed."""
+    """Add LoRA adapters to the model. Yields a function that merges them; unmerged adapters are removed at the end."""
     if training.lora is None:
         yield lambda: None
         return
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
     if hasattr(model, "peft_config"):
         raise LayersimError(
-            "`lora` cannot be combined with a model that has adapters already; without `lora`, the adapters of the model are "
-            "trained."
-        )
-    if not isinstance(training.lora, PeftConfig) or not isinstance(model, PreTrainedModel):
-        raise LayersimError(
-            f"`lora` is {brief(training.lora)} and `model` {type(model).__name__}; they must be a peft.LoraConfig and a "
-            "Hugging Face model."
+            "`lora` is given, but `model` has adapters already. Without `lora`, the adapters of the model are trained."
         )
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng():
@@ -437,7 +402,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
     try:
         yield wrapped.merge_and_unload
     finally:
-        # Without effect on adapters that are merged.
+        # This has no effect on merged adapters.
         wrapped.unload()
         model.__dict__.pop("peft_config", None)
         for name, parameter in model.named_parameters():
@@ -445,7 +410,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
 
 
 def _additions(model: Any) -> list[nn.Parameter]:
-    """Trainable parameters of a TransformerBridge that are 0 and that the wrapped model lacks, such as a bias of the head.
+    """Parameters with value 0 that a TransformerBridge adds to the model, such as a bias of the head.
 
     They are frozen, so that a bridge learns what the model inside would learn.
     """
@@ -469,7 +434,7 @@ def _additions(model: Any) -> list[nn.Parameter]:
 
 
 def _save(model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None) -> None:
-    """Write model, tokenizer and heads. A failed write gives a warning, because the trained model is still in memory."""
+    """Write model, tokenizer and heads. A failed write only warns."""
     try:
         with replacing_model(folder) as temporary:
             model.save_pretrained(temporary)
@@ -480,6 +445,6 @@ def _save(model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: Exi
     except OSError as error:
         also = ", and result.heads.save(path)" if heads is not None else ""
         warn(
-            f"The trained model could not be written to {folder}: {error}. It is still in memory: free some space and "
-            f"call model.save_pretrained(folder){also}, with a folder on another disk if need be."
+            f"The trained model could not be written to {folder}: {error}. The model is still in memory. Call "
+            f"model.save_pretrained(folder){also}, with another folder or after freeing space."
         )

@@ -1,4 +1,4 @@
-"""`AlignedTrainer`: Hugging Face's `Trainer` with the objectives of aligned training."""
+"""`AlignedTrainer`: Hugging Face's `Trainer` with the aligned loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .settings import AlignedTraining
 
 
 class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A `transformers.Trainer` that trains with the losses of `AlignedTraining`.
+    """Hugging Face's `Trainer` with the objectives of `AlignedTraining`.
 
     The schedule follows `state.global_step`, which counts optimiser steps. Labels have the form of Hugging Face's collators:
     the token at each position, -100 for no target. Whether labels are shifted is tested with the model's own loss on a row.
@@ -71,21 +71,20 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             raise LayersimError(f"AlignedTrainer does not support {what}; use TrainingArguments and peft, or finetune_aligned.")
         self._settings = settings
         self._open()
-        # compute_loss divides the sum over targets by their number in the whole step, which Trainer counts where this is true.
+        # With this setting, Trainer counts the targets of a step, by which compute_loss divides.
         self.model_accepts_loss_kwargs = True
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """A new model from `model_init`."""
         self._given = OpenedModel.of(super().call_model_init(trial))
         return self._given.model
 
     def _open(self) -> None:
-        """Build the objective for the current model. `model_init` makes a new model for each training."""
+        """Build the objective for the current model."""
         model = self.accelerator.unwrap_model(self.model)
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(inner, PreTrainedModel):
             raise LayersimError(
-                f"`model` is {type(inner).__name__}; AlignedTrainer needs a transformers.PreTrainedModel. Use finetune_aligned."
+                f"`model` is a {type(inner).__name__}; it must be a transformers.PreTrainedModel. Use finetune_aligned."
             )
         refuse_parts(model)
         self._opened = model
@@ -100,7 +99,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch: the aligned objective's in training, the model's own in evaluation."""
+        """The objective's loss in training, and the model's own loss in evaluation."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
         batch = self._batch(inputs)
@@ -113,7 +112,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         run = None if model is stream.module else lambda: model(*args, **options)
         total = self._objective(batch, int(self.state.global_step), run)
         if int(count) == 0:
-            # 0 / 0: with "cosine-reg" NaN in every weight, and Trainer leaves NaN out of the losses that it logs.
+            # 0 / 0 would make weights NaN, which the losses that Trainer logs do not show.
             warn("`labels` of a batch are all -100, so the batch contributes nothing to its step.")
             count = 1
         loss = total / count
@@ -122,7 +121,6 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _batch(self, inputs: Mapping[str, Any]) -> TrainingBatch:
-        """A batch of the Trainer as a `TrainingBatch` for the current model."""
         if self.accelerator.unwrap_model(self.model) is not self._opened:
             self._open()
         given = dict(inputs)
@@ -138,19 +136,19 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return TrainingBatch(main, given, labels, None if mask is None else mask.bool(), "" if name == TOKEN_IDS else name)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of a step, and their number of targets. Trainer itself would guess the number from class names."""
+        """The batches of a step, and their number of targets."""
         samples, known = super().get_batch_samples(epoch_iterator, num_batches, device)
         if known is None or not samples or "labels" not in samples[0]:
             return samples, known
         if self._shift is None:
             self._shift = self._own_shift(self._batch(self._prepare_inputs(samples[0])))
-        count = torch.stack([(_cut(s["labels"]) if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
+        count = torch.stack([(s["labels"][:, 1:] if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.gather(count.to(device)).sum()
         return samples, count.to(device)
 
     def _own_shift(self, batch: TrainingBatch) -> bool | None:
-        """Whether the model's own loss shifts labels, tested on one row; None if no row of the batch has a target.
+        """Whether the model's own loss shifts labels. None if the batch has no target.
 
         Raises:
             LayersimError: the model's loss is not the last layer's cross-entropy, neither with shifted nor with unshifted
@@ -169,7 +167,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                     loss, count = stream.loss(shifted_row, {stream.n_layers: 1.0}, True)
                     losses[shift] = float(loss) / max(count, 1)
             nearest = min(losses, key=lambda shift: abs(losses[shift] - own))
-            # transformers computes losses in float32, whatever the model is in.
+            # transformers computes losses in float32.
             allowed = rounding(next(stream.module.parameters()).dtype, torch.float32)
             if abs(losses[nearest] - own) <= allowed * (1 + abs(own)):
                 return nearest
@@ -182,10 +180,5 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Shift labels `batch pos` to targets: a position's target is the next position's label; the last position has none."""
-    return torch.cat([_cut(labels), torch.full_like(labels[:, :1], NO_LABEL)], 1)
-
-
-def _cut(labels: Tensor) -> Tensor:
-    """Labels without the first one of each row, which is no position's target."""
-    return labels[:, 1:]
+    """Shift labels `batch pos` to targets. The target at a position is the label of the next position."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], NO_LABEL)], 1)

@@ -1,4 +1,4 @@
-"""`evaluate_layers`: evaluates every layer of two models side by side, such as before and after a fine-tune."""
+"""`evaluate_layers`: evaluate every layer of two models on the same data."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from ..lens.targets import gives_classes, usual_labels
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
 
-# Fields of `LayerChange` at its one threshold.
+# Fields of `LayerChange` that depend on its threshold.
 AT_THRESHOLD = ("exits", "exit_accuracy", "exit_agreement", "speedup")
 SOURCE = " (Jiang, Zhou and Zhu 2024, {})."
 
 
 @result_class
 class LayerChange(Result):
-    """Measures of each layer of two models on the same data, such as before and after a fine-tune. Tensors are float64.
+    """Measures of each layer of two models on the same data. Tensors are float64.
 
     Attributes:
         values: `model layer`, the same as `cross_entropy`: cross-entropy of the logit lens in nats.
@@ -209,7 +209,7 @@ class LayerChange(Result):
 
     @property
     def cross_entropy(self) -> Tensor:
-        """Cross-entropies in nats, `model layer`, the same as `values`."""
+        """The same as `values`: cross-entropies in nats, `model layer`."""
         return self.values
 
     def measured_on(self, field: str) -> str:
@@ -236,7 +236,7 @@ class LayerChange(Result):
 
 @result_class
 class GenerationQuality(Result):
-    """Quality of text sampled from each layer's logit lens (nucleus sampling). Tensors are float64.
+    """Quality of text that is sampled from the logit lens of each layer. Tensors are float64.
 
     Attributes:
         values: `model layer`, the same as `diversity`: mean over texts of the function `diversity`; 1 if no n-gram is repeated.
@@ -279,7 +279,7 @@ class GenerationQuality(Result):
 
 
 def diversity(tokens: list[int]) -> float:
-    """Product over n = 2, 3, 4 of the fraction of distinct n-grams in a text of four tokens or more.
+    """Diversity of a text: the product over n = 2, 3, 4 of the fraction of distinct n-grams.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.
@@ -296,7 +296,7 @@ def diversity(tokens: list[int]) -> float:
 
 
 def coherence(before: Tensor, after: Tensor) -> float:
-    """Mean cosine between the embeddings of prompts and of their continuations, both `text dimension`.
+    """Mean cosine between the embeddings of prompts and continuations, both `text dimension`.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.
@@ -311,7 +311,7 @@ Heads: TypeAlias = ExitHeads | str | os.PathLike[str] | None
 @typed
 @dataclass(frozen=True)
 class Continuations:
-    """Prompts for generation from each layer in `evaluate_layers`, with sampling settings and an embedder.
+    """Prompts and sampling settings for the generation in `evaluate_layers`.
 
     Attributes:
         prompts: the prompts.
@@ -351,7 +351,7 @@ def evaluate_layers(
     center: Literal["dataset", "none"] = "dataset",
     continuations: Continuations | None = None,
 ) -> Report:
-    """Evaluate each layer of two models: logit lens, saturation, cosine, early exit, effective depth and neural collapse.
+    """Evaluate each layer of two models on the same data.
 
     Args:
         before: a model, as in `analyze`. Both models must have the same number of layers.
@@ -394,9 +394,6 @@ def evaluate_layers(
     targets = usual_labels(labels, [(model, opened.model) for model, opened in zip(pair, models, strict=True)], data.source)
     thresholds = tuple(sorted({*THRESHOLDS, float(threshold)}))
     own = [as_heads(one) for one in heads]
-    for one, model in zip(own, pair, strict=True):
-        if one is not None:
-            one.check(model)
     reports, norms = [], ["final" if one is None else one.norm for one in own]
     for opened, one, norm in zip(models, own, norms, strict=True):
         analyzers: list[Analyzer] = [
@@ -413,7 +410,7 @@ def evaluate_layers(
         raise LayersimError(
             "`before` and `after` did not read the same tokens, because their tokenizers differ. Use Data(..., tokenizer=...)."
         )
-    # What the head reads of a row; the last token if it reads every position.
+    # The position that the head reads; the last token if the head reads every position.
     pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
     collapse = [_collapse(opened, data, NeuralCollapse(labels=targets, pool=pool)) for opened in models]
     read_by = {"norm": norms, "heads": [None if one is None else str(one) for one in own]}
@@ -431,7 +428,7 @@ def evaluate_layers(
 
 
 def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
-    """NC1 by layer; None if the data has fewer than two classes."""
+    """NC1 of each layer. None if the data has fewer than two classes."""
     try:
         nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
     except LayersimError as error:
@@ -491,7 +488,6 @@ def _change(
 def _quality(
     models: Sequence[tuple[OpenedModel, ExitHeads | None]], given: Continuations, tokenizer: Any, like: LayerChange
 ) -> GenerationQuality:
-    """Diversity and coherence of continuations from each layer of two models."""
     depth, prompts, embed = like.values.shape[1], list(given.prompts), given.embed
     most = depth * len(prompts) * given.new_tokens
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))

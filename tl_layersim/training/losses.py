@@ -1,4 +1,4 @@
-"""Weighted cross-entropies of residuals under the model's head, computed in chunks, and the weights of the layers."""
+"""Weighted cross-entropies of residuals under the model's head."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..data.labels import NO_LABEL
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
 Norm = Literal["final", "none"]
-# Number of logits held at once.
+# Largest number of logits in memory.
 LOGITS = 2**23
 
 
 def layer_weights(weights: Weights, n_layers: int) -> list[float]:
-    """The weights of the layers in the aligned loss, from the first block to the last. They sum to 1.
+    """The weights of the layers in the aligned loss, in order. Their sum is 1.
 
     Raises:
         LayersimError: there is not one weight for each layer, a weight is negative, or they do not sum to 1.
@@ -39,13 +39,13 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
     numbers = [float(weight) for weight in weights]
     if not numbers or len(numbers) != n_layers or not min(numbers) >= 0 or not math.isclose(sum(numbers), 1, rel_tol=1e-6):
         raise LayersimError(
-            f"`weights` is {brief(weights)}; it must be a number of 0 or more for each of {n_layers} layers, with a sum of 1."
+            f"`weights` is {brief(weights)}; it must have {n_layers} numbers, one for each layer, of 0 or more and with sum 1."
         )
     return numbers
 
 
 def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
-    """Indices of the positions whose prediction has a target, in the flattened `batch pos`; and these targets.
+    """Positions with a target, as indices into the flattened `batch pos`, and their targets.
 
     Args:
         reads: see `Head`. For "rows", the position is the first of each row.
@@ -73,7 +73,7 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
 
 
 def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None = None) -> Tensor:
-    """Weighted sum of cross-entropies in nats, computed in chunks of tokens with at most `LOGITS` logits each.
+    """Weighted sum of cross-entropies in nats, computed in chunks of tokens.
 
     Args:
         unembed: the model's final norm and head.
@@ -94,7 +94,7 @@ def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, h
 
 
 class _Summed(torch.autograd.Function):
-    """Weighted sum of cross-entropies under a linear output head. The forward pass computes the gradients, chunk by chunk.
+    """Weighted sum of cross-entropies under a linear head. The forward pass also computes the gradients.
 
     torch's `linear_cross_entropy` has no weights of rows: it would be called for each layer, and hold a gradient of the whole
     head for each call.
@@ -109,7 +109,7 @@ class _Summed(torch.autograd.Function):
         d_x = torch.empty_like(x) if for_x else None
         d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         d_bias = torch.zeros_like(weight[:, 0], dtype=wide) if for_bias else None
-        for rows in chunks(len(x), rows_at_once(len(weight))):
+        for rows in chunks(len(x), len(weight)):
             z = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
             if d_x is None and d_weight is None:
                 total += (cross_entropy(z, targets[rows]).to(total) * weights[rows]).sum()
@@ -136,7 +136,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """Weighted sum of cross-entropies, in the dtype of the logits. The forward pass computes the gradient, too."""
+    """Weighted sum of cross-entropies. The forward pass also computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None) -> Tensor:
-    """`summed_loss` for an output head that is not one linear layer. The backward pass recomputes the logits of each chunk."""
+    """`summed_loss` for a head that is not one linear layer."""
 
     def loss(chunk: Tensor, chunk_targets: Tensor, chunk_weights: Tensor) -> Tensor:
         logits = logits_at(unembed, chunk, head)
@@ -161,8 +161,8 @@ def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head
         return weighted
 
     with torch.no_grad():
-        size = rows_at_once(logits_at(unembed, x[:1], head).shape[-1])
-    parts = (checkpoint(loss, x[at], targets[at], weights[at], use_reentrant=False) for at in chunks(len(x), size))
+        vocabulary = logits_at(unembed, x[:1], head).shape[-1]
+    parts = (checkpoint(loss, x[at], targets[at], weights[at], use_reentrant=False) for at in chunks(len(x), vocabulary))
     return torch.stack(list(parts)).sum()
 
 
@@ -179,23 +179,19 @@ def refuse_other_labels(targets: Tensor, vocabulary: int, of: str = "") -> None:
     """
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise LayersimError(
-            f"`labels`{of} has values from {int(targets.min())} to {int(targets.max())}; the model's classes go from 0 to "
+            f"`labels`{of} has values from {int(targets.min())} to {int(targets.max())}; the classes of the model are 0 to "
             f"{vocabulary - 1}."
         )
 
 
-def chunks(count: int, size: int) -> Iterator[slice]:
-    """Slices that split `count` rows into chunks of at most `size` rows."""
+def chunks(count: int, vocabulary: int) -> Iterator[slice]:
+    """Slices of `count` tokens, each with at most `LOGITS` logits."""
+    size = max(1, LOGITS // vocabulary)
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def rows_at_once(width: int) -> int:
-    """Number of tokens in a chunk, for logits `token width`."""
-    return max(1, LOGITS // width)
-
-
 def logits_at(unembed: Unembed, x: Tensor, head: nn.Linear | None) -> Tensor:
-    """Logits of normed residuals, in float32 or wider; `head` replaces the last part of the model's own head."""
+    """Logits of residuals after the final norm, in float32 or float64."""
     if head is None:
         logits = unembed(x, normed=False)
     else:

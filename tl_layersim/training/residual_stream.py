@@ -1,4 +1,4 @@
-"""`ResidualStream`: the residual stream of a model in training, with gradients; checks that it can be trained; and its loss."""
+"""`ResidualStream`: the residual stream of a model in training, and the aligned loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions
-from ..architectures.output_heads import CLASSES_WITH_HEAD, is_detr
+from ..architectures.output_heads import is_detr
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
@@ -26,28 +26,20 @@ from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
-from ..sources.partial_forward import logits_of, read_residuals
+from ..sources.partial_forward import logits_of, no_known_head, read_residuals
 from ..sources.source import refuse_inference_weights
 from ..stitching.stitched_model import StitchedSource
 from .losses import Norm, Weights, layer_weights, positions_with_targets, summed_loss
 
 
 def refuse_float16(model: Model) -> None:
-    """Raise an error if the model is in float16, in which gradients below 6e-8 are 0.
+    """Raise an error if the model is in float16, in which small gradients are 0.
 
     Raises:
         LayersimError: the weights are in float16.
     """
     if model.dtype == "torch.float16":
         raise LayersimError("`model` is in float16, in which small gradients are 0. Load it in float32 or bfloat16.")
-
-
-def no_known_head(model: Model) -> LayersimError:
-    """The error for a model without a known final norm and head."""
-    return LayersimError(
-        f"{model.name} has no known head, so its layers make no predictions to train. Load it by "
-        f"{CLASSES_WITH_HEAD}, or open_model(model, unembed=[final norm, head])."
-    )
 
 
 @dataclass(frozen=True)
@@ -77,14 +69,13 @@ class TrainingBatch:
         return TrainingBatch(self.main[at], cut, self.targets[at], attended, self.name)
 
     def to(self, device: torch.device) -> TrainingBatch:
-        """The batch on a device."""
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.options.items()}
         attended = None if self.attended is None else self.attended.to(device)
         return TrainingBatch(self.main.to(device), options, self.targets.to(device), attended, self.name)
 
 
 class ResidualStream:
-    """The residual stream, final norm and head of a model in this process, for training.
+    """The residual stream, final norm and head of a model in training.
 
     Args:
         source: the source of the model.
@@ -112,16 +103,13 @@ class ResidualStream:
 
     @property
     def n_layers(self) -> int:
-        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return device_of(self.module)
 
     def call(self, batch: TrainingBatch) -> Any:
-        """Run the model's own forward pass."""
         args, options = self.arguments(batch)
         return self.module(*args, **options)
 
@@ -136,14 +124,14 @@ class ResidualStream:
 
     @property
     def _pad(self) -> int | None:
-        """The padding id. Hugging Face classifiers use it, not the mask, to find the last token of a row."""
+        """The padding id, by which Hugging Face classifiers find the last token of a row."""
         pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
         return pad if self.reads == "last" and isinstance(pad, int) and pad >= 0 else None
 
     def residuals(
         self, batch: TrainingBatch, layers: Collection[int], run: Callable[[], Any] | None = None
     ) -> dict[int, Tensor]:
-        """Residual stream `batch pos d_model` after each of the given layers, with gradients.
+        """Residual stream `batch pos d_model` after the given layers, with gradients.
 
         Args:
             batch: inputs and targets.
@@ -151,21 +139,21 @@ class ResidualStream:
             run: runs the whole forward pass, as wrappers for several processes need; None for the model's own, which ends at
                 the highest layer.
         """
-        # A block that is computed again in the backward pass must not be left by an exception.
+        # Gradient checkpointing does not allow an exception inside a block.
         recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
         call, above = run or (lambda: self.call(batch)), self._top if recomputes else None
         found = read_residuals(self.blocks, layers, call, whole=run is not None, above=above)
         if len(found) < len(set(layers)):
             raise LayersimError(
-                f"The forward pass of {self.source.model.name} did not run its blocks {sorted(set(layers) - set(found))} as "
-                "modules. Train the model before torch.compile, and without layer drop."
+                f"Layers {sorted(set(layers) - set(found))} of {self.source.model.name} did not run as modules. Train the "
+                "model without torch.compile and without layer drop."
             )
         return {layer: as_positions(x) for layer, x in found.items()}
 
     def at_targets(
         self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool | None
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Inputs of the output head at positions with a target, `sample width`, for each layer; and these targets.
+        """Inputs of the head at positions with a target, by layer, and these targets.
 
         Args:
             batch: inputs and targets.
@@ -187,7 +175,7 @@ class ResidualStream:
         return read, targets
 
     def _read_from(self, batch: TrainingBatch) -> Tensor | None:
-        """Mask `batch pos` of tokens that are not padding. A classifier reads the last of them in each row."""
+        """Mask `batch pos`, False at padding. A classifier reads the last True position of a row."""
         if self._pad is None or batch.main.is_floating_point():
             return batch.attended
         kept = batch.main != self._pad
@@ -200,7 +188,7 @@ class ResidualStream:
         norm: bool,
         run: Callable[[], Any] | None = None,
     ) -> tuple[Tensor, int]:
-        """The cross-entropy summed over targets and, with weights, over layers; and the number of targets.
+        """The weighted cross-entropy, summed over targets and layers, and the number of targets.
 
         Args:
             batch: inputs and targets.
@@ -212,7 +200,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """The cross-entropy of what `at_targets` returns, summed over targets and, with weights, over layers."""
+        """The weighted cross-entropy of the output of `at_targets`, summed over targets and layers."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])
@@ -221,7 +209,7 @@ class ResidualStream:
         return summed_loss(self.unembed, x, targets.to(device).repeat(len(terms)), weights)
 
     def check(self, batch: TrainingBatch) -> int:
-        """Raise an error if final norm and head, applied to the last layer, do not give the model's logits for one row.
+        """Raise an error if final norm and head do not give the model's own logits.
 
         Returns:
             The number of logits.
@@ -257,17 +245,17 @@ class ResidualStream:
 
 
 def usable(value: Any) -> Any:
-    """The input as autograd can save it: a tensor from `torch.inference_mode()` is copied."""
+    """Copy a tensor from `torch.inference_mode()`, because autograd cannot save it."""
     unusable = isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled()
     return value.clone() if unusable else value
 
 
-# By model, the paths whose head was checked against the model's logits.
+# For each model, the paths of blocks and head that have been checked against its logits.
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStream:
-    """The `ResidualStream` of a model in this process.
+    """Open a model in this process for training.
 
     Args:
         model: the model, or an `OpenedModel`.
@@ -280,14 +268,14 @@ def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStre
     opened = OpenedModel.of(model)
     if is_detr(getattr(opened.model, "config", None)):
         raise LayersimError(
-            "`model` is a DETR, whose layers are trained by transformers' auxiliary loss: set model.config.auxiliary_loss = "
-            "True, and use a Trainer (docs/detection.md)."
+            "`model` is a DETR, which is trained with the auxiliary loss of transformers. Set model.config.auxiliary_loss = "
+            "True and use transformers' Trainer, see docs/detection.md."
         )
     source = open_source(opened, either_stack=either_stack)
     if not isinstance(source, HookedSource) or isinstance(source, StitchedSource):
         raise LayersimError(
-            f"`model` is {source.model.source}; fine-tuning needs a single model whose modules run in this process. For an "
-            "nnsight model, pass its `_model`, or use train_adapters."
+            f"`model` is {source.model.source}; it must be a single model in this process. For an nnsight model, use "
+            "train_adapters, or pass its `_model`."
         )
     return ResidualStream(source)
 
@@ -303,7 +291,7 @@ def aligned_loss(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    r"""The aligned loss of a batch, for a custom training loop: the weighted sum of all layers' cross-entropies.
+    r"""The aligned loss of a batch, for a custom training loop.
 
     $$\sum_{l=1}^{L} w_l \, CE\big(W \, \mathrm{norm}(x^l), y\big)$$
 
@@ -352,16 +340,12 @@ def aligned_loss(
         known.add(paths)
     total, count = stream.loss(batch, terms, norm == "final")
     if not count:
-        raise LayersimError(
-            "`labels` has no target in this batch, so its mean loss is not defined."
-            if labels is not None
-            else "`tokens` has no position that is followed by an attended token, so there is no next token to predict."
-        )
+        raise LayersimError("`labels` has no target." if labels is not None else "`tokens` has no next token to predict.")
     return total / count
 
 
 def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
-    """The labels as a tensor with the shape of the head's predictions, on the device of the tokens."""
+    """The labels in the shape of the head's predictions."""
     if labels is None:
         if reads != "every" or tokens.is_floating_point():
             raise LayersimError("`labels` is None; a classifier needs one class for each row.")
@@ -374,7 +358,6 @@ def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -
     known = targets != NO_LABEL
     if targets.shape == tokens.shape and int(known.sum()) > 2 and bool((targets == tokens)[known].all()):
         raise LayersimError(
-            "`labels` are the input tokens at the same positions, not the targets: shift them, or leave `labels` out for "
-            "next tokens."
+            "`labels` equal the input tokens at the same positions. Shift the labels, or leave out `labels` for next tokens."
         )
     return targets

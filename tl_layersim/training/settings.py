@@ -1,56 +1,22 @@
-"""`AlignedTraining`: settings of a fine-tune; and its checkpoint file."""
+"""`AlignedTraining`: the settings of aligned fine-tuning."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
-
-from torch import Tensor
 
 from ..core.arguments import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError
-from ..core.resumable_file import ResumableFile, refuse_other_run
-from .losses import Norm, Weights, layer_weights
+from .losses import Norm, Weights
 from .objectives import OBJECTIVES
-
-
-def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> ResumableFile:
-    """Open the file that stores the state of a training; nothing is stored if `path` is None.
-
-    Args:
-        path: path of the file.
-        identity: model, data and settings of the run. A file with another identity raises an error.
-    """
-    return ResumableFile(path, "training", identity, _refuse)
-
-
-def curve_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Any]:
-    """The training curve in a training file: the loss of each step, or its losses by layer."""
-    curve: list[Any] = tensors["curve"].tolist()
-    if len(curve) != notes["step"]:
-        raise ValueError(f"step is {notes['step']!r}, and the curve has {len(curve)} steps")
-    return curve
-
-
-def _refuse(path: Path, identity: Any, found: Any) -> None:
-    """Raise an error if the file belongs to another run, or the model's weights are not the initial weights of that run."""
-    ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
-    if ours == theirs and identity["model"] != found["model"]:
-        raise LayersimError(
-            f"`model` differs in weights or settings from the model at the start of the run in {path}. Load the model again, "
-            "or pass another path as `checkpoint`."
-        )
-    refuse_other_run(path, identity, found)
 
 
 @typed
 @dataclass(frozen=True)
 class AlignedTraining:
-    r"""Settings of aligned fine-tuning, which trains every layer to predict the targets.
+    r"""Settings of aligned fine-tuning.
 
     The defaults are for short runs; `paper_gpt2` and `paper_bert` are the settings of the paper's experiments.
 
@@ -124,21 +90,11 @@ class AlignedTraining:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.warmup >= self.steps:
-            raise LayersimError(f"`warmup` is {self.warmup}; it must be below `steps`, {self.steps}.")
-        if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
-            # Whatever the model: as many as there are sum to 1.
-            layer_weights(self.weights, max(1, len(self.weights)))
         own, defaults = OBJECTIVES.named(self.objective).own_settings, type(self).__dataclass_fields__
-        for other in OBJECTIVES.all().values():
-            for setting in other.own_settings:
-                value = getattr(self, setting)
-                if setting not in own and value != defaults[setting].default:
-                    owners = [repr(name) for name, each in OBJECTIVES.all().items() if setting in each.own_settings]
-                    raise LayersimError(
-                        f"`{setting}` is {value}, which has no effect with objective={self.objective!r}; it belongs to "
-                        f"{' or '.join(owners)}."
-                    )
+        for setting in (setting for each in OBJECTIVES.all().values() for setting in each.own_settings):
+            value = getattr(self, setting)
+            if setting not in own and value != defaults[setting].default:
+                raise LayersimError(f"`{setting}` is {value}, which has no effect with objective={self.objective!r}.")
 
     @classmethod
     def paper_gpt2(cls) -> AlignedTraining:
@@ -185,16 +141,16 @@ class AlignedTraining:
         return self.lr * fraction
 
     def is_standard(self, step: int) -> bool:
-        """Whether a step, counted from 0, trains with the loss of the last layer alone."""
+        """Whether a step, counted from 0, trains the last layer alone."""
         return OBJECTIVES.named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
-        """Weights of the cross-entropies that a step sums, by layer from 1."""
+        """Weights of the layers' cross-entropies at a step, by layer from 1."""
         objective = OBJECTIVES.named(self.objective)
         return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
-        """The settings that affect the results, for the provenance."""
+        """The settings that affect the results."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
         options["schedule"] = self.schedule or OBJECTIVES.named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.result_declarations import Provenance
+from ..core.resumable_file import ResumableFile, refuse_other_run
 from ..core.sums import Tally
 from ..core.wording import amount
 from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
@@ -30,7 +34,7 @@ HELD_OUT = 10
 
 
 class TrainingData:
-    """The rows of a data set that have a target. Batches are formed by the indices of rows.
+    """The rows of a data set that have a target.
 
     Args:
         batches: the data.
@@ -59,21 +63,16 @@ class TrainingData:
                 lowest.append(int(targets.min()))
                 highest.append(int(targets.max()))
         if not found:
-            raise LayersimError(
-                f"`data` has no position with a target: no {'next token' if self.labels == 'next_token' else 'label'} in any "
-                "row."
-            )
+            raise LayersimError(f"`data` has no position with a {'next token' if self.labels == 'next_token' else 'label'}.")
         return found, (min(lowest), max(highest))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Rows as a `Batch`, without targets."""
         return self.batches.batch([self.rows[number] for number in numbers], 0)
 
     def take(self, numbers: Sequence[int]) -> TrainingBatch:
-        """Rows as a `TrainingBatch`, with targets."""
         batch = self.batch(numbers)
         args, options = forward_arguments(self.module, batch, self.model)
         name = "" if args else next(name for name in (self.model.main_input, EMBEDDINGS) if name in options)
@@ -83,7 +82,6 @@ class TrainingData:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the rows and their targets."""
         digest = new_digest()
         for number in range(len(self.rows)):
             batch = self.batch([number])
@@ -101,7 +99,7 @@ def open_training_data(
     module: torch.nn.Module,
     count_positions: Callable[[Batch], int] | None,
 ) -> tuple[TrainingData, TrainingData]:
-    """The training rows and the held-out rows.
+    """Read the training rows and the held-out rows.
 
     Args:
         data: the training data.
@@ -115,7 +113,7 @@ def open_training_data(
         LayersimError: the data has no targets, or only one row with a target to train on and to hold out.
     """
     if data.selection.pooled:
-        raise LayersimError("`positions` is 'mean'; training needs single positions, because each target belongs to one.")
+        raise LayersimError("`positions` is 'mean'; training needs single positions.")
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
             "`labels` is a table, which cannot be used with `eval_data`. Use labels='data', and a column `labels` in both."
@@ -126,18 +124,52 @@ def open_training_data(
     if eval_data is not None:
         return rows, TrainingData(replace(batches, data=data.like(eval_data)), usual, model, module)
     if len(rows) < 2:
-        raise LayersimError(
-            f"`data` has {len(rows)} row with a target; it must have two, one of them for evaluation. Or pass eval_data=."
-        )
+        raise LayersimError(f"`data` has {len(rows)} row with a target; it must have two or more. Or pass eval_data=.")
     first, last, kept = copy.copy(rows), copy.copy(rows), max(1, len(rows) // HELD_OUT)
     first.rows, last.rows = rows.rows[:-kept], rows.rows[-kept:]
     return first, last
 
 
+def open_training_file(
+    path: str | os.PathLike[str] | None,
+    model: Model,
+    rows: tuple[TrainingData, TrainingData],
+    settings: Mapping[str, Any],
+) -> ResumableFile:
+    """Open the file that stores the state of a training.
+
+    Args:
+        path: path of the file; None to store nothing.
+        model: description of the model before the training.
+        rows: training rows and held-out rows.
+        settings: settings of the training, which a resumed run must have too.
+    """
+    identity = {
+        "model": () if path is None else model.identity("checkpoint"),
+        "settings": settings,
+        "batch_size": rows[0].batches.data.batch_size,
+        "pad": None if model.tokenizer is None else model.tokenizer.pad_token_id,
+        "version": version("tl_layersim"),
+        "trained_on": rows[0].digest,
+        "evaluated_on": rows[1].digest,
+    }
+    return ResumableFile(path, "training", identity, _refuse_other_run)
+
+
+def _refuse_other_run(path: Path, identity: Any, found: Any) -> None:
+    ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
+    if ours == theirs and identity["model"] != found["model"]:
+        raise LayersimError(
+            f"`model` has other weights or settings than at the start of the run in {path}. Load the model again, or pass "
+            "another `checkpoint`."
+        )
+    refuse_other_run(path, identity, found)
+
+
 def record_of_training(
     model: Model, rows: tuple[TrainingData, TrainingData], options: dict[str, Any], seconds: float, seed: int
 ) -> Provenance:
-    """The provenance of a training; `tokens`, `sequences` and `batches` count the held-out data.
+    """The provenance of a training. Its counts are those of the held-out data.
 
     Args:
         model: description of the model before the training.
@@ -159,7 +191,7 @@ def record_of_training(
 
 
 def rows_in_words(run: Provenance, training: bool) -> str:
-    """The number of training rows or of held-out targets, in words, for a figure.
+    """The number of training rows or held-out targets, in words.
 
     Args:
         run: record of the training.

@@ -1,4 +1,4 @@
-"""Exit rules: maximum probability, margin, patience, and cosine between consecutive residuals.
+"""Exit rules, one class for each value of `rule`.
 
 A new subclass of `ExitRule` goes into this file, or into a new module of this folder. No other file changes.
 
@@ -20,13 +20,13 @@ from ...core.cross_entropy import confidence, on_float64_device
 from ...core.errors import LayersimError
 from ...core.registry import Registry
 
-# Per-token tensors by name, each with one entry for every token that passes through the layers.
+# Tensors by name, each with one entry per token.
 RuleState = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedTokens:
-    """The tokens at one exit check, which evaluates the exit rule after a block.
+    """The tokens at one exit check.
 
     Attributes:
         logits: `token vocabulary`, the model's own final norm and head applied to `leaving`; `token candidate` over the ids of
@@ -44,7 +44,7 @@ class CheckedTokens:
 
 @dataclass(frozen=True, eq=False)
 class ExitRule(ABC):
-    """Base class of exit rules: decides at each check which tokens exit.
+    """Base class of exit rules. A rule decides at each check which tokens exit.
 
     A new subclass goes into this `__init__.py`, or into a new module of this folder. It is then available as
     `EarlyExit(model, rule=name)`; no other file changes. An instance holds settings only.
@@ -85,16 +85,16 @@ class ExitRule(ABC):
 
     @property
     def never(self) -> bool:
-        """Whether no token can exit at this threshold. Exit checks are then skipped."""
+        """Whether no token can exit at this threshold."""
         return self.threshold >= self.unreachable
 
     @property
     def gives_logits(self) -> bool:
-        """Whether an exit check computes logits over the whole vocabulary. Tokens that exit then use these logits."""
+        """Whether an exit check computes logits over the whole vocabulary."""
         return self.reads_logits and self.shortlist is None
 
     def new_state(self, count: int) -> RuleState:
-        """The rule's initial state for new tokens; empty for rules that do not compare layers.
+        """The rule's initial state for new tokens.
 
         Args:
             count: number of tokens.
@@ -118,7 +118,7 @@ EXIT_RULES = Registry(__name__, ExitRule, "rule")
 
 
 class CosineRule(ExitRule):
-    """A token exits when the cosine similarity of the residuals that enter and leave the block exceeds the threshold.
+    """A token exits when the residuals before and after the block have a cosine above the threshold.
 
     The rule does not read logits, so only tokens that exit are unembedded.
 
@@ -142,7 +142,7 @@ class CosineRule(ExitRule):
 
 
 class MarginRule(ExitRule):
-    r"""A token exits when its two largest probabilities differ by more than the threshold, $p_{(1)} - p_{(2)} > t$.
+    r"""A token exits when its two largest probabilities differ by more than the threshold.
 
     Probabilities are computed in float64, because float32 rounds $1 - p$ and thresholds near 1.
 
@@ -163,7 +163,7 @@ class MarginRule(ExitRule):
 
 
 class MaxProbRule(ExitRule):
-    r"""A token exits when the largest probability of its layer's logits exceeds the threshold, $\max_v p_v > t$.
+    r"""A token exits when its largest probability exceeds the threshold.
 
     Probabilities are computed in float64, because float32 rounds $1 - p$ and thresholds near 1.
 
@@ -184,7 +184,7 @@ class MaxProbRule(ExitRule):
 
 
 class PatienceRule(ExitRule):
-    """A token exits when its prediction, the argmax of the logits, is the same at `threshold` checks in a row.
+    """A token exits when its prediction is the same at `threshold` checks in a row.
 
     Source:
         Zhou et al. 2020 (arXiv 2006.04152).
@@ -202,11 +202,6 @@ class PatienceRule(ExitRule):
     lowest = 1
     # More checks than any model has layers.
     unreachable = 1_000_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.threshold % 1:
-            raise LayersimError(f"`threshold` of rule={self.name!r} is {self.threshold:g}; it must be a whole number.")
 
     def new_state(self, count: int) -> RuleState:
         return {"prediction": torch.full((count,), -1), "streak": torch.zeros(count, dtype=torch.int64)}

@@ -1,4 +1,4 @@
-"""Adapters, which map the front model's residual stream to the back model's, and their kinds.
+"""Adapters from the front model's residual stream to the back model's, one class for each kind.
 
 A new subclass of `AdapterKind` goes into this file, or into a new module of this folder. No other file changes.
 
@@ -23,7 +23,7 @@ from ...core.registry import Registry
 
 
 class AdapterKind(ABC):
-    r"""Base class of adapter kinds: maps from the front model's residual stream $h$ to the back model's.
+    r"""Base class of adapter kinds. An adapter maps the front model's residual stream $h$ to the back model's.
 
     $$ y = [h +]\; W \varphi(h)\; [+\, b] $$
 
@@ -48,11 +48,11 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def features(hidden: Tensor) -> Tensor:
-        """Features of the residuals, which the weight multiplies. Residuals and features are `... d_front`."""
+        """Features $\varphi(h)$ of the residuals, `... d_front`."""
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:
-        """Whether the adapter adds the front's residual to its output (a skip connection), for streams of these widths."""
+        """Whether the adapter has a skip connection, for these widths."""
         return False
 
 
@@ -71,7 +71,7 @@ class Affine(AdapterKind):
 
 
 class AffineNorm(AdapterKind):
-    r"""Affine map after a layer norm without weights, plus the residual: $y = h + W\, \mathrm{LN}(h) + b$.
+    r"""Affine map after a layer norm without weights, plus a skip connection: $y = h + W\, \mathrm{LN}(h) + b$.
 
     The residual is not added if the widths differ.
 
@@ -91,7 +91,7 @@ class AffineNorm(AdapterKind):
 
 
 class Identity(AdapterKind):
-    """Identity map, $y = h$, for models whose residual streams share their coordinates."""
+    """Identity map, $y = h$."""
 
     name = "identity"
     has_weight = False
@@ -117,7 +117,7 @@ ADAPTER_KINDS = Registry(__name__, AdapterKind, "kind")
 
 
 class Adapter(nn.Module):
-    """A map from the front model's residual stream, `... d_front`, to the back model's, `... d_back`.
+    """A map from the front model's residual stream `... d_front` to the back model's `... d_back`.
 
     | kind | map |
     | --- | --- |
@@ -158,28 +158,23 @@ class Adapter(nn.Module):
             needed = [name for name, needs in (("weight", definition.has_weight), ("bias", definition.has_bias)) if needs]
             raise LayersimError(f"An adapter of kind {kind!r} takes {' and '.join(needed) or 'neither weight nor bias'}.")
         self.definition, self.kind = definition, kind
-        # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep
-        # no other order in memory, on which the last bits of a product depend.
+        # Buffers are moved and saved with a model, and not trained by its optimiser. The layout in memory is that of a weight
+        # read from a file, because the last bits of a product depend on it.
         own = None if weight is None else weight.detach().clone(memory_format=torch.contiguous_format)
         self.register_buffer("weight", own)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The mapped residual, in the dtype of the weight; an adapter without a weight keeps the residual's dtype."""
+        """The mapped residual, in the dtype of the weight. Without a weight, the residual's dtype is kept."""
         hidden = hidden if self.weight is None else hidden.to(self.weight.dtype)
         out = self.definition.features(hidden)
-        if out.shape != hidden.shape:
-            raise LayersimError(
-                f"`features` of the adapter kind {self.kind!r} returns shape {tuple(out.shape)} for {tuple(hidden.shape)}; it "
-                "must be the same."
-            )
         if self.weight is None:
             return out
         out = torch.nn.functional.linear(out, self.weight, self.bias)
         return hidden + out if self.definition.adds_residual(hidden.shape[-1], len(self.weight)) else out
 
     def digest(self) -> str:
-        """Digest of kind, weight and bias: the first 12 hex digits of their SHA-256."""
+        """The first 12 hex digits of a SHA-256 over kind, weight and bias."""
         digest = hashlib.sha256(self.kind.encode())
         for part in (self.weight, self.bias):
             digest.update(b"|" if part is None else part.detach().double().cpu().contiguous().numpy().tobytes() + b"|")

@@ -1,4 +1,4 @@
-"""Training objectives: standard, aligned, regularised by cosines or CKA, and with a head for each layer.
+"""Training objectives, one class for each value of `AlignedTraining.objective`.
 
 A new subclass of `Objective` goes into this file, or into a new module of this folder. No other file changes.
 
@@ -25,12 +25,12 @@ from ...core.errors import LayersimError
 from ...core.registry import Registry
 from ...lens.exit_heads import ExitHeads
 from ...sources.identity import hash_weights
-from ..losses import chunks, layer_weights, logits_at, rows_at_once, summed_loss
+from ..losses import chunks, layer_weights, logits_at, summed_loss
 from ..residual_stream import ResidualStream, TrainingBatch
 
 
 class Objective(nn.Module):
-    """Base class of training objectives: a module whose forward pass is the loss of a batch.
+    """Base class of training objectives. The forward pass computes the loss of a batch.
 
     A new subclass goes into this `__init__.py`, or into a new module of this folder. It is then available as
     `AlignedTraining(objective=name)`; no other file changes.
@@ -66,16 +66,16 @@ class Objective(nn.Module):
 
     @classmethod
     def is_standard(cls, settings: Any, step: int) -> bool:
-        """Whether a step, counted from 0, trains with the loss of the last layer alone."""
+        """Whether a step trains the last layer alone."""
         return bool((settings.schedule or cls.schedule) == "alternating" and step % 2 == 0)
 
     @classmethod
     def terms(cls, settings: Any, step: int, n_layers: int) -> dict[int, float]:
-        """Weights of the cross-entropies that `loss` sums at a step, by layer from 1. Default: all w_l above 0."""
+        """Weights of the layers' cross-entropies at a step, by layer from 1."""
         return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        """The loss of this objective on a batch, summed over targets. Default: the cross-entropies weighted by `terms`.
+        """The loss of a batch at steps that train every layer, summed over targets.
 
         Args:
             batch: inputs and targets.
@@ -85,7 +85,7 @@ class Objective(nn.Module):
         return self.stream.loss(batch, self.terms(self.settings, step, self.stream.n_layers), self.norms_every_layer, run)[0]
 
     def forward(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None = None) -> Tensor:
-        """The loss of a batch at a step of the schedule, summed over targets.
+        """The loss of a batch at a step, summed over targets.
 
         Args:
             batch: inputs and targets.
@@ -99,19 +99,19 @@ class Objective(nn.Module):
 
     @property
     def norms_every_layer(self) -> bool:
-        """Whether the model's final norm is also applied below the last layer."""
+        """Whether the final norm is applied at every layer."""
         return bool(self.settings.norm == "final")
 
     def residuals(self, batch: TrainingBatch, run: Callable[[], Any] | None) -> dict[int, Tensor]:
-        """The residual stream `batch pos d_model` of every layer, counted from 1, with gradients."""
+        """The residual stream `batch pos d_model` after each layer, with gradients."""
         return self.stream.residuals(batch, range(1, self.stream.n_layers + 1), run)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that the optimiser updates, by name: those of model and objective that require a gradient."""
+        """The parameters with a gradient, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def head_of(self, layer: int) -> nn.Linear | None:
-        """The layer's own output head; None if it uses the model's."""
+        """The layer's own head. None if the layer uses the model's head."""
         if self.heads is None or layer == self.stream.n_layers:
             return None
         head = self.heads[layer - 1]
@@ -119,7 +119,7 @@ class Objective(nn.Module):
         return head
 
     def exit_heads(self) -> ExitHeads | None:
-        """A copy of the output heads of the layers below the last; None if all layers use the model's head.
+        """A copy of the layers' own heads. None if all layers use the model's head.
 
         The copy records the model's current weights, which the heads belong to.
         """
@@ -136,15 +136,15 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, batch: TrainingBatch) -> Tensor:
-        """Sums over a batch for each layer, `3 layer`, float64: cross-entropy, correct predictions, number of targets."""
+        """Summed cross-entropy, correct predictions and targets of each layer, `3 layer`, float64."""
         stream = self.stream
         read, targets = stream.at_targets(batch, self.residuals(batch, None), self.norms_every_layer)
         sums = torch.zeros(3, stream.n_layers, dtype=torch.float64)
         for layer, x in read.items():
             head = self.head_of(layer)
             with torch.autocast(x.device.type, enabled=False):
-                size = rows_at_once(logits_at(stream.unembed, x[:1], head).shape[-1]) if len(x) else 1
-                for at in chunks(len(x), size):
+                vocabulary = logits_at(stream.unembed, x[:1], head).shape[-1] if len(x) else 1
+                for at in chunks(len(x), vocabulary):
                     logits, target = logits_at(stream.unembed, x[at], head), targets[at]
                     loss = cross_entropy(logits, target).sum()
                     correct = (logits.argmax(-1) == target).sum()
@@ -163,7 +163,7 @@ class StandardObjective(Objective):
 
 
 class AlignedObjective(Objective):
-    r"""The aligned loss, $\sum_l w_l CE_l$, over all layers or over a random draw of `layers_per_step` of them.
+    r"""The aligned loss, $\sum_l w_l CE_l$.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5.
@@ -184,7 +184,7 @@ class AlignedObjective(Objective):
 
 
 class RegularisedObjective(Objective, ABC):
-    r"""Base class of objectives with a regulariser R, $CE_L + \beta R$, at every step."""
+    r"""Base class of objectives with a regulariser R, $CE_L + \beta R$."""
 
     schedule = "always"
 
@@ -209,11 +209,11 @@ class RegularisedObjective(Objective, ABC):
 
     @abstractmethod
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
-        """The regulariser R: weighted sum over layers of the distance between a layer's features and the last layer's."""
+        """The regulariser R: a weighted sum of distances to the last layer."""
 
 
 class CosineRegularisedObjective(RegularisedObjective):
-    r"""The last layer's loss with a cosine regulariser, $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, at every step.
+    r"""The last layer's loss with a cosine regulariser, $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$.
 
     The regulariser is a mean over the positions with a target, of the head's input before the final norm; with
     `cosine_over="attended"`, over all attended positions.
@@ -236,7 +236,7 @@ class CosineRegularisedObjective(RegularisedObjective):
 
 
 class CKARegularisedObjective(RegularisedObjective):
-    r"""The last layer's loss with a CKA regulariser, $CE_L + \beta \sum_l w_l (1 - \mathrm{CKA}(x^l, x^L))$, at every step.
+    r"""The last layer's loss with a CKA regulariser, $CE_L + \beta \sum_l w_l (1 - \mathrm{CKA}(x^l, x^L))$.
 
     CKA is linear and biased, over the positions with a target, of the head's input before the final norm. It relates the
     samples of one forward pass to each other, so that the loss of rows depends on the rows beside them.
@@ -256,7 +256,7 @@ class CKARegularisedObjective(RegularisedObjective):
 
 
 def _centred(x: Tensor) -> Tensor:
-    """Samples `sample width` minus their mean, scaled to Frobenius norm 1; in float32, or in float64 if `x` is float64."""
+    """Samples `sample width` minus their mean, scaled to Frobenius norm 1."""
     x = x if x.dtype == torch.float64 else x.float()
     x = x - x.sum(0) / max(1, len(x))
     unit: Tensor = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
@@ -264,7 +264,7 @@ def _centred(x: Tensor) -> Tensor:
 
 
 def _cka(x: Tensor, y: Tensor) -> Tensor:
-    """Linear CKA of two sets of centred samples `sample width`, by the biased HSIC; 0 if all samples of a set are equal."""
+    """Biased linear CKA of two sets of centred samples, both `sample width`."""
     if len(x) < x.shape[1]:
         between, own = ((x @ x.T) * (y @ y.T)).sum(), (x @ x.T).norm() * (y @ y.T).norm()
     else:
@@ -274,12 +274,12 @@ def _cka(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _direction(x: Tensor) -> Tensor:
-    """Vectors rescaled so that their squares do not overflow, in float32, or in float64 if `x` is float64."""
+    """Vectors rescaled so that their squares do not overflow."""
     return scaled(x if x.dtype == torch.float64 else x.float())[0]
 
 
 class MultiHeadObjective(Objective):
-    r"""The weighted cross-entropies of all layers, $\sum_l w_l CE'_l$, with a separate head for each layer below the last.
+    r"""The loss with a separate head for each layer, $\sum_l w_l CE'_l$.
 
     A layer's own head is a linear layer, initialised as a copy of the last part of the model's head. Earlier parts, such as
     BERT's pooler, are shared. With `kl`, the loss has a further term $\kappa \sum_l w_l KL(p^L \| p^l)$, through which no
@@ -295,7 +295,7 @@ class MultiHeadObjective(Objective):
         own = stream.unembed.linear
         if own is None:
             raise LayersimError(
-                f"`objective` is {self.name!r}, which needs a model whose head ends in a linear layer; this head is "
+                f"`objective` is {self.name!r}, which needs a head that ends in a linear layer; the head of `model` is "
                 f"{stream.source.model.head}."
             )
         self.heads = nn.ModuleList([_copy_of(own) for _ in range(stream.n_layers - 1)])
@@ -314,7 +314,7 @@ class MultiHeadObjective(Objective):
         return total
 
     def _divergence(self, last: Tensor, x: Tensor, head: nn.Linear) -> Tensor:
-        """Sum over tokens of KL(last layer || this layer), in chunks. No gradient reaches the last layer."""
+        """Sum over tokens of KL(last layer || this layer)."""
         unembed = self.stream.unembed
 
         def of_chunk(last_chunk: Tensor, chunk: Tensor) -> Tensor:
@@ -323,14 +323,13 @@ class MultiHeadObjective(Objective):
             log_probs = logits_at(unembed, chunk, head).log_softmax(-1)
             return nn.functional.kl_div(log_probs, last_log_probs, reduction="sum", log_target=True)
 
-        size = rows_at_once(head.out_features)
-        parts = (checkpoint(of_chunk, last.detach()[at], x[at], use_reentrant=False) for at in chunks(len(x), size))
-        return torch.stack(list(parts)).sum()
+        slices = chunks(len(x), head.out_features)
+        return torch.stack([checkpoint(of_chunk, last.detach()[at], x[at], use_reentrant=False) for at in slices]).sum()
 
 
 def _copy_of(linear: nn.Linear) -> nn.Linear:
-    """A copy of a linear layer without hooks, with all weights trainable."""
-    # On the meta device, so that no random numbers are drawn.
+    """A copy of a linear layer without hooks, with trainable weights."""
+    # The meta device draws no random numbers.
     copy = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
     copy.weight = nn.Parameter(linear.weight.detach().clone())
     if linear.bias is not None:
