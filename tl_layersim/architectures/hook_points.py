@@ -98,6 +98,11 @@ class HookPoint:
     channels: Channels | None = None
 
 
+def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
+    """The hook points in their order, each name once."""
+    return tuple({point.name: point for point in points}.values())
+
+
 def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPoint, ...]:
     """The hook points of the residual layers: the first block's input and every block's output.
 
@@ -240,11 +245,6 @@ class SiteMap:
         """The families that the model has."""
         have = {site.family for site in self.sites}
         return [family for family in SITE_NAMES if family in have]
-
-
-def separate_heads(count: int) -> tuple[Part, ...]:
-    """The part of each head in a tensor whose last axis is `(heads d_head)`."""
-    return tuple(Part((count, -1), (head,)) for head in range(count))
 
 
 def fused_parts(kind: str, family: str, heads: int, key_heads: int) -> tuple[Part, tuple[Part, ...]]:

@@ -7,18 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_blocks, module_sites, nearest_config
-from .hook_points import (
-    HEAD_FAMILIES,
-    SITE_NAMES,
-    HookPoint,
-    Part,
-    Site,
-    SiteMap,
-    StreamSum,
-    fused_parts,
-    separate_heads,
-    site_name,
-)
+from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, site_name
 from .layouts import BlockLayout, ModuleTensor, input_of, output_of
 
 UNKNOWN = "its blocks are of an architecture whose hook points are not in the table: name its modules by their paths"
@@ -108,7 +97,8 @@ def stack_sites(
             if family not in tensors or (family in "qkv" and fused and not heads[0]):
                 continue
             part: Part | None = None
-            each: tuple[Part, ...] = separate_heads(heads[family in "kv"]) if family in HEAD_FAMILIES else ()
+            count = heads[family in "kv"] if family in HEAD_FAMILIES else 0
+            each = tuple(Part((count, -1), (head,)) for head in range(count))
             if family in "qkv" and fused:
                 part, each = fused_parts(fused, family, *heads)
             points[family] = _point(site_name(family, number, prefix), path, tensors[family], part)

@@ -98,10 +98,13 @@ def _scaled(head: Head, module: torch.nn.Module) -> Head:
     """Add the model's logit scale and soft-cap to a head that predicts tokens; a head that predicts classes is unchanged."""
     if head.classifies:
         return head
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     scale, soft_cap = logit_scaling(config)
-    inner = _input_scale(config)
-    return replace(head, scale=scale * inner, soft_cap=soft_cap, scales_input=inner != 1.0)
+    tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
+    if getattr(config, "scale_decoder_outputs", False) or tied:
+        # A T5 whose head is tied to the embedding.
+        return replace(head, scale=scale * config.d_model**-0.5, soft_cap=soft_cap, scales_input=True)
+    return replace(head, scale=scale, soft_cap=soft_cap)
 
 
 def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
@@ -141,12 +144,6 @@ def logit_scaling(config: Any) -> tuple[float, float | None]:
     scale = scale / over if isinstance(over, int | float) else scale
     # Gemma 2 and 3; RecurrentGemma.
     return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-
-
-def _input_scale(config: Any) -> float:
-    """Factor by which a T5 scales the input of its head, if the head is tied to the embedding."""
-    tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
-    return float(config.d_model**-0.5) if getattr(config, "scale_decoder_outputs", False) or tied else 1.0
 
 
 def _dtype_of(module: torch.nn.Module, paths: Sequence[str]) -> torch.dtype | None:

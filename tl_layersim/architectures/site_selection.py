@@ -28,7 +28,7 @@ from .blocks import (
     stack_of,
     stacks_with,
 )
-from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum
+from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, distinct_points
 from .hugging_face_sites import module_site_map
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
@@ -64,7 +64,7 @@ def find_points(
         per_head: whether to return one hook point for each head.
 
     Raises:
-        LayersimError: a name is unknown, the model lacks a family, or a hook point is named twice.
+        LayersimError: a name is unknown, or the model lacks a family.
     """
     known = site_map(module, blocks)
     outputs = [site.point.name for site in known.of_families(["resid_post"]) if not site.first]
@@ -87,8 +87,8 @@ def find_points(
             # All families together, at the place of the first.
             found += known.of_families(families)
     points = [point for site in found for point in (_by_head(site) if per_head else [site.point])]
-    _refuse_twice(points, {site.point.name for site in known.sites})
-    return tuple(points)
+    # A family and a pattern may select the same site.
+    return distinct_points(points)
 
 
 def items_of(at: Any) -> list[Any]:
@@ -181,24 +181,6 @@ def _tensor_of(point: HookPoint) -> tuple[object, ...]:
     """Key of the tensor that a hook point reads; hook points of one tensor have equal keys."""
     part = point.part
     return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
-
-
-def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
-    """Raise an error if a hook point is named twice, under one name or two.
-
-    Sites of two families may share a tensor: in some parallel blocks, attention and MLP read the same norm.
-    """
-    seen: set[str] = set()
-    names: dict[tuple[object, ...], str] = {}
-    for point in points:
-        name, tensor = point.name, _tensor_of(point)
-        before = name if name in seen else names.get(tensor)
-        if before is not None and (before == name or not {before, name} <= sites):
-            raise LayersimError(
-                f"`at` names a hook point twice: {name!r}" + ("." if before == name else f", which is also {before!r}.")
-            )
-        seen.add(name)
-        names[tensor] = name
 
 
 def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:

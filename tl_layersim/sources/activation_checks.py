@@ -6,7 +6,7 @@ Bridges and converted weights of new architectures have silently given other act
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..activations.view import View
-from ..architectures.hook_points import HookPoint
+from ..architectures.hook_points import distinct_points
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
 from ..architectures.unembed import rounding, tensor_of
 from ..core.errors import LayersimError
-from ..core.wording import first_line, with_article
+from ..core.wording import with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
 from .hooked_module import HookedSource
@@ -56,11 +56,9 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
     """
     try:
         difference, size = measure().tolist()
-    except LayersimError:
-        # The data, not the head, is refused: the error names what is wrong with it.
-        raise
     except (RuntimeError, TypeError, ValueError) as error:
-        if is_out_of_memory(error):
+        # A LayersimError is about the data, not about the head.
+        if isinstance(error, LayersimError) or is_out_of_memory(error):
             raise
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise _other_logits(model, f"fails: {last[:160]}") from error
@@ -89,11 +87,6 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
         where: description of the batch, for the message.
     """
     for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
-        if len(names) != len(count):
-            raise LayersimError(
-                f"`view.activations` has {len(count)} residual layers, but `model.layers` names {len(names)}, {names[0]} to "
-                f"{names[-1]}."
-            )
         bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
         if bad:
             raise LayersimError(
@@ -204,15 +197,6 @@ def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) 
     return {"gap": torch.stack(gaps).cpu(), "size": torch.stack(sizes).cpu()}
 
 
-def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
-    """The hook points without repetitions: one for each name.
-
-    Args:
-        points: the hook points.
-    """
-    return tuple({point.name: point for point in points}.values())
-
-
 def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) -> None:
     """Make a source compare its residual stream with the Hugging Face model's hidden states before its first measurement.
 
@@ -259,19 +243,17 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
     """
     row, reference = _attended(batch.first_row), HookedSource(model)
     theirs, output = _hidden_states(reference, row)
-    normed, states, sites = theirs.pop("normed", None), [state[0] for state in output.hidden_states], source.model.layers
+    normed, sites = theirs.pop("normed", None), source.model.layers
     with source.evaluating(), source.reading_at(source.residual.points):
         ours = source.collect(row).activations
     if len(ours) != len(theirs):
         raise _differ(source, reference, f"{len(ours) - 1} blocks, and {len(theirs) - 1} in the Hugging Face model")
-    # Which tensors `hidden_states` holds depends on the class: the last is after the final norm in most, and Mamba leaves out
-    # the input of block 0. So the tensors decide. The final norm hides a wrong scale, so the residual is compared too.
-    pairs = []
-    for site, own, (name, other) in zip(sites, ours, theirs.items(), strict=True):
-        equal = [number for number, state in enumerate(states) if torch.equal(state, other)]
-        counterpart = f"hidden_states[{equal[0]}]" if equal else f"the {name} of the Hugging Face model"
-        pairs.append((site, counterpart, own, other))
-    last, logits = states[-1], getattr(output, "logits", None)
+    pairs = [
+        (site, f"the {name} of the Hugging Face model", own, other)
+        for site, own, (name, other) in zip(sites, ours, theirs.items(), strict=True)
+    ]
+    # The last of `hidden_states` is after the final norm in most classes, but not in all, so the tensors decide.
+    last, logits = output.hidden_states[-1][0], getattr(output, "logits", None)
     if normed is not None and torch.equal(normed, last):
         if source.unembed is not None and not norms_are_folded(source.module):
             pairs.append((f"the final norm of {sites[-1]}", "the last of hidden_states", source.unembed.normed(ours[-1]), last))
@@ -308,10 +290,6 @@ def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tenso
         if head is not None and head.norm:
             handles.append(on_tensor(reference.module.get_submodule(head.norm), False, partial(note, "normed")))
         output = reference.call(row, output_hidden_states=True)
-    if not getattr(output, "hidden_states", None):
-        raise LayersimError(
-            f"`verify` is {with_article(type(reference.module).__name__)}, whose output has no `hidden_states`."
-        )
     return seen, output
 
 
@@ -363,18 +341,12 @@ def _differ(source: HookedSource, reference: HookedSource, given: str) -> Layers
 
 
 def _refuse_other_modules(module: torch.nn.Module) -> None:
-    """Raise an error if a module is not a Hugging Face model, or if a TransformerBridge has changed it."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(module, PreTrainedModel):
-        raise LayersimError(
-            f"`verify` is {with_article(type(module).__name__)}; it must be 'hf' or a transformers PreTrainedModel."
-        )
+    """Raise an error if a TransformerBridge has changed a module, because it would be compared with itself."""
     bridged = [path for path, sub in module.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
     if bridged:
         raise LayersimError(
-            f"`verify` is a {type(module).__name__} that a TransformerBridge has changed: {bridged[0]} belongs to "
-            "TransformerLens. Pass copy.deepcopy(model), made before the bridge."
+            f"`verify` is {with_article(type(module).__name__)} with modules of TransformerLens, such as {bridged[0]!r}. Pass "
+            "the Hugging Face model as it was before: copy.deepcopy(model), made before the bridge."
         )
 
 
@@ -408,15 +380,7 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
     given = {"attn_implementation": "eager"} | {key: value for key, value in options.items() if value is not None}
 
     def load() -> torch.nn.Module:
-        try:
-            model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source.model), local_files_only=True, **given)
-        except torch.OutOfMemoryError:
-            raise
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
-            raise LayersimError(
-                f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first_line(error)}. Pass "
-                f"verify={kind.__name__}.from_pretrained({name!r})."
-            ) from error
+        model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source.model), local_files_only=True, **given)
         return model if "device_map" in given else model.to(next(source.module.parameters()).device)
 
     return load

@@ -162,16 +162,13 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:
-    """Raise an error if the weights of a model were never loaded. Weights that accelerate has offloaded are accepted."""
-    brought = [name for name, sub in module.named_modules() if hasattr(sub, "_hf_hook")]
-    for name, sub in module.named_modules():
-        if any(p.is_meta for p in sub.parameters(recurse=False)):
-            if any(holder in ("", name) or name.startswith(f"{holder}.") for holder in brought):
-                continue
-            raise LayersimError(
-                f"{type(module).__name__} has no weights: {name or 'its parameter'} is on the meta device. Load it with "
-                "from_pretrained(name), outside of torch.device('meta')."
-            )
+    """Raise an error if weights of a model were never loaded. accelerate loads those that it has offloaded."""
+    missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if missing and not any(hasattr(sub, "_hf_hook") for sub in module.modules()):
+        raise LayersimError(
+            f"{type(module).__name__} has no weights: {missing[0]} is on the meta device. Load the model with "
+            "from_pretrained(name), outside of torch.device('meta')."
+        )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
-from .model_description import describe, open_transformer_lens
+from .model_description import describe, describe_transformer_lens
 from .out_of_memory import refusing_out_of_memory
 from .source import CanReadSites
 
@@ -90,7 +90,8 @@ class HookedSource(CanReadSites):
         model = self.module
         if self._is_transformer_lens:
             refuse_paths(layers, unembed, "TransformerLens models")
-            self.embed, self._model = open_transformer_lens(model)
+            self._model = describe_transformer_lens(model)
+            self.embed = model.embed  # type: ignore[assignment]  # a module
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
         else:
             if self.needs_weights:
@@ -152,7 +153,8 @@ class HookedSource(CanReadSites):
         return together
 
     def _collect(self, batch: Batch) -> View:
-        points, seen, calls = self.reading.points, list[int](), list[BlockCall]()
+        points, order = self.reading.points, self.reading.order
+        seen, calls = list[int](), list[BlockCall]()
         keep, (rows, pos) = batch.counted.reshape(-1).nonzero()[:, 0], batch.counted.shape
         buffer = SiteBuffer(self.sites, keep, (rows, pos), batch.pooled, batch.has_positions)
 
@@ -160,8 +162,13 @@ class HookedSource(CanReadSites):
             if self.aside():
                 return
             for site in sites:
-                self._refuse_disorder(site, seen)
                 point = points[site]
+                if site in seen or (order is not None and site != order[len(seen)]):
+                    raise LayersimError(
+                        f"{point.name} ran after {len(seen)} of {len(points)} sites were read, so its module {point.module} "
+                        "runs twice or out of order. Name the blocks in the order in which they run, as layers=[...], and "
+                        "remove hooks that run the model again."
+                    )
                 whole = to_positions(whole_tensor(hidden, point.name), point.channels, point.name, batch.token_positions)
                 buffer.put(site, whole, point.part)
                 seen.append(site)
@@ -180,23 +187,10 @@ class HookedSource(CanReadSites):
         if self.calling and len(calls) != len(self.blocks):
             raise self._not_in_order(f"{len(calls)} block calls for {len(self.blocks)} blocks")
         x = buffer.activations
-        fields: dict[str, Any] = {"sites": self.sites, "widths": buffer.widths, "unembed": self.unembed}
-        fields |= self._token_fields(batch, x.device)
-        return View(x, **fields, calls=tuple(calls) if self.calling else ())
-
-    def _refuse_disorder(self, site: int, seen: list[int]) -> None:
-        """Raise an error if a site is read twice in a forward pass, or out of order."""
-        points, order = self.reading.points, self.reading.order
-        if site in seen or (order is not None and site != order[len(seen)]):
-            raise LayersimError(
-                f"{points[site].name} ran after {len(seen)} of {len(points)} sites were read, so its module "
-                f"{points[site].module} runs twice or out of order. Name the blocks in the order in which they run, as "
-                "layers=[...], and remove hooks that run the model again."
-            )
-
-    def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """The fields of a view that are computed from the batch alone, without activations."""
-        return {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
+        # Beside activations without values, tokens keep theirs: minibatches and targets depend on them.
+        device = torch.device("cpu") if x.is_meta else x.device
+        fields: dict[str, Any] = {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
+        return View(x, self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
         """Register hooks that append each block call, with all arguments, to a list."""
@@ -226,8 +220,6 @@ class HookedSource(CanReadSites):
         with refusing_out_of_memory(row), temporary_hooks() as handles, torch.no_grad():
             handles.append(on_tensor(self._module_at(self.residual.points[-1].module), False, seen.append))
             logits = tensor_of(self.call(row))
-            if not seen:
-                raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:

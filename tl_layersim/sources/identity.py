@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache, cached_property, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -21,7 +21,6 @@ from .hooks import every_module
 
 # Packed weights of GPTQ and AWQ, which are buffers.
 PACKED = "qweight"
-EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def is_plain(parameter: Tensor) -> bool:
@@ -34,26 +33,12 @@ def is_plain(parameter: Tensor) -> bool:
     """
     # Tensors that are sharded over processes are a subclass too.
     packed = hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "placements")
-    return parameter.is_floating_point() and parameter.dtype not in EIGHT_BIT_FLOATS and not packed
+    return parameter.is_floating_point() and parameter.dtype.itemsize > 1 and not packed
 
 
 def is_quantised(module: torch.nn.Module) -> bool:
     """Whether a module's own weights are quantised; weights of submodules do not count."""
     return PACKED in module._buffers or not all(is_plain(p) for p in module._parameters.values() if p is not None)
-
-
-def quantised_modules(module: torch.nn.Module) -> list[str]:
-    """Paths of the modules with quantised weights (torchao, bitsandbytes, GPTQ, AWQ, HQQ, Quanto and similar packages).
-
-    Args:
-        module: the model.
-
-    Examples:
-        >>> import torch
-        >>> quantised_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-        []
-    """
-    return [path for path, sub in module.named_modules() if is_quantised(sub)]
 
 
 def plain_parts(value: Tensor) -> Iterator[Tensor]:
@@ -81,10 +66,10 @@ def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
     Raises:
         LayersimError: the model has quantised weights.
     """
-    paths = quantised_modules(module)
-    if paths:
-        kinds = sorted({type(module.get_submodule(path)).__name__ for path in paths})
-        raise LayersimError(f"{what}: {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}. Use {do}.")
+    found = {path: type(sub).__name__ for path, sub in module.named_modules() if is_quantised(sub)}
+    if found:
+        kinds = ", ".join(sorted(set(found.values())))
+        raise LayersimError(f"{what}: {len(found)} modules ({kinds}), such as {next(iter(found))}. Use {do}.")
 
 
 # Attributes of a module, or of torch for all modules, that hold hooks.
@@ -96,8 +81,9 @@ KINDS_OF_HOOKS = {
 }
 # Packages whose hooks belong to how a model is loaded, divided and read. The last is the placeholder of a pickled `Hook`.
 OWN_PACKAGES = (
-    *("tl_layersim", "nnsight", "accelerate", "transformers", "transformer_lens", "peft", "bitsandbytes", "deepspeed"),
-    *("torch.nn.utils", "torch.nn.parallel", "torch.distributed", "torch.ao", "torch.utils", "torch._dynamo", "contextlib"),
+    *("tl_layersim.", "nnsight.", "accelerate.", "transformers.", "transformer_lens.", "peft.", "bitsandbytes.", "deepspeed."),
+    *("torch.nn.utils.", "torch.nn.parallel.", "torch.distributed.", "torch.ao.", "torch.utils.", "torch._dynamo."),
+    "contextlib.",
 )
 EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
@@ -156,27 +142,10 @@ def edits_of(model: Any) -> str:
     for edit in model._edits:
         # An edit of a model that was deserialised has no source.
         source, *values = ("", {"edit": edit}) if edit.node is None else reduce_block(edit.node, edit.glbls, edit.lcls)
-        names = ValueNames(known | {id(envoy): f"envoy {envoy.path}" for held in values for envoy in _envoys_in(held)})
+        envoys = [value for held in values for value in held.values() if hasattr(type(value), "interleave")]
+        names = ValueNames(known | {id(sub): f"envoy {sub.path}" for envoy in envoys for sub in envoy.modules()})
         found.append(_marked(f"{EDIT} sha256 {names.digest(source.strip(), values)}", names))
     return "; ".join(found)
-
-
-def refuse_unknown(changes: str, argument: str) -> None:
-    """Raise an error if a model has changes that cannot be compared with those of a later run.
-
-    Args:
-        changes: changes to the model, see `hooks_on` and `edits_of`.
-        argument: name of the argument that holds the run's file.
-
-    Raises:
-        LayersimError: a change has contents that are unknown.
-    """
-    unknown = [change for change in changes.split("; ") if change.endswith(UNKNOWN)]
-    if unknown:
-        raise LayersimError(
-            f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write it as a "
-            "function of plain values."
-        )
 
 
 def refuse_edits(changes: str, what: str) -> None:
@@ -204,22 +173,15 @@ def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
     return {sub: paths[sub] or type(sub).__name__ for sub in every_module(module)}
 
 
-def _envoys_in(values: Mapping[str, Any]) -> Iterator[Any]:
-    """The nnsight envoys, and the envoys inside them, among the values that an edit captures."""
-    for value in values.values():
-        if hasattr(type(value), "interleave"):
-            yield from value.modules()
-
-
 def _user_function(hook: Any) -> Any:
-    """The user's function inside a TransformerLens hook; other hooks are unchanged."""
+    """The user's function inside wrappers of TransformerLens and of `torch.no_grad()`; other hooks are unchanged."""
     while defined_in(hook) == "transformer_lens.hook_points" and getattr(hook, "__closure__", None):
         held = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))
         inner = held.get("hook", held.get("full_hook"))
         if inner is None:
             break
         hook = inner
-    return hook
+    return inspect.unwrap(hook, stop=lambda one: not _is_wrapper(one))
 
 
 def _replaced_forward(module: torch.nn.Module) -> Any:
@@ -227,17 +189,24 @@ def _replaced_forward(module: torch.nn.Module) -> Any:
     forward = vars(module).get("forward")
     # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
     forward = getattr(getattr(forward, "state", None), "body", forward)
-    if forward is None or getattr(forward, "__func__", forward) is type(module).forward:
+
+    def is_from_class(one: Any) -> bool:
+        return getattr(one, "__func__", one) is type(module).forward
+
+    if forward is None or is_from_class(forward):
         return None
     held = inspect.getclosurevars(forward).nonlocals if defined_in(forward).startswith("nnsight.") else {}
-    return held.get("forward", forward)
+    forward = inspect.unwrap(held.get("forward", forward), stop=lambda one: is_from_class(one) or not _is_wrapper(one))
+    return None if is_from_class(forward) else forward
 
 
 def _is_own(function: Any) -> bool:
-    home = defined_in(function)
-    # A wrapper has the name of what it wraps.
-    home = function.__globals__["__name__"] if hasattr(function, "__wrapped__") and hasattr(function, "__globals__") else home
-    return any(home == name or home.startswith(f"{name}.") for name in OWN_PACKAGES)
+    return f"{defined_in(function)}.".startswith(OWN_PACKAGES)
+
+
+def _is_wrapper(function: Any) -> bool:
+    """Whether a function that wraps another, and has the name of the other, comes from a library."""
+    return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith(OWN_PACKAGES)
 
 
 def _marked(change: str, names: ValueNames) -> str:
@@ -248,7 +217,7 @@ def _marked(change: str, names: ValueNames) -> str:
 # thread stay in the cache of a processor; a GPU takes more rows at a time.
 WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
 # Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
-PASSING = {"training", "gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
+PASSING = {"gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
 PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
 PASSING |= {*vars(torch.nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "_compiled_call_impl"}
 # Private attributes by which layers of PEFT compute; others of libraries are of how a model was made.

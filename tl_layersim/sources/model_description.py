@@ -35,7 +35,7 @@ from ..architectures.unembed import Head
 from ..core.errors import LayersimError, without_secrets
 from ..data.non_token_inputs import PIXELS
 from ..data.row import ModelInputs
-from .identity import StoredWeights, hooks_on, refuse_unknown
+from .identity import UNKNOWN, StoredWeights, hooks_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,12 @@ class Model(ModelInputs):
         Raises:
             LayersimError: the model has a change that cannot be compared with a later run.
         """
-        if argument is not None:
-            refuse_unknown(self.changes, argument)
+        unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
+        if unknown and argument is not None:
+            raise LayersimError(
+                f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write it as "
+                "a function of plain values."
+            )
         # Another machine may have the same weights in another folder.
         which = self.weights_hash or self.name
         return (which, self.config_hash, self.changes, self.source, self.basis, self.dtype)
@@ -305,8 +309,8 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
     raise unsupported_blocks(module, given)
 
 
-def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
-    """The embedding and the description of a TransformerLens model.
+def describe_transformer_lens(model: Any) -> Model:
+    """Describe a TransformerLens model by its configuration.
 
     Raises:
         LayersimError: hook points of the residual stream are missing.
@@ -324,7 +328,7 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
     plain = {
         key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
     }
-    described = Model(
+    return Model(
         name=str(cfg.model_name),
         config_hash=hash_config(plain),
         weights=StoredWeights(model),
@@ -342,4 +346,3 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
         attention=_attention(model, cfg),
         **reading,
     )
-    return model.embed, described

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +22,6 @@ from ..architectures.hook_points import HookPoint, positions_of, residual_points
 from ..architectures.output_heads import lens_of
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
-from ..core.wording import with_article
 from ..data.batches import Batch
 from .activation_checks import refuse_not_finite
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
@@ -286,21 +284,11 @@ def own_function(kernel: Any) -> Any:
 
 
 def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
-    """Register the kernels' modules to be shipped by value, and return the kernels.
-
-    Raises:
-        LayersimError: a kernel is not a function of a module.
-    """
+    """Register the kernels' modules to be shipped by value, and return the kernels."""
     import nnsight
 
-    for name, kernel in kernels.items():
-        function = own_function(kernel)
-        if not inspect.isfunction(function):
-            raise LayersimError(
-                f"The kernel of {name!r} is {with_article(type(function).__name__)}, which cannot be shipped to a server; it "
-                "must be a function of a module."
-            )
-        nnsight.register(function.__module__.split(".")[0])
+    for kernel in kernels.values():
+        nnsight.register(own_function(kernel).__module__.split(".")[0])
     return dict(kernels)
 
 
@@ -395,10 +383,7 @@ def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...
 
     ends_early = not is_edited(model)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
-        value = module.input if incoming else module.output
-        while not isinstance(value, torch.Tensor):
-            value = next(iter(value.values() if hasattr(value, "values") else value))
-        found: list[int] = nnsight.save(list(value.shape))
+        found: list[int] = nnsight.save(list(first_tensor(module.input if incoming else module.output).shape))
         if ends_early:
             tracer.stop()
     return found

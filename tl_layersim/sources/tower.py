@@ -15,7 +15,7 @@ from ..architectures.layouts import CLASSES, TOWERS_BY_TYPE, Tower
 from ..architectures.output_heads import lens_of
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
-from ..core.wording import brief, with_article
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.non_token_inputs import PIXELS, refuse_integers
 from ..data.positions import PositionRule, Positions
@@ -106,11 +106,9 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
         LayersimError: the model is of another kind.
     """
     kind = str(getattr(getattr(clip, "config", None), "model_type", None))
-    if not isinstance(clip, torch.nn.Module) or not has_both_towers(clip):
-        raise LayersimError(f"`clip` is {brief(clip)}; it must be {CLASSES}.")
-    if kind not in TOWERS_BY_TYPE:
+    if kind not in TOWERS_BY_TYPE or not has_both_towers(clip):
         more = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
-        raise LayersimError(f"`clip` is {with_article(type(clip).__name__)}{more}; it must be {CLASSES}.")
+        raise LayersimError(f"`clip` is {brief(clip)}{more}; it must be {CLASSES}.")
     vision, text = TOWERS_BY_TYPE[kind]
     return TowerSource(clip, vision), TowerSource(clip, text)
 
@@ -151,25 +149,6 @@ def unit(x: Tensor) -> Tensor:
     """Normalise vectors to norm 1, in float64; a zero vector becomes NaN."""
     x = x.detach().double()
     return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
-
-
-def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...]) -> None:
-    """Raise an error if a model lacks the final norm or the projection of a tower.
-
-    Args:
-        model: the model.
-        towers: its towers.
-
-    Raises:
-        LayersimError: names the module.
-    """
-    names = dict(model.named_modules())
-    missing = [path for tower in towers for path in (tower.head.norm, *tower.head.modules) if path and path not in names]
-    if missing:
-        raise LayersimError(
-            f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space. Use "
-            "CLIPModel.from_pretrained(name), which has both projections."
-        )
 
 
 def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:

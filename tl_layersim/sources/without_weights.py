@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..activations.view import tokens_alone
 from ..data.batches import Batch
 from .hooked_module import HookedSource
 
@@ -39,10 +38,6 @@ class WeightlessSource(HookedSource):
     def count_positions(self, batch: Batch) -> int:
         with without_values():
             return super().count_positions(batch)
-
-    def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        # They keep their values, on which minibatches and targets depend.
-        return tokens_alone(batch).token_fields()
 
 
 @contextmanager
