@@ -90,7 +90,7 @@ POST_NORM_LACKS = SUBLAYER_NORM_LACKS | {"ln_final": NO_FINAL}
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Layout of a block: the tensor of each family, and the sums on the residual stream.
+    """Layout of a block: the tensor of each family, and the stream sums.
 
     Attributes:
         classes: class names of blocks with this layout.
@@ -130,17 +130,17 @@ def attention_tensors(path: str, names: str, output: str) -> dict[str, ModuleTen
 
 
 def mlp_tensors(path: str, output: str) -> dict[str, ModuleTensor]:
-    """The tensors of an MLP by family; `output` is the name of its output projection."""
+    """The tensors of an MLP by family; `output` names its output projection."""
     return {"mlp_post": input_of(f"{path}.{output}"), "mlp_out": output_of(path)}
 
 
 def norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
-    """The tensors of the two norms of a sequential pre-norm block; the second reads the stream between attention and MLP."""
+    """The tensors of the two norms in a sequential pre-norm block."""
     return {"ln1": output_of(first), "resid_mid": input_of(second), "ln2": output_of(second)}
 
 
 def parallel_norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
-    """The tensors of the norms of a parallel block; attention and MLP may share one."""
+    """The tensors of the norms in a parallel block, which may share one norm."""
     return {"ln1": output_of(first), "ln2": output_of(second)}
 
 
@@ -213,7 +213,6 @@ _SHARED = "its projection also runs on the embeddings of relative positions"
 
 
 def _falcon_fused(config: Any) -> Fused:
-    """The order of heads in a Falcon's fused projection."""
     if config.new_decoder_architecture:
         return "groups"
     return "rows" if config.multi_query else "heads qkv"

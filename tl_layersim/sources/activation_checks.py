@@ -1,4 +1,4 @@
-"""Checks: activations are finite, the lens reproduces the model's logits, and sublayers add up to the residual stream.
+"""Checks of activations: finite values, the logit lens, stream sums, and equality with Hugging Face.
 
 Bridges and converted weights of new architectures have silently given other activations than the original model.
 """
@@ -30,7 +30,7 @@ from .source import CanCountPositions, CanReadSites, CanUnembed, Source
 
 
 def check_lens(source: Source, batch: Batch) -> None:
-    """Raise an error if a source's logit lens does not reproduce the model's logits on the batch's first row.
+    """Raise an error if the logit lens does not reproduce the model's logits on one row.
 
     Raises:
         LayersimError: the lens differs, the head cannot be called, or the source cannot compare them.
@@ -70,11 +70,10 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
 
 
 def _other_logits(model: Model, given: str) -> LayersimError:
-    """The error for a lens that does not reproduce the model's logits."""
     return LayersimError(
         f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Name the final norm "
-        "and the head as unembed=['path.of.norm', 'path.of.head']. Logits also change if the head has hooks, or layers= leaves "
-        "out blocks."
+        "and the head as unembed=['path.of.norm', 'path.of.head']. Other causes are hooks on the head, and blocks that layers= "
+        "leaves out."
     )
 
 
@@ -113,7 +112,7 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
 
 
 def need_stream(model: Model, what: str, parts: bool = False) -> None:
-    """Raise an error if the model's layers are not a residual stream or, without `parts`, leave out blocks of it.
+    """Raise an error if the model's layers are not the whole residual stream.
 
     Args:
         model: the description of the model.
@@ -146,7 +145,7 @@ def need_equal_width(model: Model, what: str) -> None:
 
 
 def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
-    """Raise an error if sublayers do not add up to the residual stream on the batch's first row.
+    """Raise an error if sublayers do not add up to the residual stream on one row.
 
     Args:
         source: the model.
@@ -184,7 +183,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """For each stream sum: the norm of (sum of the terms - total), and the largest of the norms of the terms and the total.
+    """By how much the terms of each stream sum miss its total, and the largest norm among terms and total.
 
     Args:
         view: the view of one row.
@@ -198,7 +197,7 @@ def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) 
 
 
 def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) -> None:
-    """Make a source compare its residual stream with the Hugging Face model's hidden states before its first measurement.
+    """Compare the residual stream with the Hugging Face model before the first measurement.
 
     Args:
         source: the model.
@@ -231,7 +230,7 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
 
 
 def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) -> None:
-    """Raise an error if the residual stream differs from the Hugging Face model's hidden states on the batch's first row.
+    """Raise an error if the residual stream differs from the Hugging Face model on one row.
 
     Args:
         source: the model.
@@ -275,7 +274,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
 
 
 def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tensor], Any]:
-    """Residuals of one row by name (input of block 0, outputs of the blocks and the final norm), and the model's output."""
+    """Residuals of one row by name, and the model's output."""
     seen: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> None:
@@ -303,7 +302,9 @@ def _attended(row: Batch) -> Batch:
 
 
 def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
-    """Relative difference of two tensors: root mean square over positions of |own - other| / |other|.
+    """Relative difference of two residuals.
+
+    It is the root mean square over positions of |own - other| / |other|.
 
     Each position has the same weight, because massive activations at the first position would hide other differences.
 
@@ -322,7 +323,7 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
 
 
 def _cancellation(states: Sequence[Tensor]) -> Tensor:
-    """Largest residual norm up to each layer, divided by the residual norm at that layer; `layer pos`."""
+    """Largest residual norm up to each layer over the norm there, `layer pos`."""
     norms = torch.stack([state.double().cpu().norm(dim=-1).nan_to_num() for state in states])
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 
@@ -341,7 +342,7 @@ def _differ(source: HookedSource, reference: HookedSource, given: str) -> Layers
 
 
 def _refuse_other_modules(module: torch.nn.Module) -> None:
-    """Raise an error if a TransformerBridge has changed a module, because it would be compared with itself."""
+    """Raise an error if a module is part of a bridge, and would be compared with itself."""
     bridged = [path for path, sub in module.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
     if bridged:
         raise LayersimError(
@@ -351,7 +352,7 @@ def _refuse_other_modules(module: torch.nn.Module) -> None:
 
 
 def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
-    """A function that reloads the Hugging Face checkpoint of a TransformerLens model, with the same options.
+    """A function that reloads the Hugging Face checkpoint of a TransformerLens model.
 
     Raises:
         LayersimError: the checkpoint is unknown.

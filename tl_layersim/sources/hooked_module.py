@@ -1,4 +1,4 @@
-"""HookedSource: reads a model in this process by forward hooks (TransformerLens, Hugging Face or plain torch).
+"""HookedSource: reads a torch module in this process by forward hooks.
 
 Hooks are placed on TransformerLens hook points if the model has them. The model itself is not changed.
 """
@@ -32,7 +32,7 @@ from .source import CanReadSites
 
 
 def whole_tensor(hidden: Tensor, name: str) -> Tensor:
-    """Return a site's activations as a plain tensor; raise an error if each process holds only a part.
+    """Return activations as a plain tensor.
 
     Args:
         hidden: a plain or a distributed tensor.
@@ -55,7 +55,7 @@ def whole_tensor(hidden: Tensor, name: str) -> Tensor:
 
 
 class HookedSource(CanReadSites):
-    """Source that reads any torch module in this process by forward hooks, if its blocks are known or named in `layers`.
+    """Source that reads a torch module in this process by forward hooks.
 
     The blocks must run one after the other, once each, and the first axis of their outputs must be the batch. TorchScript
     modules and modules whose weights were never loaded cannot be read.
@@ -135,7 +135,7 @@ class HookedSource(CanReadSites):
         super().settle(batch)
 
     def note_widths(self, view: View) -> None:
-        """Take the widths of the sites from a view, if they are not known yet."""
+        """Take the widths of the sites from a view."""
         if not self.reads_residual:
             self.reading = replace(self.reading, widths=view.widths)
 
@@ -146,7 +146,7 @@ class HookedSource(CanReadSites):
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """Indices of the sites by the tensor that they read: the input (True) or the output (False) of a module."""
+        """Indices of the sites at each module input (True) and module output (False)."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
@@ -190,7 +190,7 @@ class HookedSource(CanReadSites):
         # Beside activations without values, tokens keep theirs: minibatches and targets depend on them.
         device = torch.device("cpu") if x.is_meta else x.device
         fields: dict[str, Any] = {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
-        return View(x, self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
+        return View(x, sites=self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
         """Register hooks that append each block call, with all arguments, to a list."""
@@ -220,10 +220,12 @@ class HookedSource(CanReadSites):
         with refusing_out_of_memory(row), temporary_hooks() as handles, torch.no_grad():
             handles.append(on_tensor(self._module_at(self.residual.points[-1].module), False, seen.append))
             logits = tensor_of(self.call(row))
+            if not seen:
+                raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:
-        """Run one forward pass over all inputs of the batch; `more` holds further keyword arguments."""
+        """Run one forward pass over a batch; `more` holds further keyword arguments."""
         device = device_of(self.module)
         if self.embed is not None:
             device = next(self.embed.parameters(), torch.empty(0, device=device)).device

@@ -1,4 +1,4 @@
-"""Identity of a model: a checksum of all its weights, and changes outside its weights such as hooks."""
+"""Identity of a model: a checksum of its weights, and changes such as hooks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
-    """Describe as text a model's replaced forward methods, and its hooks that this package did not register.
+    """Describe a model's hooks and replaced forward methods as text.
 
     Each entry has the place, the qualified name, and a digest of code and captured values. Hooks of this package, nnsight,
     accelerate, transformers, TransformerLens and torch are left out. Hooks that users add to hook points of TransformerLens
@@ -126,7 +126,7 @@ def hooks_on(module: torch.nn.Module) -> str:
 
 
 def edits_of(model: Any) -> str:
-    """Describe the edits of an nnsight model (`model.edit()`) as text: a digest of each edit's source and captured values.
+    """Describe the edits of an nnsight model (`model.edit()`) as text.
 
     Args:
         model: an nnsight model.
@@ -149,7 +149,7 @@ def edits_of(model: Any) -> str:
 
 
 def refuse_edits(changes: str, what: str) -> None:
-    """Raise an error if an nnsight model has edits, because modules called outside a trace run without them.
+    """Raise an error if an nnsight model has edits, which only a trace applies.
 
     Args:
         changes: changes to the model, see `edits_of`.
@@ -160,13 +160,13 @@ def refuse_edits(changes: str, what: str) -> None:
     """
     if EDIT in changes:
         raise LayersimError(
-            f"{what} calls blocks of the model on their own, and {changes} does not apply to these calls. Use a forward hook "
-            "of PyTorch, or model.clear_edits()."
+            f"{what} calls blocks of the model outside a trace, where {changes} does not apply. Use a forward hook of PyTorch, "
+            "or model.clear_edits()."
         )
 
 
 def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
-    """The paths of all submodules; the path of the model itself is its class name."""
+    """The paths of all submodules; the path of the model is its class name."""
     inner = vars(module).get("original_model")
     more = inner.named_modules() if isinstance(inner, torch.nn.Module) else ()
     paths = {sub: f"original_model.{path}" for path, sub in more} | {sub: path for path, sub in module.named_modules()}
@@ -185,7 +185,7 @@ def _user_function(hook: Any) -> Any:
 
 
 def _replaced_forward(module: torch.nn.Module) -> Any:
-    """The forward method that replaces that of a module's class; None if it was not replaced."""
+    """The function that replaces a module's forward; None without a replacement."""
     forward = vars(module).get("forward")
     # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
     forward = getattr(getattr(forward, "state", None), "body", forward)
@@ -205,7 +205,7 @@ def _is_own(function: Any) -> bool:
 
 
 def _is_wrapper(function: Any) -> bool:
-    """Whether a function that wraps another, and has the name of the other, comes from a library."""
+    """Whether a function is the wrapper of a library around another function."""
     return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith(OWN_PACKAGES)
 
 
@@ -225,7 +225,7 @@ PRIVATE = {"_active_adapter", "_disable_adapters"}
 
 
 class StoredWeights:
-    """The weights of a model in this process, with a checksum that is computed when it is first read.
+    """The weights of a model in this process, whose checksum is computed when needed.
 
     Pickling or copying replaces the object by its checksum, a str.
 
@@ -258,7 +258,7 @@ class StoredWeights:
 
 @torch.no_grad()
 def hash_weights(module: torch.nn.Module) -> str:
-    """Checksum of a model's weights and module settings; "" if not all weights are in this process.
+    """Checksum of weights and module settings; "" if not all weights are in this process.
 
     It has 12 hex digits and covers all bytes of parameters and buffers, and each module's class and attributes (numbers, texts,
     tensors, functions, objects of users' classes and collections of them), such as the epsilon of a norm or the scaling of a
@@ -297,7 +297,7 @@ def hash_weights(module: torch.nn.Module) -> str:
 
 
 def digest_of_tensor(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's dtype, its shape and weighted sums of its 64-bit words, see `hash_weights`.
+    """SHA-256 of a tensor's dtype, shape and weighted sums, see `hash_weights`.
 
     Args:
         tensor: a tensor of any dtype, on any device.
@@ -320,7 +320,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:
-    """Weighted sum of each group of `WORDS` consecutive 64-bit words in a tensor of bytes."""
+    """Weighted sums of `WORDS` consecutive 64-bit words in a tensor of bytes."""
     if flat.storage_offset() % 8:
         # Words begin at multiples of their size.
         flat = flat.clone()
@@ -332,7 +332,7 @@ def _sums_of_rows(flat: Tensor) -> Tensor:
 
 @cache
 def _multipliers() -> tuple[Tensor, Tensor]:
-    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64), equal in every version of torch."""
+    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64)."""
     numbers, state = [], 0
     for _ in range(2 * WORDS):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -345,7 +345,7 @@ def _multipliers() -> tuple[Tensor, Tensor]:
 
 
 def _settings_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> list[Any]:
-    """Texts that describe an object: its class, with the user's code in that class, and its attributes.
+    """Texts that describe an object: its class, the user's code in the class, and its attributes.
 
     Args:
         value: the object.
@@ -370,18 +370,15 @@ def _is_of_library(function: Any) -> bool:
 
 
 def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None:
-    """A text that is equal for equal numbers, texts, tensors, functions, objects of users' classes, and collections of these.
+    """Describe a value as text, so that equal values have equal texts.
 
     Modules, whose settings count on their own, and objects of libraries have none.
     """
-    if value is None or isinstance(value, str | bool | int | float | complex | np.generic):
-        return repr(value)
     if isinstance(value, Tensor):
         return None if value.is_meta or hasattr(value, "placements") else digest_of_tensor(value).hex()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    if isinstance(value, FunctionType | BuiltinFunctionType | partial):
-        return ValueNames().function(value)
+    plain = str | bool | int | float | complex | np.generic | np.ndarray | FunctionType | BuiltinFunctionType | partial
+    if value is None or isinstance(value, plain):
+        return repr(ValueNames().named(value))
     if id(value) in known:
         return known[id(value)][1]
     known[id(value)] = value, None
@@ -399,7 +396,9 @@ def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that determine a model's output, in module order; each with True if it is a module's parameter or buffer.
+    """The tensors that determine a model's output, in module order.
+
+    The flag is True for parameters and buffers of a module.
 
     Weights that were not loaded are on the meta device.
     """
@@ -419,7 +418,10 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """By module, the mappings in which accelerate keeps its offloaded weights, each with the module's path in the mapping."""
+    """By module, the mappings in which accelerate keeps offloaded weights.
+
+    The text is the path of the module in the mapping.
+    """
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")
@@ -434,7 +436,7 @@ def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any,
 
 
 def _is_recomputed(module: torch.nn.Module, name: str) -> bool:
-    """Whether forward passes recompute a buffer, such as rotary frequencies that depend on the row length."""
+    """Whether forward passes recompute a buffer, such as frequencies that depend on the row length."""
     if name in module._parameters or not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
         return False
     kinds = getattr(module, "rope_type", None)

@@ -1,4 +1,4 @@
-"""NNsightSource: source of an nnsight model in this process or in nnsight's local simulation of a server.
+"""NNsightSource: source of an nnsight model in this process, or in a local simulation of a server.
 
 `TraceReader`, `read_step` and `remote_lens` are shipped to NDIF servers by value: they need torch and Python's library alone.
 """
@@ -28,7 +28,7 @@ from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_
 from .identity import edits_of
 from .model_description import describe, processor_of
 from .out_of_memory import refusing_out_of_memory
-from .source import CanReadSites, OnServer
+from .source import CanReadSites, OnServer, Source
 
 
 @dataclass
@@ -97,7 +97,7 @@ class TraceReader:
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
-    """The logit lens in the dtype and on the device of the model on the server.
+    """The logit lens in the dtype and on the device of the model on a server.
 
     A model without weights has the dtype of its configuration; the server may use another one.
 
@@ -118,7 +118,7 @@ def is_edited(model: Any) -> bool:
 
 
 def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
-    """Read the sites of one step inside a trace, and record the call of a block.
+    """Read the sites of one step inside a trace, and record the block call.
 
     Args:
         step: the step.
@@ -187,7 +187,7 @@ class NNsightSource(CanReadSites):
         self._start_reading(points, tuple(order))
 
     def _envoy_at(self, path: str) -> Any:
-        """The envoy of the module at a path, also if nnsight renames it, such as a module called `output`."""
+        """The envoy of the module at a path, even if nnsight renames it."""
         return self._envoys[id(self.module.get_submodule(path))]
 
     def _events(self) -> tuple[HookPoint, ...]:
@@ -198,7 +198,7 @@ class NNsightSource(CanReadSites):
         return call_on(device_of(self.module), self.module, *forward_arguments(self.module, batch, self._model))
 
     def steps(self) -> list[TraceStep]:
-        """The module inputs and outputs that a trace reads, in the order of the forward pass."""
+        """The module inputs and outputs that a trace reads, in forward order."""
         points, order = self.reading.points, self.reading.order
         assert order is not None
         events = (*points, *self._events())
@@ -255,10 +255,7 @@ class NNsightSource(CanReadSites):
 
     def collect(self, batch: Batch) -> View:
         if not self._in_this_process:
-            raise LayersimError(
-                f"Activations of a remote model stay on the server: {self.model.name} has remote={self._remote!r}. Load the "
-                "model in this process."
-            )
+            return Source.collect(self, batch)
         # Outside a trace the modules of this process are in place of envoys.
         lens = lens_of(self.module, self._model.head)
         return replace(super().collect(batch), unembed=lens)
@@ -293,14 +290,14 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view that are sent with a batch."""
+    """Indices of the counted positions in the flattened `batch pos`, and token fields of the view."""
     fields = tokens_alone(batch).token_fields()
     del fields["sequence"], fields["position"]
     return batch.counted.reshape(-1).nonzero()[:, 0], fields
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
-    """Nnsight's keyword arguments for a trace in this process or in the local simulation."""
+    """Keyword arguments of a trace in this process or in the local simulation."""
     from nnsight.intervention.backends.local import LocalSimulationBackend
     from nnsight.modeling.mixins.remotable import Remotable
 
@@ -361,7 +358,7 @@ def _trace_gap(
     options: dict[str, Any],
     attended: Tensor,
 ) -> Tensor:
-    """`unembed_gap` of one row at its attended positions, from one trace of the whole model; see `_trace`."""
+    """`unembed_gap` of one row, from one trace of the whole model; see `_trace`."""
     import nnsight
 
     with torch.no_grad(), model.trace(*args, **options):

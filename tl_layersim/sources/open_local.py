@@ -1,4 +1,4 @@
-"""Models in this process: choice of the source by the model's type, the table of sites, and untrained models."""
+"""Opens models in this process, lists their sites, and makes untrained models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACCEPTED_MODELS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OpenedModel:
-    """A model with the options of `open_model`; all functions that take a model accept it.
+    """A model with the options of `open_model`, accepted by all functions that take a model.
 
     Attributes:
         model: the model.
@@ -91,7 +91,7 @@ class OpenedModel:
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
-    """The options `layers` and `verify` of several models, for the provenance; None if no model has the option.
+    """The options `layers` and `verify` of several models, for the provenance; None if no model has them.
 
     Args:
         opened: the models.
@@ -257,7 +257,7 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
 
 
 def refuse_changed(model: Any) -> None:
-    """Raise an error if a model has hooks or nnsight edits, which a model with fresh weights would lack.
+    """Raise an error if a model has hooks or edits, which an untrained model would lack.
 
     Args:
         model: any model; only torch modules can have hooks.

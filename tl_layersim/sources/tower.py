@@ -1,4 +1,4 @@
-"""The two towers of a CLIP: a source for each, their projections to the shared space, and where a text is read."""
+"""Sources of the two towers of a CLIP, and their projections to the shared space."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class TowerSource(HookedSource):
         return super().collect(self._own(batch))
 
     def projected(self) -> Unembed:
-        """The tower's final norm and projection, a map from residuals to the shared embedding space."""
+        """The tower's final norm and projection to the shared space."""
         lens = lens_of(self.clip, self.tower.head)
         assert lens is not None
         return lens
 
     def _own(self, batch: Batch) -> Batch:
-        """The batch with only this tower's inputs; only the position at which the tower is read is counted."""
+        """The inputs of this tower in a batch of pairs."""
         if self.tower.name == "text":
             # The first part of a longer text fills the context, but for a BOS of its own.
             latest, context = max(start for _, start in batch.origins), self.model.context
@@ -114,13 +114,13 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
 
 
 def pair_model(vision: Model, text: Model) -> Model:
-    """A description that combines the inputs of both towers, to read rows of images and texts."""
+    """A description with the inputs of both towers, to read images with texts."""
     name = text.name.removesuffix(", text tower")
     return replace(text, name=name, inputs={**text.inputs, **vision.inputs, PIXELS: None}, processor=vision.processor)
 
 
 def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -> None:
-    """Raise an error if the projected last layers differ from the model's embeddings of the first image and text.
+    """Raise an error if projected last layers differ from the model's embeddings of one pair.
 
     Args:
         sources: the vision and the text tower.

@@ -1,4 +1,4 @@
-"""Models on the meta device: a source that runs a model without weights, and stand-ins for value-dependent operations."""
+"""Models on the meta device: a source without weights, and stand-ins for operations that read values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def has_no_weights(module: torch.nn.Module) -> bool:
 
 
 class WeightlessSource(HookedSource):
-    """A source that runs a model on the meta device, where tensors have shapes but no values.
+    """A source of a model on the meta device, whose tensors have no values.
 
     Forward passes and kernels run as in `analyze`, inside `without_values`.
     """
@@ -52,7 +52,7 @@ def without_values() -> Iterator[None]:
 
 
 class _PythonValues(TorchFunctionMode):
-    """Replaces functions that read values in Python, and attention, which would allocate `pos pos` weights."""
+    """Replaces functions that read values in Python, and attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,7 +97,7 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
         return out
 
     def _index(self, func: Any, x: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """Index a tensor; a mask on the meta device selects as many elements as its recorded fraction of True says."""
+        """Index a tensor; a mask selects its recorded fraction of elements."""
         whole: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:
