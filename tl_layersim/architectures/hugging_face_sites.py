@@ -10,7 +10,7 @@ from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, site_name
 from .layouts import BlockLayout, ModuleTensor, input_of, output_of
 
-UNKNOWN = "the table has no hook points for its architecture: name its modules by their paths"
+UNKNOWN = "its architecture is not in the table of hook points; name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"
 
 

@@ -17,13 +17,12 @@ from torch import Tensor
 from ..activations.view import View
 from ..architectures.hook_points import distinct_points
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
-from ..architectures.unembed import rounding, tensor_of
+from ..architectures.unembed import rounding
 from ..core.errors import LayersimError
 from ..core.wording import with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
 from .hooked_module import HookedSource
-from .hooks import on_tensor, temporary_hooks
 from .model_description import Model
 from .out_of_memory import is_out_of_memory
 from .source import CanCountPositions, CanReadSites, CanUnembed, Source
@@ -241,55 +240,22 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
         LayersimError: names the first site that differs.
     """
     row, reference = _attended(batch.first_row), HookedSource(model)
-    theirs, output = _hidden_states(reference, row)
-    normed, sites = theirs.pop("normed", None), source.model.layers
-    with source.evaluating(), source.reading_at(source.residual.points):
-        ours = source.collect(row).activations
+    with source.evaluating(), reference.evaluating(), source.reading_at(source.residual.points):
+        ours, theirs = source.collect(row).activations, reference.collect(row).activations
     if len(ours) != len(theirs):
         raise _differ(source, reference, f"{len(ours) - 1} blocks, and {len(theirs) - 1} in the Hugging Face model")
-    pairs = [
-        (site, f"the {name} of the Hugging Face model", own, other)
-        for site, own, (name, other) in zip(sites, ours, theirs.items(), strict=True)
-    ]
-    # The last of `hidden_states` is after the final norm in most classes, but not in all, so the tensors decide.
-    last, logits = output.hidden_states[-1][0], getattr(output, "logits", None)
-    if normed is not None and torch.equal(normed, last):
-        if source.unembed is not None and not norms_are_folded(source.module):
-            pairs.append((f"the final norm of {sites[-1]}", "the last of hidden_states", source.unembed.normed(ours[-1]), last))
-    elif logits is not None and not torch.equal(pairs[-1][3], last):
-        with source.evaluating(), torch.no_grad():
-            own = tensor_of(source.call(row))[0].double()
-        other = logits[0].double()
-        # TransformerLens may centre the logits of a position.
-        own, other = (x - x.mean(-1, keepdim=True) for x in (own, other))
-        pairs.append(("the output of the model", "the logits of the Hugging Face model", own, other))
-    allowed, cancelled = rounding(_dtype(source.model), _dtype(reference.model)), _cancellation(list(theirs.values()))
-    for number, (site, counterpart, own, other) in enumerate(pairs):
+    pairs = list(zip(source.model.layers, ours, theirs, strict=True))
+    if source.unembed is not None and reference.unembed is not None and not norms_are_folded(source.module):
+        own, other = source.unembed.normed(ours[-1]), reference.unembed.normed(theirs[-1])
+        pairs.append((f"the final norm of {pairs[-1][0]}", own, other))
+    allowed, cancelled = rounding(_dtype(source.model), _dtype(reference.model)), _cancellation(theirs)
+    for number, (site, own, other) in enumerate(pairs):
         layer = min(number, len(ours) - 1)
         gap = _gap(own, other, cancelled[layer]) if own.shape == other.shape else math.nan
         # The rounding of each block adds to that of the blocks before it, as in a random walk. NaN is a difference too.
         if not gap <= allowed * (1 + layer) ** 0.5:
             widths = f", whose widths are {own.shape[-1]} and {other.shape[-1]}" if own.shape != other.shape else ""
-            raise _differ(source, reference, f"{site} differs from {counterpart} by {gap:.2g} of its norm{widths}")
-
-
-def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tensor], Any]:
-    """Residuals of one row by name, and the model's output."""
-    seen: dict[str, Tensor] = {}
-
-    def note(name: str, tensor: Tensor) -> None:
-        # A copy, because additions in place change outputs.
-        seen[name] = tensor.detach()[0].clone()
-
-    blocks, head = reference.blocks, reference.model.head
-    with reference.evaluating(), temporary_hooks() as handles, torch.no_grad():
-        handles.append(on_tensor(blocks[0], True, partial(note, "input of block 0")))
-        for number, block in enumerate(blocks):
-            handles.append(on_tensor(block, False, partial(note, f"output of block {number}")))
-        if head is not None and head.norm:
-            handles.append(on_tensor(reference.module.get_submodule(head.norm), False, partial(note, "normed")))
-        output = reference.call(row, output_hidden_states=True)
-    return seen, output
+            raise _differ(source, reference, f"{site} differs by {gap:.2g} of its norm{widths}")
 
 
 def _attended(row: Batch) -> Batch:
@@ -322,9 +288,9 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
     return float(((own - other).norm(dim=-1) / size).square().mean().sqrt())
 
 
-def _cancellation(states: Sequence[Tensor]) -> Tensor:
+def _cancellation(residuals: Tensor) -> Tensor:
     """Largest residual norm up to each layer over the norm there, `layer pos`."""
-    norms = torch.stack([state.double().cpu().norm(dim=-1).nan_to_num() for state in states])
+    norms = residuals.double().cpu().norm(dim=-1).nan_to_num()
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 
 

@@ -24,7 +24,7 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
+from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .model_description import describe, describe_transformer_lens
 from .out_of_memory import refusing_out_of_memory
@@ -66,9 +66,6 @@ class HookedSource(CanReadSites):
         unembed: paths of the final norm and the head; None to find them by the layout.
     """
 
-    # Whether weights on the meta device raise an error.
-    needs_weights = True
-
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
         self.embed: torch.nn.Module | None
@@ -94,8 +91,6 @@ class HookedSource(CanReadSites):
             self.embed = model.embed  # type: ignore[assignment]  # a module
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
         else:
-            if self.needs_weights:
-                refuse_no_weights(model)
             self.paths, self._named = find_blocks(model, layers), layers is not None
             self.embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)

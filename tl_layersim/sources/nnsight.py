@@ -40,7 +40,6 @@ class TraceStep:
         envoy: envoy of the module.
         incoming: True to read the input, False for the output.
         is_block: whether the module is a block, whose calls may be recorded.
-        differentiated: whether calls of blocks keep the autograd graph of the forward pass, see `BlockCall.graph`.
         sites: index and hook point of each site in this tensor.
     """
 
@@ -48,7 +47,6 @@ class TraceStep:
     envoy: Any
     incoming: bool
     is_block: bool
-    differentiated: bool
     sites: list[tuple[int, HookPoint]] = field(default_factory=list)
 
 
@@ -62,6 +60,7 @@ class TraceReader:
         steps: reads of each trace, in the order of the forward pass.
         unembed: the lens; None if the model has none.
         on_server: whether the traces run on a server, where the lens takes its dtype and device from the activations.
+        differentiated: whether calls of blocks keep the autograd graph of the forward pass, see `BlockCall.graph`.
     """
 
     model: Any
@@ -69,11 +68,7 @@ class TraceReader:
     steps: list[TraceStep]
     unembed: Unembed | None
     on_server: bool
-
-    @property
-    def differentiated(self) -> bool:
-        """Whether calls of blocks keep the autograd graph of the forward pass."""
-        return any(step.differentiated for step in self.steps)
+    differentiated: bool
 
     def read(self, buffer: SiteBuffer, kept: Mapping[str, Tensor], calling: bool) -> View:
         """The view of the current forward pass, inside a trace.
@@ -87,7 +82,7 @@ class TraceReader:
         given: dict[str, Any] = {}
         last: Any = None
         for step in self.steps:
-            read_step(step, buffer, given, calls if calling else None)
+            read_step(step, buffer, given, calls if calling else None, self.differentiated)
             last = step.envoy.output if step.is_block and not step.incoming else last
         here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
         lens = self.unembed
@@ -117,7 +112,9 @@ def is_edited(model: Any) -> bool:
     return bool(model._edits)
 
 
-def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
+def read_step(
+    step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None, differentiated: bool
+) -> None:
     """Read the sites of one step inside a trace, and record the block call.
 
     Args:
@@ -125,19 +122,20 @@ def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls:
         buffer: buffer of the activations.
         given: arguments of the blocks entered so far, by path; changed in place.
         calls: list of block calls, changed in place; None if no analyzer needs them.
+        differentiated: see `TraceReader`.
     """
     if step.incoming:
         args, kwargs = step.envoy.inputs
         if step.is_block:
             given[step.path] = (args, kwargs)
-            if step.differentiated:
+            if differentiated:
                 given[step.path], step.envoy.inputs = with_leaf(args, kwargs)
         value: Any = (*args, *kwargs.values())
     else:
         value = step.envoy.output
         if calls is not None and step.is_block:
             args, kwargs = given[step.path]
-            calls.append(record_call(step.envoy, args, kwargs, value, step.differentiated))
+            calls.append(record_call(step.envoy, args, kwargs, value, differentiated))
     for site, point in step.sites:
         buffer.put(site, to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions), point.part)
 
@@ -203,23 +201,23 @@ class NNsightSource(CanReadSites):
         assert order is not None
         events = (*points, *self._events())
         steps: list[TraceStep] = []
-        # Edits do not apply to a block that is called again.
-        graphs = self.calling and is_edited(self.envoy)
         for number in order:
             point = events[number]
             is_site = number < len(points)
             if not is_site and not self.calling:
                 continue
             if not steps or steps[-1].path != point.module or steps[-1].incoming != point.incoming:
-                envoy, is_block = self._envoy_at(point.module), point.module in self.paths
-                steps.append(TraceStep(point.module, envoy, point.incoming, is_block, graphs and is_block))
+                envoy = self._envoy_at(point.module)
+                steps.append(TraceStep(point.module, envoy, point.incoming, point.module in self.paths))
             if is_site:
                 steps[-1].sites.append((number, point))
         return steps
 
     def reader(self) -> TraceReader:
         """The sites that each trace of the model reads, and its logit lens."""
-        return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer))
+        # Edits do not apply to a block that is called again.
+        differentiated = self.calling and is_edited(self.envoy)
+        return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer), differentiated)
 
     def count_positions(self, batch: Batch) -> int:
         args, options = forward_arguments(self.module, batch, self._model)

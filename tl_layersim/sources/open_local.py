@@ -16,6 +16,7 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import Seed, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import brief, with_article
+from .forward_arguments import refuse_no_weights
 from .hooked_module import HookedSource
 from .identity import edits_of, hooks_on
 from .nnsight import NNsightSource
@@ -142,6 +143,7 @@ def open_local(
         source: Source = opens_itself(layers, unembed)
         return source
     if isinstance(model, torch.nn.Module):
+        refuse_no_weights(model)
         return HookedSource(model, layers, unembed)
     raise unsupported_model(model)
 

@@ -33,8 +33,6 @@ class WeightlessSource(HookedSource):
     Forward passes and kernels run as in `analyze`, inside `without_values`.
     """
 
-    needs_weights = False
-
     def count_positions(self, batch: Batch) -> int:
         with without_values():
             return super().count_positions(batch)
