@@ -42,8 +42,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     for place, (before, path) in enumerate(pairwise(paths), start=1):
         if path in paths[:place] or (numbers is not None and numbers[place] < numbers[place - 1]):
             raise LayersimError(
-                f"`layers` has {path!r} after {before!r}; it must name different modules, in the order in which the model "
-                "runs them."
+                f"`layers` has {path!r} after {before!r}; name different modules, in the order in which the model runs them."
             )
     return paths
 
@@ -155,7 +154,7 @@ def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
 
 
 def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
-    """Name of the one stack that contains modules in `paths`; "" if there are several or none, or without a name."""
+    """Name of the stack with modules in `paths`; "" if there are several such stacks or none."""
     stacks = stacks_with(module, paths)
     return stacks[0] if len(stacks) == 1 else ""
 

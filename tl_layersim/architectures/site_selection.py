@@ -124,11 +124,6 @@ def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterab
 
 
 def _by_head(site: Site) -> list[HookPoint]:
-    """One hook point for each attention head of a site.
-
-    Raises:
-        LayersimError: the hook point has no heads.
-    """
     if site.heads or _HEAD.match(site.point.name):
         return [site.head(number) for number in range(len(site.heads))] or [site.point]
     raise LayersimError(
@@ -330,7 +325,7 @@ def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -
 
 
 def _sharded_axes(module: torch.nn.Module) -> dict[str, int]:
-    """By module path, the axis along which tensor parallelism splits the weight."""
+    """The axis along which tensor parallelism splits each weight, by module path."""
     gathered: set[int] = set()
     if is_available():
         from torch.distributed.fsdp import FSDPModule

@@ -219,7 +219,7 @@ class Unembed:
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
-        """Apply some parts in order; without parts, convert the residuals to the head's dtype."""
+        """Apply parts of the head; without parts, convert residuals to the head's dtype."""
         if normed:
             x = self.normed(x)
         # One row of many positions; for heads that read one position of a row, many rows of one position.
@@ -322,7 +322,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """The largest relative difference that rounding in the coarsest of these dtypes can cause."""
+    """The largest relative difference that rounding can cause, by the coarsest dtype."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps

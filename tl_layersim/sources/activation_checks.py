@@ -182,7 +182,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """By how much the terms of each stream sum miss its total, and the largest norm among terms and total.
+    """The error of each stream sum, and the largest norm among its terms and its total.
 
     Args:
         view: the view of one row.
@@ -229,7 +229,7 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
 
 
 def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) -> None:
-    """Raise an error if the residual stream differs from the Hugging Face model on one row.
+    """Raise an error if the residual streams of a model and its Hugging Face model differ.
 
     Args:
         source: the model.

@@ -49,7 +49,7 @@ def no_cache(module: torch.nn.Module) -> dict[str, bool]:
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
-    """Keyword arguments that limit logits to one position; empty if the model takes none."""
+    """Keyword argument that limits logits to one position, for models that have it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
 
 
@@ -162,7 +162,7 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:
-    """Raise an error if weights of a model were never loaded. accelerate loads those that it has offloaded."""
+    """Raise an error if weights are on the meta device, unless accelerate has offloaded them."""
     missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if missing and not any(hasattr(sub, "_hf_hook") for sub in module.modules()):
         raise LayersimError(

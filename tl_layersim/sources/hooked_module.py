@@ -135,7 +135,6 @@ class HookedSource(CanReadSites):
             self.reading = replace(self.reading, widths=view.widths)
 
     def _module_at(self, path: str) -> torch.nn.Module:
-        """The module at a path, or the TransformerLens hook point with this name."""
         points: Any = self.module.hook_dict if self._is_transformer_lens else {}
         point: torch.nn.Module | None = points.get(path)
         return self.module.get_submodule(path) if point is None else point
@@ -188,7 +187,7 @@ class HookedSource(CanReadSites):
         return View(x, sites=self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
-        """Register hooks that append each block call, with all arguments, to a list."""
+        """Register hooks that append each block call to `calls`."""
         given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
 
         def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

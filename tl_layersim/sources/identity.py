@@ -185,7 +185,7 @@ def _user_function(hook: Any) -> Any:
 
 
 def _replaced_forward(module: torch.nn.Module) -> Any:
-    """The function that replaces a module's forward; None without a replacement."""
+    """The function that replaces a module's forward; None if there is none."""
     forward = vars(module).get("forward")
     # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
     forward = getattr(getattr(forward, "state", None), "body", forward)
@@ -205,7 +205,7 @@ def _is_own(function: Any) -> bool:
 
 
 def _is_wrapper(function: Any) -> bool:
-    """Whether a function is the wrapper of a library around another function."""
+    """Whether a function is a library's wrapper, which has the name of the function inside."""
     return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith(OWN_PACKAGES)
 
 
@@ -398,7 +398,7 @@ def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
     """The tensors that determine a model's output, in module order.
 
-    The flag is True for parameters and buffers of a module.
+    The flag is True for parameters and buffers that modules hold.
 
     Weights that were not loaded are on the meta device.
     """
@@ -418,10 +418,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """By module, the mappings in which accelerate keeps offloaded weights.
-
-    The text is the path of the module in the mapping.
-    """
+    """Where accelerate keeps offloaded weights: mappings, and the path of the module in each mapping."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")

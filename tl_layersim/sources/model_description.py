@@ -256,7 +256,7 @@ def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
 
 
 def _ids(config: Any, text: Any, name: str) -> list[int]:
-    """The token ids under a name in a configuration: none, one or several."""
+    """Token ids in a configuration: none, one or several."""
     ids = getattr(text, name, None)
     ids = getattr(config, name, None) if ids is None else ids
     return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]

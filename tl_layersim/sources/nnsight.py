@@ -239,7 +239,6 @@ class NNsightSource(CanReadSites):
         return super().run(batch, kernels)
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run kernels in a trace of one forward pass."""
         args, options = forward_arguments(self.module, batch, self._model)
         return _trace(self.reader(), batch, (args, self.where | options), shippable(kernels), self.calling)
 
@@ -259,7 +258,6 @@ class NNsightSource(CanReadSites):
         return replace(super().collect(batch), unembed=lens)
 
     def _collect(self, batch: Batch) -> View:
-        """The view of one forward pass over the batch, without a lens."""
         not_finite, out = self._traced(batch, {"view": whole_view})
         rows = f"rows {batch.first} to {batch.first + len(batch.tokens) - 1}"
         refuse_not_finite([count.cpu() for count in not_finite], [self.sites], rows)

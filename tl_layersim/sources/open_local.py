@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..architectures.blocks import find_stacks
+from ..architectures.blocks import find_stacks, refuse_paths
 from ..architectures.hook_points import Site
 from ..architectures.site_selection import site_map
 from ..architectures.transformer_lens import is_transformer_lens
@@ -120,12 +120,8 @@ def open_local(
     Raises:
         LayersimError: the type of the model is not supported, or does not fit the other arguments.
     """
-    if isinstance(model, Source):
-        if layers is not None or unembed is not None or remote:
-            raise LayersimError(
-                f"`layers`, `unembed` and `remote` cannot be given for a Source: {type(model).__name__} with "
-                f"layers={brief(layers)}, unembed={brief(unembed)} and remote={shown(remote)}."
-            )
+    if isinstance(model, Source) and not remote:
+        refuse_paths(layers, unembed, "sources")
         return model
     if isinstance(remote, str) and not remote.strip():
         # An unset environment variable gives an empty string, which would otherwise run in this process.
@@ -202,7 +198,7 @@ def sites(model: Any) -> pandas.DataFrame:
 
 
 def _module(site: Site) -> str:
-    """The module that a site reads, in words."""
+    """Describe the module that a site reads."""
     side = "input" if site.point.incoming else "output"
     return f"{site.point.module} ({side if site.point.part is None else f'part of the {side}'})"
 

@@ -63,7 +63,7 @@ def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str
 
 
 def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits at the positions that have a target, `target vocabulary`, and these targets, `target`.
+    """The logits `target vocabulary` at positions with a target, and the targets.
 
     Args:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier.

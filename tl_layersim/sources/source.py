@@ -354,7 +354,6 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self._model
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Set the residual layers as the sites to read."""
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -401,7 +400,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return view
 
     def _indivisible(self) -> str:
-        """Why the rows of a batch must run in one forward pass; "" if not."""
+        """Reason why all rows of a batch must run in one forward pass; "" if there is none."""
         if self.calling:
             return " (an analyzer calls blocks again with all rows of a batch)"
         if weight_peers(self.module):
@@ -423,7 +422,6 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """Run one forward pass of the module in this process."""
 
     def _module_at(self, path: str) -> torch.nn.Module:
-        """The module that a hook point reads."""
         return self.module.get_submodule(path)
 
     def _events(self) -> tuple[HookPoint, ...]:
@@ -431,7 +429,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return ()
 
     def settle(self, batch: Batch) -> None:
-        """Run the batch's first row to find the order, widths and kind of the sites.
+        """Run one row to find order and widths of the sites, and whether they are the residual stream.
 
         It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
         the sites that `read_at` chose.
@@ -458,7 +456,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @contextmanager
     def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A context manager whose first forward pass tests for one residual stream.
+        """A context manager whose first forward pass tests whether modules pass on one residual stream.
 
         Args:
             end: function that is called after the last module.
@@ -527,7 +525,6 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self._with_channels(points)
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
-        """Add the evidence on channel axes to hook points, if the model has convolutions."""
         # Tested once, and not for each of what may be hundreds of points.
         if is_transformer_lens(self.module) or not has_convolution(self.module):
             return points
@@ -538,7 +535,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def without_stack(self, at: Any) -> Any:
-        """Remove the name of the stack that is read from families in `at`: "encoder.attn_out" becomes "attn_out".
+        """Shorten families of the stack that is read: "encoder.attn_out" becomes "attn_out".
 
         Args:
             at: see `hook_points`.
