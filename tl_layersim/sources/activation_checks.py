@@ -61,7 +61,7 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
             raise
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise _other_logits(model, f"fails: {last[:160]}") from error
-    allowed = rounding(_dtype(model), computed)
+    allowed = rounding(model.torch_dtype, computed)
     if difference <= allowed * max(size, 1e-3):
         return
     off = "gives logits of another shape" if math.isnan(size) else f"is off by {difference / max(size, 1e-3):.2g} of their size"
@@ -171,7 +171,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
         # Activations that are not finite are refused where the batch is measured.
         return
     gap, size = out["sums"]["gap"], out["sums"]["size"]
-    wrong = (gap > rounding(_dtype(source.model)) * size.clamp(min=1e-6)).nonzero()[:, 0]
+    wrong = (gap > rounding(source.model.torch_dtype) * size.clamp(min=1e-6)).nonzero()[:, 0]
     if len(wrong):
         one = sums[int(wrong[0])]
         raise LayersimError(
@@ -248,7 +248,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
     if source.unembed is not None and reference.unembed is not None and not norms_are_folded(source.module):
         own, other = source.unembed.normed(ours[-1]), reference.unembed.normed(theirs[-1])
         pairs.append((f"the final norm of {pairs[-1][0]}", own, other))
-    allowed, cancelled = rounding(_dtype(source.model), _dtype(reference.model)), _cancellation(theirs)
+    allowed, cancelled = rounding(source.model.torch_dtype, reference.model.torch_dtype), _cancellation(theirs)
     for number, (site, own, other) in enumerate(pairs):
         layer = min(number, len(ours) - 1)
         gap = _gap(own, other, cancelled[layer]) if own.shape == other.shape else math.nan
@@ -290,13 +290,8 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
 
 def _cancellation(residuals: Tensor) -> Tensor:
     """Largest residual norm up to each layer over the norm there, `layer pos`."""
-    norms = residuals.double().cpu().norm(dim=-1).nan_to_num()
+    norms: Tensor = residuals.double().cpu().norm(dim=-1).nan_to_num()
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
-
-
-def _dtype(model: Model) -> torch.dtype:
-    known: torch.dtype = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
-    return known
 
 
 def _differ(source: HookedSource, reference: HookedSource, given: str) -> LayersimError:
@@ -347,7 +342,7 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
     given = {"attn_implementation": "eager"} | {key: value for key, value in options.items() if value is not None}
 
     def load() -> torch.nn.Module:
-        model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source.model), local_files_only=True, **given)
+        model: torch.nn.Module = kind.from_pretrained(name, dtype=source.model.torch_dtype, local_files_only=True, **given)
         return model if "device_map" in given else model.to(next(source.module.parameters()).device)
 
     return load

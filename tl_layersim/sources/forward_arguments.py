@@ -115,8 +115,7 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
 
 def _in_dtype(values: Tensor, model: Model) -> Tensor:
     """Convert floats to the dtype of the model's parameters; integers and bools are unchanged."""
-    dtype = getattr(torch, model.dtype.removeprefix("torch."), None)
-    return values.to(dtype) if values.is_floating_point() and isinstance(dtype, torch.dtype) else values
+    return values.to(model.torch_dtype) if values.is_floating_point() else values
 
 
 def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

@@ -220,9 +220,7 @@ class HookedSource(CanReadSites):
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """Run one forward pass over a batch; `more` holds further keyword arguments."""
-        device = device_of(self.module)
-        if self.embed is not None:
-            device = next(self.embed.parameters(), torch.empty(0, device=device)).device
+        device = device_of(self.module if self.embed is None else self.embed)
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)

@@ -19,9 +19,6 @@ from ..core.code_digests import ValueNames, defined_in
 from ..core.errors import LayersimError
 from .hooks import every_module
 
-# Packed weights of GPTQ and AWQ, which are buffers.
-PACKED = "qweight"
-
 
 def is_plain(parameter: Tensor) -> bool:
     """Whether a parameter is unquantised: not stored as integers, 8-bit floats or packed tensors.
@@ -38,7 +35,8 @@ def is_plain(parameter: Tensor) -> bool:
 
 def is_quantised(module: torch.nn.Module) -> bool:
     """Whether a module's own weights are quantised; weights of submodules do not count."""
-    return PACKED in module._buffers or not all(is_plain(p) for p in module._parameters.values() if p is not None)
+    # GPTQ and AWQ pack weights in a buffer.
+    return "qweight" in module._buffers or not all(is_plain(p) for p in module._parameters.values() if p is not None)
 
 
 def plain_parts(value: Tensor) -> Iterator[Tensor]:
@@ -376,8 +374,9 @@ def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None
     """
     if isinstance(value, Tensor):
         return None if value.is_meta or hasattr(value, "placements") else digest_of_tensor(value).hex()
-    plain = str | bool | int | float | complex | np.generic | np.ndarray | FunctionType | BuiltinFunctionType | partial
-    if value is None or isinstance(value, plain):
+    if value is None or isinstance(
+        value, str | bool | int | float | complex | np.generic | np.ndarray | FunctionType | BuiltinFunctionType | partial
+    ):
         return repr(ValueNames().named(value))
     if id(value) in known:
         return known[id(value)][1]

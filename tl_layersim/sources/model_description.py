@@ -97,6 +97,12 @@ class Model(ModelInputs):
         return {"inputs": either} | {name: tuple(dict.fromkeys(both)) for name, both in ids.items()}
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of the parameters; float32 if there are none."""
+        known: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."), torch.float32)
+        return known
+
+    @property
     def weights_hash(self) -> str:
         """The checksum of the weights; "" if they are not in this process."""
         return str(self.weights)

@@ -431,8 +431,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def settle(self, batch: Batch) -> None:
         """Run one row to find order and widths of the sites, and whether they are the residual stream.
 
-        It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
-        the sites that `read_at` chose.
+        Nothing runs if all of this is known.
         """
         if self._model.stream == "unknown":
             row = batch.first_row
