@@ -127,8 +127,8 @@ def _by_head(site: Site) -> list[HookPoint]:
     if site.heads or _HEAD.match(site.point.name):
         return [site.head(number) for number in range(len(site.heads))] or [site.point]
     raise LayersimError(
-        f"`per_head` is True, but {site.point.name} is not divided into heads; {', '.join(HEAD_FAMILIES)} are, in a model "
-        "whose configuration gives its number of heads."
+        f"`per_head` is True, but {site.point.name} is not divided into heads. The families {', '.join(HEAD_FAMILIES)} are, if "
+        "the configuration gives the number of heads."
     )
 
 

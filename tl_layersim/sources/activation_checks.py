@@ -36,8 +36,8 @@ def check_lens(source: Source, batch: Batch) -> None:
     """
     if not isinstance(source, CanUnembed):
         raise LayersimError(
-            f"{type(source).__name__} has a model with the head {source.model.head}, so it must inherit from `CanUnembed`, "
-            "whose `unembed_gap` checks the logit lens."
+            f"The model of {type(source).__name__} has the head {source.model.head}, so the source must inherit from "
+            "`CanUnembed`, whose `unembed_gap` checks the logit lens."
         )
     refuse_other_logits(lambda: source.unembed_gap(batch), source.model)
 
@@ -177,7 +177,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
         raise LayersimError(
             f"The hook points of {source.model.name} do not add up to its residual stream: "
             f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
-            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of their largest norm. Name modules by paths in at= instead."
+            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of the largest norm. Name modules by paths in at= instead."
         )
 
 

@@ -124,8 +124,8 @@ class Model(ModelInputs):
         unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
         if unknown and argument is not None:
             raise LayersimError(
-                f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write it as "
-                "a function of plain values."
+                f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write the "
+                "change as a function of plain values."
             )
         # Another machine may have the same weights in another folder.
         which = self.weights_hash or self.name

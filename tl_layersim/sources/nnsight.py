@@ -22,6 +22,7 @@ from ..architectures.hook_points import HookPoint, positions_of, residual_points
 from ..architectures.output_heads import lens_of
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
+from ..core.wording import with_article
 from ..data.batches import Batch
 from .activation_checks import refuse_not_finite
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
@@ -307,9 +308,8 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
         objects = partial(Remotable._remoteable_persistent_objects, model)
         return {"backend": LocalSimulationBackend(SimpleNamespace(_remoteable_persistent_objects=objects))}
     raise LayersimError(
-        f"`remote` is {shown(remote)}, but `model` is not a model that a server can load by its name: "
-        f"{type(model).__name__}(module). Use nnsight.TransformersModel('org/name', task='text-generation', "
-        "tokenizer=tokenizer)."
+        f"`remote` is {shown(remote)}, but a server cannot load `model`, {with_article(type(model).__name__)}, by a name. Use "
+        "nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)."
     )
 
 

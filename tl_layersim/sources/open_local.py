@@ -268,7 +268,7 @@ def refuse_changed(model: Any) -> None:
     if edits or hooks:
         raise LayersimError(
             f"`model` has changes that a model with fresh weights would lack: {'; '.join(filter(None, (edits, hooks)))}. "
-            "Make untrained(model) first, and register the hooks on both."
+            "Make untrained(model) first, and register the hooks on both models."
         )
 
 

@@ -100,7 +100,8 @@ def logits_of(output: Any) -> Tensor:
     """
     if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
         raise LayersimError(
-            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load it by {CLASSES_WITH_HEAD}."
+            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load the model by "
+            f"{CLASSES_WITH_HEAD}."
         )
     return tensor_of(output)
 

@@ -140,8 +140,8 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
         gap = float((ours.nan_to_num() - unit(getattr(output, name)).nan_to_num()).norm())
         if not gap <= rounding(dtype):
             raise LayersimError(
-                f"The last layer of the {source.tower.name} tower, projected, differs from `{name}` of {type(clip).__name__} "
-                f"by {gap:.2g} on the first row."
+                f"The projected last layer of the {source.tower.name} tower differs from `{name}` of {type(clip).__name__} by "
+                f"{gap:.2g} on the first row."
             )
 
 
