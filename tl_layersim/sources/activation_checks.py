@@ -220,12 +220,18 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
             f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another basis. "
             f"Pass {instead}."
         )
-    if isinstance(verify, torch.nn.Module):
-        _refuse_other_modules(verify)
-        source.check_first_row(lambda batch: check_residuals(source, verify, batch))
-    else:
+    if not isinstance(verify, torch.nn.Module):
         load = _checkpoint_of(source)
         source.check_first_row(lambda batch: check_residuals(source, load(), batch))
+        return
+    # A bridge changes the modules of its Hugging Face model, which would be compared with itself.
+    bridged = [path for path, sub in verify.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
+    if bridged:
+        raise LayersimError(
+            f"`verify` is {with_article(type(verify).__name__)} with modules of TransformerLens, such as {bridged[0]!r}. Pass "
+            "the Hugging Face model as it was before: copy.deepcopy(model), made before the bridge."
+        )
+    source.check_first_row(lambda batch: check_residuals(source, verify, batch))
 
 
 def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) -> None:
@@ -300,16 +306,6 @@ def _differ(source: HookedSource, reference: HookedSource, given: str) -> Layers
         f"The residual stream of {source.model.name} ({kind}) differs from {type(reference.module).__name__}'s: {given}. If "
         f"the weights of the {kind} were changed on purpose, pass verify=model, a Hugging Face model with the same weights."
     )
-
-
-def _refuse_other_modules(module: torch.nn.Module) -> None:
-    """Raise an error if a module is part of a bridge, and would be compared with itself."""
-    bridged = [path for path, sub in module.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
-    if bridged:
-        raise LayersimError(
-            f"`verify` is {with_article(type(module).__name__)} with modules of TransformerLens, such as {bridged[0]!r}. Pass "
-            "the Hugging Face model as it was before: copy.deepcopy(model), made before the bridge."
-        )
 
 
 def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
