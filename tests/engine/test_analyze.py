@@ -139,7 +139,7 @@ def test_a_result_that_does_not_fit_its_layers_is_refused():
 
 
 def test_a_source_has_its_own_place():
-    with pytest.raises(lsim.LayersimError, match=r"`remote`.*HookedSource.*remote=True"):
+    with pytest.raises(lsim.LayersimError, match=r"`remote` is True.*HookedSource"):
         lsim.analyze(lsim.open_model(HookedSource(tiny_llama()), remote=True), random_tokens(), "cka")
     found = lsim.analyze(HookedSource(tiny_llama()), lsim.Data(["w3 w4 w5 w6"], tokenizer=tiny_tokenizer()), "cosine")
     assert found["cosine"].provenance.tokens == 5

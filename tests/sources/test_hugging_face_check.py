@@ -70,9 +70,7 @@ def test_a_changed_block_is_named(name, block):
     weights = [p for p in bridged.blocks[block].parameters() if p.dim() == 2]
     with torch.no_grad():
         weights[-1].mul_(1.5)
-    number = block if name == "mamba" else block + 1
-    counterpart = rf"(hidden_states\[{number}\]|the output of block {block} of the Hugging Face model)"
-    where = rf"blocks\.{block}\.hook_resid_post differs from {counterpart}"
+    where = rf"blocks\.{block}\.hook_resid_post differs by"
     with pytest.raises(lsim.LayersimError, match=where):
         lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
@@ -104,10 +102,10 @@ def small_beside_a_massive_activation(untouched, bridged):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lost_scale, r"blocks\.1\.hook_resid_post differs from hidden_states\[2\] by 0\.\d+"),
-        (scale_of_the_last_residual, r"blocks\.2\.hook_resid_post differs from the output of block 2 .* by 1 of"),
-        (final_norm, r"the final norm of blocks\.2\.hook_resid_post differs from the last of"),
-        (embedding, r"blocks\.0\.hook_resid_pre differs from hidden_states\[0\] by 0\.0099"),
+        (lost_scale, r"blocks\.1\.hook_resid_post differs by 0\.\d+"),
+        (scale_of_the_last_residual, r"blocks\.2\.hook_resid_post differs by 1 of"),
+        (final_norm, r"the final norm of blocks\.2\.hook_resid_post differs by"),
+        (embedding, r"blocks\.0\.hook_resid_pre differs by 0\.0099"),
         (small_beside_a_massive_activation, r"blocks\.0\.hook_resid_pre differs"),
     ],
 )
@@ -139,25 +137,6 @@ def test_a_bridge_of_a_vision_model_is_compared_on_its_first_image():
         lsim.analyze(lsim.open_model(bridged, verify=untouched), images, COSINE)
 
 
-class Unknown(transformers.LlamaForCausalLM):
-    """The last hidden state is neither the last block's output nor that after the final norm."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        if output.hidden_states is not None:
-            output.hidden_states = (*output.hidden_states[:-1], output.hidden_states[-1] + 1)
-        return output
-
-
-def test_logits_are_compared_where_the_last_hidden_state_is_neither_tensor():
-    untouched, bridged = pair()
-    untouched.__class__ = Unknown
-    lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
-    scaled(bridged.unembed.original_component, 0.9)
-    with pytest.raises(lsim.LayersimError, match=r"output .*differs .*Hugging"):
-        lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_of_the_first_row_is_left_out(name, side):
@@ -171,7 +150,7 @@ def test_padding_of_the_first_row_is_left_out(name, side):
 
 
 def test_rounding_of_a_large_residual_that_a_later_block_cancels_is_no_difference():
-    states = [torch.full((3, 4), 1e4), torch.full((3, 4), 1e4), torch.ones(3, 4)]
+    states = torch.stack([torch.full((3, 4), 1e4), torch.full((3, 4), 1e4), torch.ones(3, 4)])
     cancelled = activation_checks._cancellation(states)
     assert cancelled.tolist() == [[1] * 3, [1] * 3, [1e4] * 3]
     assert activation_checks._gap(states[2] + 10, states[2], cancelled[2]) == pytest.approx(1e-3)
@@ -207,23 +186,13 @@ def test_a_booted_bridge_is_compared_with_its_own_folder_once(dtype, tmp_path, m
         lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(4, 12), COSINE, at="attn_out")
 
 
-def test_a_checkpoint_that_is_gone_is_refused(tmp_path):
-    path = folder(tmp_path, tiny_llama())
-    bridged = boot(path)
-    (tmp_path / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(lsim.LayersimError, match=r"`verify` is 'hf'.*verify=LlamaForCausalLM\.from_pretrained"):
-        lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(4, 12), COSINE)
-
-
 def test_a_bridge_of_a_module_needs_an_untouched_copy():
     model = tiny_llama()
     bridged = bridge(model)
     with pytest.raises(lsim.LayersimError, match=r"`verify` is 'hf'.*copy\.deepcopy\(model\)"):
         lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(), COSINE)
     for wrapped in (model, copy.deepcopy(model)):
-        with pytest.raises(
-            lsim.LayersimError, match=r"a TransformerBridge has changed(.|\n)*model\.embed_tokens(.|\n)*deepcopy"
-        ):
+        with pytest.raises(lsim.LayersimError, match=r"`verify`.*TransformerLens(.|\n)*model\.embed_tokens(.|\n)*deepcopy"):
             lsim.analyze(lsim.open_model(bridged, verify=wrapped), random_tokens(), COSINE)
 
 
@@ -234,7 +203,7 @@ def test_what_cannot_be_verified_is_refused():
     for model, verify, message in (
         (tiny_llama(), "hf", r"`verify`.*LlamaForCausalLM"),
         (nnsight(tiny_llama()), "hf", r"`verify`.*LlamaForCausalLM"),
-        (bridged, torch.nn.Linear(2, 2), r"`verify`.*Linear"),
+        (bridged, torch.nn.Linear(2, 2), r"Linear"),
         (bridge(tiny_llama()), tiny_llama(2), r"3 blocks, and 2"),
         (processed, untouched, r"`verify`.*TransformerBridge(.|\n)*without enable_comp"),
     ):

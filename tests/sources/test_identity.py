@@ -28,6 +28,11 @@ def scaled(_module, _args, output, by=0.5):
     return output * by
 
 
+@torch.no_grad()
+def tripled(_module, _args, output):
+    return output * 3
+
+
 def halved(_module, args):
     return (args[0] / 2, *args[1:])
 
@@ -164,6 +169,7 @@ CHANGES = {
     "offloaded weights": lambda model: moved(model, of_weights(lambda w: w.mul_(3))),
     "forward hook": hooked("register_forward_hook", scaled),
     "forward hook with another value": hooked("register_forward_hook", functools.partial(scaled, by=2.0)),
+    "forward hook without gradients": hooked("register_forward_hook", tripled),
     "forward pre-hook": hooked("register_forward_pre_hook", halved),
     "epsilon of a norm": of_block(lambda block: setattr(block.input_layernorm, "variance_epsilon", 0.5)),
     "activation": of_block(lambda block: setattr(block.mlp, "act_fn", torch.nn.Tanh())),

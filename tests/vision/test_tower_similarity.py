@@ -136,13 +136,6 @@ def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
     assert found.provenance.options["norm"] == "after"
 
 
-def test_towers_need_their_projections():
-    model = copy.deepcopy(clip_of())
-    del model.text_projection
-    with pytest.raises(lsim.LayersimError, match=r"lacks `text_projection`(.|\n)*from_pretrained"):
-        tower_similarity(model, pairs())
-
-
 def test_a_model_that_projects_in_another_way_is_refused():
     class Own(hf.CLIPModel):
         def forward(self, **given):

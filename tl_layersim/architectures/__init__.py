@@ -1,4 +1,4 @@
-"""Architectures: tables of the module paths of blocks, heads and hook points in each architecture."""
+"""Tables of architectures: where the blocks, heads and hook points of a model are."""
 
 import lazy_loader
 

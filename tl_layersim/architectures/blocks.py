@@ -1,4 +1,4 @@
-"""Blocks of a model, found by the tables of architectures: module paths, stacks, layouts and site names."""
+"""Finds the blocks of a model, their stacks, layouts and site names."""
 
 from __future__ import annotations
 
@@ -42,14 +42,13 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     for place, (before, path) in enumerate(pairwise(paths), start=1):
         if path in paths[:place] or (numbers is not None and numbers[place] < numbers[place - 1]):
             raise LayersimError(
-                f"`layers` has {path!r} after {before!r}; it must name different modules, in the order in which the model "
-                "runs them."
+                f"`layers` has {path!r} after {before!r}; name different modules, in the order in which the model runs them."
             )
     return paths
 
 
 def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Module paths of the blocks in all stacks of a model, such as encoder and decoder, both towers, or all stages.
+    """Module paths of all blocks of a model, in every stack, tower or stage.
 
     Args:
         module: the model.
@@ -65,7 +64,7 @@ def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
 
 
 def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: str) -> None:
-    """Raise an error if `layers` or `unembed` is given for a model whose blocks and head are known.
+    """Raise an error if `layers` or `unembed` is given for a model that needs neither.
 
     Args:
         layers: the argument of the call.
@@ -85,7 +84,7 @@ def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: st
 def locate(
     module: torch.nn.Module, paths: list[str], named: bool
 ) -> tuple[tuple[str, ...], Literal["whole", "parts", "unknown", "none"]]:
-    """Site names of some modules, and whether these sites are the residual stream (`Model.stream`).
+    """Site names of modules, and whether these sites are the residual stream (`Model.stream`).
 
     Modules in the layout's list of blocks pass on the residual stream; modules inside a block do not. A forward pass tests all
     others.
@@ -109,7 +108,7 @@ def locate(
 
 
 def _block_list(module: torch.nn.Module) -> str | None:
-    """Path of the module list that holds the blocks of a one-stack model; None if the layout is unknown."""
+    """Path of the list of blocks in a model with one stack; None if unknown."""
     names = dict(module.named_modules())
     prefix = getattr(module, "base_model_prefix", "")
     # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
@@ -124,7 +123,7 @@ def _block_list(module: torch.nn.Module) -> str | None:
 
 
 def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the module lists that hold blocks, by stack.
+    """Path of the list of blocks in each stack.
 
     Stacks are "encoder" and "decoder"; "text" and "vision" for the towers of a CLIP; "stages.0", ...; or "" if there is only
     one. A stage (as in Swin) has fewer positions and more channels than the stage before it, so each has its own residual
@@ -149,17 +148,13 @@ def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
 
 
 def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
-    """The stacks that contain at least one of these modules, see `lists_of_blocks`."""
+    """Names of the stacks that contain a module of `paths`, see `lists_of_blocks`."""
     roots = two_sides(module) or lists_of_blocks(module)
     return [stack for stack, root in roots.items() if any(f"{path}.".startswith(f"{root}.") for path in paths)]
 
 
 def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
-    """The one stack that contains these modules.
-
-    Returns:
-        Its name; "" if the modules lie in several stacks or in none, or the model has one stack only.
-    """
+    """Name of the stack with modules in `paths`; "" if there are several such stacks or none."""
     stacks = stacks_with(module, paths)
     return stacks[0] if len(stacks) == 1 else ""
 
@@ -176,12 +171,12 @@ def blocks_in(module: torch.nn.Module, path: str) -> list[str]:
 
 
 def two_sides(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the encoder and the decoder, or of the text and the vision tower; empty for other models."""
+    """Paths of encoder and decoder, or of both towers; empty for other models."""
     return encoder_and_decoder(module) or (dict(TOWER_MODULES) if has_both_towers(module) else {})
 
 
 def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the encoder and the decoder of a Hugging Face model; empty for models without both."""
+    """Paths of encoder and decoder in a Hugging Face model; empty without both."""
     if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return {}
     names = {id(sub): name for name, sub in module.named_modules() if name}
@@ -196,27 +191,27 @@ def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
 
 
 def in_both_stacks(module: torch.nn.Module) -> LayersimError:
-    """The error for blocks that do not all lie in one stack: encoder or decoder, text or vision tower."""
+    """The error for blocks in two stacks."""
     lists = lists_of_blocks(module)
     return LayersimError(
-        f"`layers` names blocks of several stacks of {type(module).__name__}, or of none; all must lie in one stack, "
+        f"`layers` names blocks in two stacks of {type(module).__name__}; all blocks must lie in one stack, "
         f"{' or '.join(two_sides(module))}, such as {next(reversed(lists.values()), 'decoder.block')}.0."
     )
 
 
 def has_encoder_positions(path: str) -> bool:
-    """Whether a decoder module computes keys or values at the encoder's positions, judged by its path."""
+    """Whether a module computes cross-attention keys or values, which have the encoder's positions."""
     parts = path.split(".")
     return any(part in CROSS_ATTENTION for part in parts) and parts[-1] in OF_ENCODER
 
 
 def has_both_towers(module: torch.nn.Module) -> bool:
-    """Whether a model has a vision and a text tower, like CLIP and SigLIP."""
+    """Whether a model has a vision tower and a text tower, like CLIP."""
     return all(hasattr(module, child) for child in TOWER_MODULES.values())
 
 
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
-    """Block indices of the modules at these paths; None if a module is not a block, or the layout is unknown."""
+    """Indices of blocks from their paths; None if a path is not a known block."""
     blocks = _blocks_of(module, stack_of(module, paths))
     return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
 
@@ -230,7 +225,7 @@ def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
 
 
 def _blocks_of(module: torch.nn.Module, stack: str = "") -> list[str]:
-    """Paths of all blocks in one stack, by default the decoder or the last stage; empty if the layout is unknown."""
+    """Paths of the blocks in a stack, by default the decoder or the last stage; empty if unknown."""
     lists = lists_of_blocks(module)
     path = lists.get(stack or ("decoder" if encoder_and_decoder(module) else next(reversed(lists), "")))
     return [] if path is None else blocks_in(module, path)
@@ -258,7 +253,7 @@ def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
 
 
 def refuse_positions_first(module: torch.nn.Module, blocks: list[str]) -> None:
-    """Raise an error if blocks pass on `pos batch width`.
+    """Raise an error if positions are the first axis of the blocks' outputs.
 
     Shapes alone do not show this if a batch has as many rows as positions.
 
@@ -274,7 +269,7 @@ def refuse_positions_first(module: torch.nn.Module, blocks: list[str]) -> None:
     first = isinstance(block, layers) and not block.self_attn.batch_first
     if first or getattr(nearest_config(module, blocks[0]), "model_type", None) in POSITIONS_FIRST:
         raise LayersimError(
-            f"The blocks of {type(module).__name__} pass on pos x batch x width; they must pass on batch x pos x width"
+            f"The blocks of {type(module).__name__} return pos x batch x width; blocks must return batch x pos x width"
             + (", as with batch_first=True." if first else ".")
         )
 
@@ -307,14 +302,14 @@ def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def nearest_config(module: torch.nn.Module, path: str) -> Any:
-    """The configuration of a module, or of the nearest module around it that has one."""
+    """The configuration of a module, or of its nearest parent with a configuration."""
     parts = path.split(".")
     around = [module.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) - 1, -1, -1)]
     return next((config for one in around if (config := getattr(one, "config", None)) is not None), None)
 
 
 def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
-    """The layout of a block in the table `LAYOUTS`; None if the table lacks it.
+    """The layout of a block in the table `LAYOUTS`; None if it is missing there.
 
     Args:
         block: a block of transformers, or of a class derived from one.
@@ -333,7 +328,9 @@ def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
 
 
 def is_post_norm(module: torch.nn.Module, path: str) -> bool:
-    """Whether the blocks are post-norm: they end in a layer norm, so the output is not the input plus a branch.
+    """Whether blocks are post-norm: they end in a layer norm.
+
+    The output of such a block is not its input plus a branch.
 
     Args:
         module: the model.
@@ -353,7 +350,7 @@ def is_post_norm(module: torch.nn.Module, path: str) -> bool:
 
 
 def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str | None:
-    """Path of the final norm, beside the list of blocks or above it; None if the layout or the model has none.
+    """Path of the final norm; None if the model or its layout has none.
 
     Args:
         module: the model.
@@ -369,7 +366,7 @@ def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str 
 
 
 def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[int, int]:
-    """Numbers of attention heads and of key-value heads in a configuration; zero if it gives none.
+    """Numbers of attention heads and key-value heads in a configuration; 0 if unknown.
 
     Args:
         config: configuration of a Hugging Face model.
@@ -396,7 +393,7 @@ def layer_names(blocks: int) -> tuple[str, ...]:
 
 
 def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
-    """TransformerLens names of the residual layers of some blocks: the first block's input and every block's output.
+    """TransformerLens names of the first block's input and of every block's output.
 
     Examples:
         >>> block_sites([1, 3])
@@ -406,7 +403,7 @@ def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def entering(name: str) -> str:
-    """Name of the site at a module's input, from the name of the site at its output.
+    """Name of the site at a module's input, from the name at its output.
 
     Examples:
         >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")

@@ -1,4 +1,4 @@
-"""Hook points and sites: places where activations are read, their families, and the sums on the residual stream.
+"""Hook points and sites: the places where activations are read, and the sums on the residual stream.
 
 A new family is one entry in `SITE_NAMES` and in the layouts that have it. `at_point` and `to_positions` are shipped to NDIF
 servers by value, as source: they use torch and the standard library alone.
@@ -42,7 +42,9 @@ Index = int | slice
 
 @dataclass(frozen=True)
 class Channels:
-    """Evidence for the channel axis of a hook point's tensor, from the modules in and around the hook point.
+    """Evidence from modules on which axis of an activation tensor holds channels.
+
+    The modules are those in and around a hook point.
 
     Attributes:
         axis: 1 for `batch channel ...`, -1 for `batch ... channel`, if the module itself decides it; None if sizes must decide.
@@ -59,7 +61,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the last axis of a tensor, such as the queries in the output of a fused projection, or one attention head.
+    """Part of the last axis of a tensor, such as one attention head.
 
     Attributes:
         shape: shape of the split last axis, such as `(3, heads, d_head)`.
@@ -98,8 +100,13 @@ class HookPoint:
     channels: Channels | None = None
 
 
+def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
+    """The hook points in their order, each name once."""
+    return tuple({point.name: point for point in points}.values())
+
+
 def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPoint, ...]:
-    """The hook points of the residual layers: the first block's input and every block's output.
+    """Hook points of the first block's input and of every block's output.
 
     Args:
         names: names of the residual layers.
@@ -112,7 +119,7 @@ def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPo
 def at_point(
     hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = None, name: str = "", remedy: str = ""
 ) -> Tensor:
-    """The activations of a hook point, `batch pos width`, from its module's input or output.
+    """The activations `batch pos width` of a hook point, from its module's input or output.
 
     Args:
         hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own. Batch and positions may
@@ -176,7 +183,7 @@ class Site:
 
     @property
     def stack(self) -> str:
-        """Prefix of the site's stack, such as `encoder.`; "" in a model with one stack."""
+        """Prefix of the stack, such as `encoder.`; "" in a model with one stack."""
         return self.point.name.removesuffix(site_name(self.family, self.block or 0))
 
     def head(self, number: int) -> HookPoint:
@@ -186,7 +193,9 @@ class Site:
 
 @dataclass(frozen=True)
 class StreamSum:
-    """A sum on the residual stream: the total equals the sum of the terms up to rounding, in evaluation mode.
+    """A sum on the residual stream: the total equals the sum of the terms.
+
+    It holds up to rounding, in evaluation mode.
 
     Attributes:
         total: name of the total, such as `blocks.3.hook_resid_post`.
@@ -218,7 +227,7 @@ class SiteMap:
     other_names: tuple[str, ...] = field(default=(), repr=False)
 
     def of_families(self, families: Iterable[str]) -> list[Site]:
-        """The sites of some families, such as all attention outputs, in the order of the forward pass.
+        """The sites of some families, in the order of the forward pass.
 
         Args:
             families: families in all stacks, such as "attn_out", or in one, such as "encoder.attn_out".
@@ -242,13 +251,10 @@ class SiteMap:
         return [family for family in SITE_NAMES if family in have]
 
 
-def separate_heads(count: int) -> tuple[Part, ...]:
-    """The part of each head in a tensor whose last axis is `(heads d_head)`."""
-    return tuple(Part((count, -1), (head,)) for head in range(count))
-
-
 def fused_parts(kind: str, family: str, heads: int, key_heads: int) -> tuple[Part, tuple[Part, ...]]:
-    """The parts of queries, keys or values in a fused projection's output: of all heads, and of each head.
+    """The part of a fused projection that holds queries, keys or values.
+
+    Returns the part of all heads together, and the part of each head.
 
     Args:
         kind: see `BlockLayout.fused`.
@@ -297,7 +303,7 @@ KEEPING_NAMES = ("DropPath", "StochasticDepth", "FrozenBatchNorm2d")
 
 
 def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
-    """The `Channels` of a module, from the modules in and around it; None if none of them is a convolution.
+    """Evidence on the channel axis of a module's activations; None if no convolution is near the module.
 
     An activation, a norm or a dropout has the axis of the module before it in a Sequential, or of the modules around it. Any
     other module may move the axis, so sizes must decide.
@@ -351,7 +357,6 @@ def _may_move(module: torch.nn.Module) -> bool:
 
 
 def _axis_of(module: torch.nn.Module) -> int | None:
-    """The channel axis in the input and output of a torch layer; None for other modules."""
     if any(cls.__module__ in CHANNELS_FIRST for cls in type(module).__mro__) or isinstance(module, torch.nn.GroupNorm):
         return 1
     if type(module) is torch.nn.LayerNorm:
@@ -360,7 +365,7 @@ def _axis_of(module: torch.nn.Module) -> int | None:
 
 
 def _sizes(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Channel counts of the convolutions and their norms in a module, and widths of its linear layers and layer norms.
+    """Channel counts of convolutions in a module, and widths of its linear layers and norms.
 
     Args:
         module: any module.
@@ -416,12 +421,12 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
         return 1 if is_first or not channels.last else -1
     raise LayersimError(
         f"The modules at {name} do not tell which axis of the activations, {' x '.join(map(str, shape))}, holds channels. "
-        "Name the convolution, norm or linear layer that computes them."
+        "Name the convolution, norm or linear layer that computes the activations."
     )
 
 
 def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos: int | None = None) -> Tensor:
-    """Reshape a feature map to one vector per position, `batch pos channel`; other tensors are unchanged.
+    """Reshape a feature map to `batch pos channel`; other tensors are unchanged.
 
     Args:
         hidden: `batch channel ...` or `batch ... channel`, or other activations.
@@ -442,5 +447,5 @@ def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos:
 
 
 def positions_of(shape: Sequence[int], channels: Channels | None = None, name: str = "") -> int:
-    """Number of positions in a shape: `batch pos ...`, a feature map, or `batch width` (one position)."""
+    """Number of positions in a tensor of this shape; `batch width` has one."""
     return 1 if len(shape) == 2 else to_positions(torch.empty(*shape, device="meta"), channels, name).shape[1]

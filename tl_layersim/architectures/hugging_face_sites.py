@@ -1,4 +1,4 @@
-"""Sites of Hugging Face and plain torch models: module inputs and outputs, by the layout of the blocks."""
+"""Sites of Hugging Face and plain torch models, by the layouts of their blocks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_blocks, module_sites, nearest_config
-from .hook_points import (
-    HEAD_FAMILIES,
-    SITE_NAMES,
-    HookPoint,
-    Part,
-    Site,
-    SiteMap,
-    StreamSum,
-    fused_parts,
-    separate_heads,
-    site_name,
-)
+from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, site_name
 from .layouts import BlockLayout, ModuleTensor, input_of, output_of
 
-UNKNOWN = "its blocks are of an architecture whose hook points are not in the table: name its modules by their paths"
+UNKNOWN = "its architecture is not in the table of hook points; name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"
 
 
@@ -74,14 +63,14 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
 
 
 def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
-    """The layout that some blocks share; None if it is not in the table, the layouts differ, or a path ends in no number."""
+    """The layout of all blocks in a list; None if it is unknown or the blocks differ."""
     found = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
     numbered = all(path.rpartition(".")[2].isdecimal() for path in blocks)
     return found[0] if numbered and all(layout is found[0] for layout in found) else None
 
 
 def _point(name: str, path: str, tensor: ModuleTensor, part: Part | None = None) -> HookPoint:
-    """The hook point of a block's tensor. Without a name, it is named after its module."""
+    """The hook point of a tensor in a block, by default named after its module."""
     module = f"{path}.{tensor.path}".rstrip(".")
     return HookPoint(name or module + ".input" * tensor.incoming, module, tensor.incoming, part)
 
@@ -89,7 +78,7 @@ def _point(name: str, path: str, tensor: ModuleTensor, part: Part | None = None)
 def stack_sites(
     prefix: str, blocks: Sequence[str], layout: BlockLayout, heads: tuple[int, int], fused: str
 ) -> tuple[list[Site], list[StreamSum]]:
-    """The sites in one stack's blocks, without the final norm, and the sums on the stack's residual stream.
+    """The sites and stream sums in the blocks of one stack, without the final norm.
 
     Args:
         prefix: prefix of the site names; "" in a model with one stack.
@@ -108,7 +97,8 @@ def stack_sites(
             if family not in tensors or (family in "qkv" and fused and not heads[0]):
                 continue
             part: Part | None = None
-            each: tuple[Part, ...] = separate_heads(heads[family in "kv"]) if family in HEAD_FAMILIES else ()
+            count = heads[family in "kv"] if family in HEAD_FAMILIES else 0
+            each = tuple(Part((count, -1), (head,)) for head in range(count))
             if family in "qkv" and fused:
                 part, each = fused_parts(fused, family, *heads)
             points[family] = _point(site_name(family, number, prefix), path, tensors[family], part)
@@ -122,7 +112,7 @@ def stack_sites(
 
 
 def point_at(module: torch.nn.Module, name: str) -> HookPoint | None:
-    """The hook point of a module's output ("path") or input ("path.input"); None if there is no such module."""
+    """The hook point of a module's output ("path") or input ("path.input"); None without such a module."""
     for path, incoming in ((name, False), (name.removesuffix(".input"), name.endswith(".input"))):
         try:
             found = module.get_submodule(path) if path else None

@@ -90,7 +90,7 @@ POST_NORM_LACKS = SUBLAYER_NORM_LACKS | {"ln_final": NO_FINAL}
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Layout of a block: the tensor of each family, and the sums on the residual stream.
+    """Layout of a block: the tensor of each family, and the stream sums.
 
     Attributes:
         classes: class names of blocks with this layout.
@@ -102,7 +102,7 @@ class BlockLayout:
         sums: identities of the residual stream.
         final: possible names of the final norm, beside the list of blocks or above it.
         lacks: for each family that the layout lacks, the reason.
-        when: function of the configuration that tells whether a block has this layout.
+        when: function of the block and its configuration that tells whether the block has this layout.
         head_count: configuration attribute with the number of heads.
     """
 
@@ -112,7 +112,7 @@ class BlockLayout:
     sums: tuple[BlockSum, ...] = SEQUENTIAL
     final: tuple[str, ...] = ("norm",)
     lacks: Mapping[str, str] = field(default_factory=dict)
-    when: Callable[[torch.nn.Module, Any], bool] = lambda block, config: True
+    when: Callable[[Any, Any], bool] = lambda block, config: True
     head_count: str = "num_attention_heads"
 
 
@@ -130,17 +130,17 @@ def attention_tensors(path: str, names: str, output: str) -> dict[str, ModuleTen
 
 
 def mlp_tensors(path: str, output: str) -> dict[str, ModuleTensor]:
-    """The tensors of an MLP by family; `output` is the name of its output projection."""
+    """The tensors of an MLP by family; `output` names its output projection."""
     return {"mlp_post": input_of(f"{path}.{output}"), "mlp_out": output_of(path)}
 
 
 def norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
-    """The tensors of the two norms of a sequential pre-norm block; the second reads the stream between attention and MLP."""
+    """The tensors of the two norms in a sequential pre-norm block."""
     return {"ln1": output_of(first), "resid_mid": input_of(second), "ln2": output_of(second)}
 
 
 def parallel_norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
-    """The tensors of the norms of a parallel block; attention and MLP may share one."""
+    """The tensors of the norms in a parallel block, which may share one norm."""
     return {"ln1": output_of(first), "ln2": output_of(second)}
 
 
@@ -213,21 +213,14 @@ _SHARED = "its projection also runs on the embeddings of relative positions"
 
 
 def _falcon_fused(config: Any) -> Fused:
-    """The order of heads in a Falcon's fused projection."""
     if config.new_decoder_architecture:
         return "groups"
     return "rows" if config.multi_query else "heads qkv"
 
 
-def _is_sliced(config: Any) -> bool:
+def _is_sliced(config: Any) -> Any:
     """Whether a Bloom computes its output projections in slices, without calling the module."""
-    return bool(config.slow_but_exact and config.pretraining_tp > 1)
-
-
-def _shares_projections(block: Any) -> bool:
-    """Whether a DeBERTa uses the same projections for relative positions and for tokens."""
-    attention = block.attention.self
-    return bool(attention.share_att_key and attention.relative_attention)
+    return config.slow_but_exact and config.pretraining_tp > 1
 
 
 LAYOUTS: tuple[BlockLayout, ...] = (
@@ -308,7 +301,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         sums=PARALLEL,
         final=("final_layer_norm",),
         lacks={"resid_mid": NO_MID},
-        when=lambda block, config: bool(config.use_parallel_residual),
+        when=lambda block, config: config.use_parallel_residual,
     ),
     BlockLayout(
         ("GPTNeoXLayer",),
@@ -320,7 +313,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         ("OPTDecoderLayer",),
         _OPT | norm_tensors("self_attn_layer_norm", "final_layer_norm"),
         final=("final_layer_norm",),
-        when=lambda block, config: bool(config.do_layer_norm_before),
+        when=lambda block, config: config.do_layer_norm_before,
     ),
     BlockLayout(
         ("OPTDecoderLayer", "BartEncoderLayer"),
@@ -404,7 +397,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         {"v": output_of("attention.self.value_proj"), **_BERT},
         sums=_BERT_SUMS,
         lacks=POST_NORM_LACKS | dict.fromkeys(("q", "k"), _SHARED),
-        when=lambda block, config: _shares_projections(block),
+        when=lambda block, config: block.attention.self.share_att_key and block.attention.self.relative_attention,
     ),
     BlockLayout(
         ("DebertaV2Layer",),
@@ -490,7 +483,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         },
         sums=_CROSS,
         final=("final_layer_norm",),
-        when=lambda block, config: bool(block.is_decoder),
+        when=lambda block, config: block.is_decoder,
     ),
     BlockLayout(
         ("T5Block",),
@@ -638,22 +631,19 @@ class Tower:
     end_of_text: bool = False
 
 
-def _vision() -> Tower:
-    head = Head("vision_model.post_layernorm", ("visual_projection",), reads="first")
-    return Tower("vision", "vision_model", "encoder.layers", head)
-
-
 def _text(blocks: str, norm: str, *parts: str, end_of_text: bool = False) -> Tower:
     return Tower("text", "text_model", blocks, Head(norm, (*parts, "text_projection"), reads="first"), end_of_text)
 
 
-_CLIP_TOWERS = (_vision(), _text("encoder.layers", "text_model.final_layer_norm", end_of_text=True))
+_VISION_HEAD = Head("vision_model.post_layernorm", ("visual_projection",), reads="first")
+_VISION = Tower("vision", "vision_model", "encoder.layers", _VISION_HEAD)
+_CLIP_TOWERS = (_VISION, _text("encoder.layers", "text_model.final_layer_norm", end_of_text=True))
 # Vision and text tower, by the `model_type` of the configuration.
 TOWERS_BY_TYPE = {
     "clip": _CLIP_TOWERS,
     "metaclip_2": _CLIP_TOWERS,
     # A BERT, whose blocks end in a norm.
-    "chinese_clip": (_vision(), _text("encoder.layer", "")),
-    "altclip": (_vision(), _text("roberta.encoder.layers", "text_model.pre_LN", "text_model.transformation")),
+    "chinese_clip": (_VISION, _text("encoder.layer", "")),
+    "altclip": (_VISION, _text("roberta.encoder.layers", "text_model.pre_LN", "text_model.transformation")),
 }
 CLASSES = "CLIPModel, MetaClip2Model, ChineseCLIPModel or AltCLIPModel of transformers"

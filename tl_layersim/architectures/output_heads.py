@@ -1,4 +1,4 @@
-"""Output heads of models, found by the tables of architectures: the final norm and the modules from there to the logits."""
+"""Finds the output head of a model: the final norm and the modules from the norm to the logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLASSES_WITH_HEAD = "AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelFor.
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
-    """Paths of the final norm and of the modules from the norm to the logits; None if no head is known.
+    """Paths of the final norm and the modules from there to the logits; None if unknown.
 
     Args:
         module: the model.
@@ -51,7 +51,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
 
 
 def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
-    """The model's output head in the table of heads; None if the table lacks it."""
+    """The head of the model in `HEADS_BY_CLASS`; None if it is missing there."""
     classes, config = {cls.__name__ for cls in type(module).__mro__}, getattr(module, "config", None)
     layout = next((row for row in HEADS_BY_CLASS if classes.intersection(row.classes) and row.when(config)), None)
     if layout is None:
@@ -81,7 +81,10 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
 
 
 def norms_between_layers(module: torch.nn.Module) -> bool:
-    """Whether a DETR applies its decoder's norm after each layer, and so twice after the last layer.
+    """Whether a DETR applies its decoder norm after each layer.
+
+    The norm is then applied twice after the last layer. transformers does so if `config.auxiliary_loss` is set, even without
+    labels.
 
     transformers does so if `config.auxiliary_loss` is set, even without labels.
     """
@@ -95,17 +98,20 @@ def is_detr(config: Any) -> bool:
 
 
 def _scaled(head: Head, module: torch.nn.Module) -> Head:
-    """Add the model's logit scale and soft-cap to a head that predicts tokens; a head that predicts classes is unchanged."""
+    """Add logit scale and soft-cap to a head that predicts tokens."""
     if head.classifies:
         return head
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     scale, soft_cap = logit_scaling(config)
-    inner = _input_scale(config)
-    return replace(head, scale=scale * inner, soft_cap=soft_cap, scales_input=inner != 1.0)
+    tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
+    if getattr(config, "scale_decoder_outputs", False) or tied:
+        # A T5 whose head is tied to the embedding.
+        return replace(head, scale=scale * config.d_model**-0.5, soft_cap=soft_cap, scales_input=True)
+    return replace(head, scale=scale, soft_cap=soft_cap)
 
 
 def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
-    """Paths of the modules from the normed residual to the logits, and the positions that they read."""
+    """Paths of the modules from the normed residual to the logits, and `Head.reads`."""
     find: Any = getattr(module, "get_output_embeddings", lambda: None)
     output = find()
     path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None
@@ -129,7 +135,7 @@ def _is_norm(path: str, module: torch.nn.Module) -> bool:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the text model; the configuration itself if it has no parts."""
+    """The configuration of the text model inside a configuration, or the configuration itself."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -143,14 +149,8 @@ def logit_scaling(config: Any) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
-def _input_scale(config: Any) -> float:
-    """Factor by which a T5 scales the input of its head, if the head is tied to the embedding."""
-    tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
-    return float(config.d_model**-0.5) if getattr(config, "scale_decoder_outputs", False) or tied else 1.0
-
-
 def _dtype_of(module: torch.nn.Module, paths: Sequence[str]) -> torch.dtype | None:
-    """The dtype of the weights of some modules; None if they are not floating-point (as with 8-bit integers)."""
+    """The dtype of the weights of modules; None for weights that are not floating-point."""
     first = next((p for path in paths for p in module.get_submodule(path).parameters()), None)
     return first.dtype if first is not None and first.is_floating_point() else None
 
@@ -187,7 +187,9 @@ def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str
 
 @dataclass(frozen=True)
 class Quiet:
-    """Calls a module without hooks and without dropout, because the logit lens is not part of a forward pass.
+    """Calls a module without hooks and dropout.
+
+    The logit lens is not part of a forward pass.
 
     The module itself is not changed, because other threads may be running it.
     """
@@ -199,7 +201,7 @@ class Quiet:
 
 
 def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """A copy of a module that shares its parameters and buffers, in evaluation mode and without hooks."""
+    """Copy a module without hooks, in evaluation mode; parameters and buffers are shared."""
     if id(module) in made:
         return made[id(module)]
     shadow = made[id(module)] = object.__new__(type(module))
@@ -220,7 +222,7 @@ def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.
 
 @dataclass(frozen=True)
 class DetectionHeads:
-    """Class logits and boxes at every layer of a DETR, by its decoder norm, class head and box head.
+    """Class logits and boxes at every layer of a DETR.
 
     Below the last layer they equal the model's `auxiliary_outputs`, at the last layer its outputs.
 

@@ -1,4 +1,4 @@
-"""Resolution of `at=`: block indices, families, names, patterns and functions of names become hook points."""
+"""Resolves `at=`: block indices, families, names, patterns and functions become hook points."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .blocks import (
     stack_of,
     stacks_with,
 )
-from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum
+from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, distinct_points
 from .hugging_face_sites import module_site_map
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
@@ -64,7 +64,7 @@ def find_points(
         per_head: whether to return one hook point for each head.
 
     Raises:
-        LayersimError: a name is unknown, the model lacks a family, or a hook point is named twice.
+        LayersimError: a name is unknown, or the model lacks a family.
     """
     known = site_map(module, blocks)
     outputs = [site.point.name for site in known.of_families(["resid_post"]) if not site.first]
@@ -87,8 +87,8 @@ def find_points(
             # All families together, at the place of the first.
             found += known.of_families(families)
     points = [point for site in found for point in (_by_head(site) if per_head else [site.point])]
-    _refuse_twice(points, {site.point.name for site in known.sites})
-    return tuple(points)
+    # A family and a pattern may select the same site.
+    return distinct_points(points)
 
 
 def items_of(at: Any) -> list[Any]:
@@ -106,7 +106,9 @@ def as_int(item: Any) -> Any:
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
-    """The equations of the residual stream, such as resid_pre + attn_out = resid_mid, that contain a site of some families.
+    """The sums on the residual stream that contain a site of some families.
+
+    An example is resid_pre + attn_out = resid_mid.
 
     They follow from the architecture. If activations do not satisfy a sum, a site reads another tensor than its name says.
 
@@ -122,21 +124,16 @@ def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterab
 
 
 def _by_head(site: Site) -> list[HookPoint]:
-    """One hook point for each attention head of a site.
-
-    Raises:
-        LayersimError: the hook point has no heads.
-    """
     if site.heads or _HEAD.match(site.point.name):
         return [site.head(number) for number in range(len(site.heads))] or [site.point]
     raise LayersimError(
-        f"`per_head` is True, but {site.point.name} is not divided into heads; {', '.join(HEAD_FAMILIES)} are, in a model "
-        "whose configuration gives its number of heads."
+        f"`per_head` is True, but {site.point.name} is not divided into heads. The families {', '.join(HEAD_FAMILIES)} are, if "
+        "the configuration gives the number of heads."
     )
 
 
 def _named(known: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
-    """The sites and other hook points that a name, a pattern or a function selects.
+    """The sites and other hook points that a name, pattern or function selects.
 
     Raises:
         LayersimError: no hook point is selected.
@@ -153,7 +150,7 @@ def _named(known: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
 
 
 def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | None:
-    """The site, the head of a site or the other hook point called `name`; None if there is none.
+    """The site, head or other hook point called `name`; None if there is none.
 
     Raises:
         LayersimError: the site and TransformerLens's hook point of this name are different tensors, or it has no such head.
@@ -178,27 +175,9 @@ def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | No
 
 
 def _tensor_of(point: HookPoint) -> tuple[object, ...]:
-    """Key of the tensor that a hook point reads; hook points of one tensor have equal keys."""
+    """Key of the tensor that a hook point reads, equal for equal tensors."""
     part = point.part
     return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
-
-
-def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
-    """Raise an error if a hook point is named twice, under one name or two.
-
-    Sites of two families may share a tensor: in some parallel blocks, attention and MLP read the same norm.
-    """
-    seen: set[str] = set()
-    names: dict[tuple[object, ...], str] = {}
-    for point in points:
-        name, tensor = point.name, _tensor_of(point)
-        before = name if name in seen else names.get(tensor)
-        if before is not None and (before == name or not {before, name} <= sites):
-            raise LayersimError(
-                f"`at` names a hook point twice: {name!r}" + ("." if before == name else f", which is also {before!r}.")
-            )
-        seen.add(name)
-        names[tensor] = name
 
 
 def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
@@ -254,7 +233,7 @@ def block_number(layer: Layer, names: Sequence[str], argument: str) -> int:
 
 
 def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argument: str) -> tuple[int, ...]:
-    """Indices of one or several blocks, in the order given; for the arguments see `block_number`.
+    """Indices of one or several blocks, in the order given, see `block_number`.
 
     Raises:
         LayersimError: no block is given, one is given twice, or there is no such block.
@@ -267,7 +246,7 @@ def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argumen
 
 
 def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -> list[str] | None:
-    """Module paths of the blocks to read: those of the stack, stage or modules that `at` chooses; otherwise `layers`.
+    """Module paths of the blocks to read: `layers`, or the stack, stage or modules of `at`.
 
     A name with a stack or a stage chooses this stack of an encoder-decoder or of a model of stages. Families without one belong
     to the blocks that are read by default. Several stages can be read in one call, with names of their stages. In a model with
@@ -311,7 +290,7 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
 
 
 def _modules_named(module: torch.nn.Module, items: list[At]) -> list[str] | None:
-    """Paths of the modules that names and patterns select; None if an item selects no module, or is not a name."""
+    """Paths of the modules that names and patterns select; None if an item selects none."""
     own = [
         name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
     ]
@@ -320,7 +299,7 @@ def _modules_named(module: torch.nn.Module, items: list[At]) -> list[str] | None
 
 
 def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -> None:
-    """Raise an error if tensor parallelism divides the activations of a hook point among processes.
+    """Raise an error if tensor parallelism splits the activations of a hook point.
 
     Each process holds a part of the queries, keys, values, head outputs and MLP hidden activations. The outputs of attention,
     MLPs and blocks are added over the processes, so each holds them whole.
@@ -346,7 +325,7 @@ def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -
 
 
 def _sharded_axes(module: torch.nn.Module) -> dict[str, int]:
-    """The sharded axis of each module weight that tensor parallelism shards, by module path."""
+    """The axis along which tensor parallelism splits each weight, by module path."""
     gathered: set[int] = set()
     if is_available():
         from torch.distributed.fsdp import FSDPModule

@@ -53,7 +53,7 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
     plain = wrapped is None and cfg.normalization_type not in WITH_WEIGHTS
 
     def by_name(name: str) -> HookPoint | None:
-        """The TransformerLens hook point `name`, or the output of the module at this path; None if there is none."""
+        """The TransformerLens hook point or module called `name`; None if there is none."""
         if name in hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
             raise LayersimError(
                 f"`at` is {name!r}, which has a number for each pair of positions; it must have a vector for each position. "
@@ -68,7 +68,7 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
 
 
 def _hooked_transformer_layout(cfg: Any, hooks: Mapping[str, torch.nn.Module]) -> BlockLayout:
-    """The layout of the blocks of a HookedTransformer; `final` is the path of the final norm.
+    """The layout of a HookedTransformer's blocks; `final` is the path of the final norm.
 
     Args:
         cfg: its configuration.
@@ -96,7 +96,9 @@ def _hooked_transformer_layout(cfg: Any, hooks: Mapping[str, torch.nn.Module]) -
 
 
 def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapping[int, str]) -> BlockLayout:
-    """The layout of a bridge's blocks, from that of the Hugging Face blocks inside it; `final` is the path of the final norm.
+    """The layout of a bridge's blocks, from the layout of the Hugging Face blocks inside.
+
+    `final` is the path of the final norm.
 
     A bridge computes attention itself and calls only those attention modules that it names.
 
@@ -112,7 +114,7 @@ def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapp
         return None if found is None else output_of(paths[id(found)].removeprefix("blocks.0."))
 
     def held(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
-        """The tensor of the bridge that equals a given tensor of the Hugging Face block."""
+        """The tensor of the bridge that equals a tensor of the Hugging Face block."""
         if family in ("q", "k", "v"):
             return hook(f"attn.{family}.hook_out")
         side = "hook_in" if term.incoming else "hook_out"
@@ -163,10 +165,9 @@ def is_transformer_lens(model: Any) -> bool:
 
 
 def right_padding(model: Any) -> int | None:
-    """The padding id of a causal TransformerLens model that pads on the right; such padding needs no mask.
+    """Padding id of a causal TransformerLens model with right padding; else None.
 
-    TransformerLens builds no mask for such padding. None for all other models: those that pad on the left build a mask, and
-    bidirectional models attend to later tokens.
+    TransformerLens builds no mask for such padding, and needs none: later tokens do not reach earlier positions.
     """
     if not is_transformer_lens(model) or getattr(model.cfg, "attention_dir", "") != "causal":
         return None
@@ -180,7 +181,10 @@ def right_padding(model: Any) -> int | None:
 
 
 def head_of(model: Any) -> Head | None:
-    """The head: final norm and unembedding. For a bridge, scale and soft-cap come from its Hugging Face model."""
+    """The head of a TransformerLens model; None if it has no unembedding.
+
+    Scale and soft-cap of a bridge are those of its Hugging Face model.
+    """
     names = {name for name, _ in model.named_children()}
     if "unembed" not in names:
         return None
@@ -192,7 +196,9 @@ def head_of(model: Any) -> Head | None:
 
 
 def stream_processing(model: Any) -> tuple[str, str] | None:
-    """How weight processing has changed the residual stream, and the call that loads the model without it; None if unchanged.
+    """How weight processing has changed the residual stream; None if it has not.
+
+    The second text is the call that loads the model without processing.
 
     Folded norms leave the residual stream as it is.
     """
@@ -205,12 +211,12 @@ def stream_processing(model: Any) -> tuple[str, str] | None:
 
 
 def norms_are_folded(model: Any) -> bool:
-    """Whether the weights of all norms were folded into the weights after them."""
+    """Whether the weights of all norms were folded into later weights."""
     return str(model.cfg.normalization_type).endswith("Pre")
 
 
 def _centred(model: Any) -> bool:
-    """Whether a HookedTransformer's writing weights were centred, so that the residual stream has mean zero over `d_model`."""
+    """Whether a HookedTransformer's writing weights were centred over `d_model`."""
     scale = model.W_E.abs().mean()
     return bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale)
 

@@ -1,4 +1,4 @@
-"""Logit lens: maps a residual to logits by the model's final norm, unembedding, logit scale and soft-cap.
+"""Logit lens: maps a residual to logits by final norm, unembedding, logit scale and soft-cap.
 
 `Unembed`, `Pool`, `LayerHeads` and `unembed_gap` are shipped to NDIF servers by value, as source: they use torch and the
 standard library alone.
@@ -28,7 +28,7 @@ HeadPart = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Pool:
-    """Pooling of a head that reads several positions: single positions and a mean over positions, concatenated.
+    """Pooling of several positions: single positions and a mean over positions, concatenated.
 
     Attributes:
         single: positions whose vectors are used as they are.
@@ -116,7 +116,7 @@ class Head:
         return replace(self, norm=f"{prefix}.{self.norm}" if self.norm else "", parts=tuple(map(moved, self.parts)))
 
     def written(self, normed: bool = True) -> str:
-        """The map from the residual x to logits as a formula, with or without the final norm."""
+        """The map from the residual x to logits as a formula."""
         text = "x"
         if self.pool is not None and self.pool.before_norm:
             text = self.pool.written(text)
@@ -136,7 +136,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Branches:
-    """Head modules that each read an equal part of the last axis; their outputs are averaged."""
+    """Head modules that each read an equal part of the last axis and are averaged."""
 
     modules: tuple[HeadModule, ...]
 
@@ -219,7 +219,7 @@ class Unembed:
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
-        """Apply some parts in order; without parts, convert the residuals to the head's dtype."""
+        """Apply parts of the head; without parts, convert residuals to the head's dtype."""
         if normed:
             x = self.normed(x)
         # One row of many positions; for heads that read one position of a row, many rows of one position.
@@ -264,7 +264,7 @@ class Unembed:
 
 
 def tensor_of(output: Any) -> Tensor:
-    """Extract logits or a residual from an output: the output itself, `.logits`, or its first tensor."""
+    """The logits or the residual in an output: a tensor, `.logits`, or the first tensor."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -274,11 +274,11 @@ def tensor_of(output: Any) -> Tensor:
     for value in values:
         if isinstance(value, Tensor) and value.dim() > 0:
             return value
-    raise ValueError(f"{type(output).__name__} has no tensor in it, where logits or a residual were expected")
+    raise ValueError(f"the output is a {type(output).__name__} without a tensor; it must hold logits or a residual")
 
 
 def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The module if it is a plain linear layer with weights in this process; else None."""
+    """The module if it is a plain linear layer with weights here; else None."""
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return None
     # torchao keeps the class of the module and stores another kind of tensor in it.
@@ -286,7 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Norm of (last layer's lens logits - model's logits) at the end of a row, and the norm of the model's logits there.
+    """Distance between lens logits at the last layer and the model's logits, and the logits' norm.
 
     Args:
         unembed: the lens.
@@ -322,7 +322,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """The largest relative difference that rounding in the coarsest of these dtypes can cause."""
+    """The largest relative difference that rounding can cause, by the coarsest dtype."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps
@@ -330,7 +330,7 @@ def rounding(*dtypes: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LayerHeads:
-    """A linear head for each layer below the last, which replaces the last part of the model's own head.
+    """A linear head for each layer below the last, in place of the model's last head module.
 
     Attributes:
         weight: `layer vocabulary d_model`, starting with the first block.
@@ -343,7 +343,7 @@ class LayerHeads:
     digest: str
 
     def fitting(self, unembed: Unembed, x: Tensor) -> LayerHeads:
-        """The heads on the residuals' device. Raise an error if they do not fit the model's head.
+        """The heads on the residuals' device, after a check that they fit the model's head.
 
         Args:
             unembed: the model's logit lens, whose last part the heads replace.
@@ -369,7 +369,7 @@ class LayerHeads:
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def rows(self, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Weight `vocabulary d_model` and bias `vocabulary` of one layer's head, or only their rows for some ids.
+        """Weight `vocabulary d_model` and bias `vocabulary` of one layer's head.
 
         Args:
             layer: index of the block, from 0.

@@ -12,7 +12,7 @@ from ..activations.norms import activation_sizes
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import at_sites
 from ..analyzers.analyzer import Analyzer
-from ..architectures.hook_points import HookPoint
+from ..architectures.hook_points import HookPoint, distinct_points
 from ..architectures.site_selection import as_int, items_of
 from ..core.arguments import Layer
 from ..core.errors import LayersimError
@@ -20,7 +20,6 @@ from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief
 from ..data.data import Data
 from ..data.positions import PositionRule, Positions
-from ..sources.activation_checks import distinct_points
 from ..sources.model_description import Model
 from ..sources.source import CanReadSites, Source
 

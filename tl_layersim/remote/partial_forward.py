@@ -45,8 +45,7 @@ class RemoteSplitModel(SplitModel):
 
     def _narrowed(self, x: Tensor) -> Tensor:
         """The residual in the dtype of the remote model, for a smaller request."""
-        dtype = getattr(torch, self.model.dtype.removeprefix("torch."), None)
-        return x.detach().cpu().to(dtype if isinstance(dtype, torch.dtype) else x.dtype)
+        return x.detach().cpu().to(self.model.torch_dtype)
 
     def _inputs(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], tuple[Tensor, ...], dict[str, Any]]:
         args, options = forward_arguments(self.module, self.padded(batch), self.model)

@@ -1,4 +1,4 @@
-"""Checks: activations are finite, the lens reproduces the model's logits, and sublayers add up to the residual stream.
+"""Checks of activations: finite values, the logit lens, stream sums, and equality with Hugging Face.
 
 Bridges and converted weights of new architectures have silently given other activations than the original model.
 """
@@ -6,7 +6,7 @@ Bridges and converted weights of new architectures have silently given other act
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,30 +15,29 @@ import torch
 from torch import Tensor
 
 from ..activations.view import View
-from ..architectures.hook_points import HookPoint
+from ..architectures.hook_points import distinct_points
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
-from ..architectures.unembed import rounding, tensor_of
+from ..architectures.unembed import rounding
 from ..core.errors import LayersimError
-from ..core.wording import first_line, with_article
+from ..core.wording import with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
 from .hooked_module import HookedSource
-from .hooks import on_tensor, temporary_hooks
 from .model_description import Model
 from .out_of_memory import is_out_of_memory
 from .source import CanCountPositions, CanReadSites, CanUnembed, Source
 
 
 def check_lens(source: Source, batch: Batch) -> None:
-    """Raise an error if a source's logit lens does not reproduce the model's logits on the batch's first row.
+    """Raise an error if the logit lens does not reproduce the model's logits on one row.
 
     Raises:
         LayersimError: the lens differs, the head cannot be called, or the source cannot compare them.
     """
     if not isinstance(source, CanUnembed):
         raise LayersimError(
-            f"{type(source).__name__} has a model with the head {source.model.head}, so it must inherit from `CanUnembed`, "
-            "whose `unembed_gap` checks the logit lens."
+            f"The model of {type(source).__name__} has the head {source.model.head}, so the source must inherit from "
+            "`CanUnembed`, whose `unembed_gap` checks the logit lens."
         )
     refuse_other_logits(lambda: source.unembed_gap(batch), source.model)
 
@@ -56,15 +55,13 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
     """
     try:
         difference, size = measure().tolist()
-    except LayersimError:
-        # The data, not the head, is refused: the error names what is wrong with it.
-        raise
     except (RuntimeError, TypeError, ValueError) as error:
-        if is_out_of_memory(error):
+        # A LayersimError is about the data, not about the head.
+        if isinstance(error, LayersimError) or is_out_of_memory(error):
             raise
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise _other_logits(model, f"fails: {last[:160]}") from error
-    allowed = rounding(_dtype(model), computed)
+    allowed = rounding(model.torch_dtype, computed)
     if difference <= allowed * max(size, 1e-3):
         return
     off = "gives logits of another shape" if math.isnan(size) else f"is off by {difference / max(size, 1e-3):.2g} of their size"
@@ -72,11 +69,10 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
 
 
 def _other_logits(model: Model, given: str) -> LayersimError:
-    """The error for a lens that does not reproduce the model's logits."""
     return LayersimError(
         f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Name the final norm "
-        "and the head as unembed=['path.of.norm', 'path.of.head']. Logits also change if the head has hooks, or layers= leaves "
-        "out blocks."
+        "and the head as unembed=['path.of.norm', 'path.of.head']. Other causes are hooks on the head, and blocks that layers= "
+        "leaves out."
     )
 
 
@@ -89,11 +85,6 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
         where: description of the batch, for the message.
     """
     for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
-        if len(names) != len(count):
-            raise LayersimError(
-                f"`view.activations` has {len(count)} residual layers, but `model.layers` names {len(names)}, {names[0]} to "
-                f"{names[-1]}."
-            )
         bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
         if bad:
             raise LayersimError(
@@ -120,7 +111,7 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
 
 
 def need_stream(model: Model, what: str, parts: bool = False) -> None:
-    """Raise an error if the model's layers are not a residual stream or, without `parts`, leave out blocks of it.
+    """Raise an error if the model's layers are not the whole residual stream.
 
     Args:
         model: the description of the model.
@@ -153,7 +144,7 @@ def need_equal_width(model: Model, what: str) -> None:
 
 
 def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
-    """Raise an error if sublayers do not add up to the residual stream on the batch's first row.
+    """Raise an error if sublayers do not add up to the residual stream on one row.
 
     Args:
         source: the model.
@@ -180,18 +171,18 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
         # Activations that are not finite are refused where the batch is measured.
         return
     gap, size = out["sums"]["gap"], out["sums"]["size"]
-    wrong = (gap > rounding(_dtype(source.model)) * size.clamp(min=1e-6)).nonzero()[:, 0]
+    wrong = (gap > rounding(source.model.torch_dtype) * size.clamp(min=1e-6)).nonzero()[:, 0]
     if len(wrong):
         one = sums[int(wrong[0])]
         raise LayersimError(
             f"The hook points of {source.model.name} do not add up to its residual stream: "
             f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
-            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of their largest norm. Name modules by paths in at= instead."
+            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of the largest norm. Name modules by paths in at= instead."
         )
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """For each stream sum: the norm of (sum of the terms - total), and the largest of the norms of the terms and the total.
+    """The error of each stream sum, and the largest norm among its terms and its total.
 
     Args:
         view: the view of one row.
@@ -204,17 +195,8 @@ def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) 
     return {"gap": torch.stack(gaps).cpu(), "size": torch.stack(sizes).cpu()}
 
 
-def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
-    """The hook points without repetitions: one for each name.
-
-    Args:
-        points: the hook points.
-    """
-    return tuple({point.name: point for point in points}.values())
-
-
 def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) -> None:
-    """Make a source compare its residual stream with the Hugging Face model's hidden states before its first measurement.
+    """Compare the residual stream with the Hugging Face model before the first measurement.
 
     Args:
         source: the model.
@@ -238,16 +220,22 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
             f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another basis. "
             f"Pass {instead}."
         )
-    if isinstance(verify, torch.nn.Module):
-        _refuse_other_modules(verify)
-        source.check_first_row(lambda batch: check_residuals(source, verify, batch))
-    else:
+    if not isinstance(verify, torch.nn.Module):
         load = _checkpoint_of(source)
         source.check_first_row(lambda batch: check_residuals(source, load(), batch))
+        return
+    # A bridge changes the modules of its Hugging Face model, which would be compared with itself.
+    bridged = [path for path, sub in verify.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
+    if bridged:
+        raise LayersimError(
+            f"`verify` is {with_article(type(verify).__name__)} with modules of TransformerLens, such as {bridged[0]!r}. Pass "
+            "the Hugging Face model as it was before: copy.deepcopy(model), made before the bridge."
+        )
+    source.check_first_row(lambda batch: check_residuals(source, verify, batch))
 
 
 def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) -> None:
-    """Raise an error if the residual stream differs from the Hugging Face model's hidden states on the batch's first row.
+    """Raise an error if the residual streams of a model and its Hugging Face model differ.
 
     Args:
         source: the model.
@@ -258,61 +246,22 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
         LayersimError: names the first site that differs.
     """
     row, reference = _attended(batch.first_row), HookedSource(model)
-    theirs, output = _hidden_states(reference, row)
-    normed, states, sites = theirs.pop("normed", None), [state[0] for state in output.hidden_states], source.model.layers
-    with source.evaluating(), source.reading_at(source.residual.points):
-        ours = source.collect(row).activations
+    with source.evaluating(), reference.evaluating(), source.reading_at(source.residual.points):
+        ours, theirs = source.collect(row).activations, reference.collect(row).activations
     if len(ours) != len(theirs):
         raise _differ(source, reference, f"{len(ours) - 1} blocks, and {len(theirs) - 1} in the Hugging Face model")
-    # Which tensors `hidden_states` holds depends on the class: the last is after the final norm in most, and Mamba leaves out
-    # the input of block 0. So the tensors decide. The final norm hides a wrong scale, so the residual is compared too.
-    pairs = []
-    for site, own, (name, other) in zip(sites, ours, theirs.items(), strict=True):
-        equal = [number for number, state in enumerate(states) if torch.equal(state, other)]
-        counterpart = f"hidden_states[{equal[0]}]" if equal else f"the {name} of the Hugging Face model"
-        pairs.append((site, counterpart, own, other))
-    last, logits = states[-1], getattr(output, "logits", None)
-    if normed is not None and torch.equal(normed, last):
-        if source.unembed is not None and not norms_are_folded(source.module):
-            pairs.append((f"the final norm of {sites[-1]}", "the last of hidden_states", source.unembed.normed(ours[-1]), last))
-    elif logits is not None and not torch.equal(pairs[-1][3], last):
-        with source.evaluating(), torch.no_grad():
-            own = tensor_of(source.call(row))[0].double()
-        other = logits[0].double()
-        # TransformerLens may centre the logits of a position.
-        own, other = (x - x.mean(-1, keepdim=True) for x in (own, other))
-        pairs.append(("the output of the model", "the logits of the Hugging Face model", own, other))
-    allowed, cancelled = rounding(_dtype(source.model), _dtype(reference.model)), _cancellation(list(theirs.values()))
-    for number, (site, counterpart, own, other) in enumerate(pairs):
+    pairs = list(zip(source.model.layers, ours, theirs, strict=True))
+    if source.unembed is not None and reference.unembed is not None and not norms_are_folded(source.module):
+        own, other = source.unembed.normed(ours[-1]), reference.unembed.normed(theirs[-1])
+        pairs.append((f"the final norm of {pairs[-1][0]}", own, other))
+    allowed, cancelled = rounding(source.model.torch_dtype, reference.model.torch_dtype), _cancellation(theirs)
+    for number, (site, own, other) in enumerate(pairs):
         layer = min(number, len(ours) - 1)
         gap = _gap(own, other, cancelled[layer]) if own.shape == other.shape else math.nan
         # The rounding of each block adds to that of the blocks before it, as in a random walk. NaN is a difference too.
         if not gap <= allowed * (1 + layer) ** 0.5:
             widths = f", whose widths are {own.shape[-1]} and {other.shape[-1]}" if own.shape != other.shape else ""
-            raise _differ(source, reference, f"{site} differs from {counterpart} by {gap:.2g} of its norm{widths}")
-
-
-def _hidden_states(reference: HookedSource, row: Batch) -> tuple[dict[str, Tensor], Any]:
-    """Residuals of one row by name (input of block 0, outputs of the blocks and the final norm), and the model's output."""
-    seen: dict[str, Tensor] = {}
-
-    def note(name: str, tensor: Tensor) -> None:
-        # A copy, because additions in place change outputs.
-        seen[name] = tensor.detach()[0].clone()
-
-    blocks, head = reference.blocks, reference.model.head
-    with reference.evaluating(), temporary_hooks() as handles, torch.no_grad():
-        handles.append(on_tensor(blocks[0], True, partial(note, "input of block 0")))
-        for number, block in enumerate(blocks):
-            handles.append(on_tensor(block, False, partial(note, f"output of block {number}")))
-        if head is not None and head.norm:
-            handles.append(on_tensor(reference.module.get_submodule(head.norm), False, partial(note, "normed")))
-        output = reference.call(row, output_hidden_states=True)
-    if not getattr(output, "hidden_states", None):
-        raise LayersimError(
-            f"`verify` is {with_article(type(reference.module).__name__)}, whose output has no `hidden_states`."
-        )
-    return seen, output
+            raise _differ(source, reference, f"{site} differs by {gap:.2g} of its norm{widths}")
 
 
 def _attended(row: Batch) -> Batch:
@@ -325,7 +274,9 @@ def _attended(row: Batch) -> Batch:
 
 
 def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
-    """Relative difference of two tensors: root mean square over positions of |own - other| / |other|.
+    """Relative difference of two residuals.
+
+    It is the root mean square over positions of |own - other| / |other|.
 
     Each position has the same weight, because massive activations at the first position would hide other differences.
 
@@ -343,15 +294,10 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
     return float(((own - other).norm(dim=-1) / size).square().mean().sqrt())
 
 
-def _cancellation(states: Sequence[Tensor]) -> Tensor:
-    """Largest residual norm up to each layer, divided by the residual norm at that layer; `layer pos`."""
-    norms = torch.stack([state.double().cpu().norm(dim=-1).nan_to_num() for state in states])
+def _cancellation(residuals: Tensor) -> Tensor:
+    """Largest residual norm up to each layer over the norm there, `layer pos`."""
+    norms: Tensor = residuals.double().cpu().norm(dim=-1).nan_to_num()
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
-
-
-def _dtype(model: Model) -> torch.dtype:
-    known: torch.dtype = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
-    return known
 
 
 def _differ(source: HookedSource, reference: HookedSource, given: str) -> LayersimError:
@@ -362,24 +308,8 @@ def _differ(source: HookedSource, reference: HookedSource, given: str) -> Layers
     )
 
 
-def _refuse_other_modules(module: torch.nn.Module) -> None:
-    """Raise an error if a module is not a Hugging Face model, or if a TransformerBridge has changed it."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(module, PreTrainedModel):
-        raise LayersimError(
-            f"`verify` is {with_article(type(module).__name__)}; it must be 'hf' or a transformers PreTrainedModel."
-        )
-    bridged = [path for path, sub in module.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
-    if bridged:
-        raise LayersimError(
-            f"`verify` is a {type(module).__name__} that a TransformerBridge has changed: {bridged[0]} belongs to "
-            "TransformerLens. Pass copy.deepcopy(model), made before the bridge."
-        )
-
-
 def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
-    """A function that reloads the Hugging Face checkpoint of a TransformerLens model, with the same options.
+    """A function that reloads the Hugging Face checkpoint of a TransformerLens model.
 
     Raises:
         LayersimError: the checkpoint is unknown.
@@ -408,15 +338,7 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
     given = {"attn_implementation": "eager"} | {key: value for key, value in options.items() if value is not None}
 
     def load() -> torch.nn.Module:
-        try:
-            model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source.model), local_files_only=True, **given)
-        except torch.OutOfMemoryError:
-            raise
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
-            raise LayersimError(
-                f"`verify` is 'hf', but the Hugging Face model could not be loaded again: {first_line(error)}. Pass "
-                f"verify={kind.__name__}.from_pretrained({name!r})."
-            ) from error
+        model: torch.nn.Module = kind.from_pretrained(name, dtype=source.model.torch_dtype, local_files_only=True, **given)
         return model if "device_map" in given else model.to(next(source.module.parameters()).device)
 
     return load

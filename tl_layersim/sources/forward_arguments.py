@@ -1,4 +1,4 @@
-"""Arguments of a model's forward pass: inputs by name, a mask if there is padding, and no cache."""
+"""Arguments of forward passes: inputs by name, a mask if there is padding, and no cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMPTY_IF_ZERO = ("token_type_ids",)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """The device of a module's first weight or buffer; the CPU if it has neither."""
+    """The device of a module's first weight or buffer; else the CPU."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -44,12 +44,12 @@ def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor
 
 
 def no_cache(module: torch.nn.Module) -> dict[str, bool]:
-    """Keyword arguments that turn off the model's own cache; empty if its configuration has no `use_cache`."""
+    """Keyword arguments that turn off the cache; empty if the configuration has no `use_cache`."""
     return {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
-    """Keyword arguments that limit logits to one position; empty if the model's forward does not accept them."""
+    """Keyword argument that limits logits to one position, for models that have it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
 
 
@@ -73,7 +73,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         accepts = inspect.signature(type(module).forward).parameters.values()
         if not any(p.name == model.mask_input or p.kind is p.VAR_KEYWORD for p in accepts):
             raise LayersimError(
-                f"{type(module).__name__} takes no `{model.mask_input}`, but these rows are of different lengths. Use "
+                f"{type(module).__name__} takes no `{model.mask_input}`, but the rows of a batch have different lengths. Use "
                 "batch_size=1."
             )
         options[model.mask_input] = batch.attention.long()
@@ -98,7 +98,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
 
 
 def _refuse_masked_positions(batch: Batch, model: Model) -> None:
-    """Raise an error if a mask hides positions of rows without token ids, because these positions would be counted.
+    """Raise an error if a mask hides positions that would be measured.
 
     Raises:
         LayersimError: a mask hides positions.
@@ -107,20 +107,19 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
         hidden = int((batch.inputs[mask] == 0).sum())
         raise LayersimError(
-            f"`{mask}` {tuple(batch.inputs[mask].shape)} has {hidden} zeros. The model applies it inside a forward pass only, "
-            f"so masked positions of {model.layers[0]} would be measured too. Give images without padding, or measure with "
-            "lsim.attach."
+            f"`{mask}` {tuple(batch.inputs[mask].shape)} has {hidden} zeros. The model applies the mask inside a forward pass "
+            f"only, so masked positions of {model.layers[0]} would be measured too. Give images without padding, or measure "
+            "with lsim.attach."
         )
 
 
 def _in_dtype(values: Tensor, model: Model) -> Tensor:
     """Convert floats to the dtype of the model's parameters; integers and bools are unchanged."""
-    dtype = getattr(torch, model.dtype.removeprefix("torch."), None)
-    return values.to(dtype) if values.is_floating_point() and isinstance(dtype, torch.dtype) else values
+    return values.to(model.torch_dtype) if values.is_floating_point() else values
 
 
 def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Arguments of a forward pass over the smallest input: one token, or one image or recording of zeros.
+    """Arguments of a forward pass over the smallest input: one token, image or recording.
 
     Args:
         module: the model.
@@ -162,21 +161,18 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:
-    """Raise an error if the weights of a model were never loaded. Weights that accelerate has offloaded are accepted."""
-    brought = [name for name, sub in module.named_modules() if hasattr(sub, "_hf_hook")]
-    for name, sub in module.named_modules():
-        if any(p.is_meta for p in sub.parameters(recurse=False)):
-            if any(holder in ("", name) or name.startswith(f"{holder}.") for holder in brought):
-                continue
-            raise LayersimError(
-                f"{type(module).__name__} has no weights: {name or 'its parameter'} is on the meta device. Load it with "
-                "from_pretrained(name), outside of torch.device('meta')."
-            )
+    """Raise an error if weights are on the meta device, unless accelerate has offloaded them."""
+    missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if missing and not any(hasattr(sub, "_hf_hook") for sub in module.modules()):
+        raise LayersimError(
+            f"{type(module).__name__} has no weights: {missing[0]} is on the meta device. Load the model with "
+            "from_pretrained(name), outside of torch.device('meta')."
+        )
 
 
 @contextmanager
 def refusing_failed_forward(module: torch.nn.Module) -> Iterator[None]:
-    """A context manager that turns exceptions of a forward pass into errors that name the model's inputs.
+    """A context manager that adds the model's inputs to the message of a failed forward pass.
 
     Args:
         module: the model.

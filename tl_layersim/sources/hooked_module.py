@@ -1,4 +1,4 @@
-"""HookedSource: reads a model in this process by forward hooks (TransformerLens, Hugging Face or plain torch).
+"""HookedSource: reads a torch module in this process by forward hooks.
 
 Hooks are placed on TransformerLens hook points if the model has them. The model itself is not changed.
 """
@@ -24,15 +24,15 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
+from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
-from .model_description import describe, open_transformer_lens
+from .model_description import describe, describe_transformer_lens
 from .out_of_memory import refusing_out_of_memory
 from .source import CanReadSites
 
 
 def whole_tensor(hidden: Tensor, name: str) -> Tensor:
-    """Return a site's activations as a plain tensor; raise an error if each process holds only a part.
+    """Return activations as a plain tensor.
 
     Args:
         hidden: a plain or a distributed tensor.
@@ -55,7 +55,7 @@ def whole_tensor(hidden: Tensor, name: str) -> Tensor:
 
 
 class HookedSource(CanReadSites):
-    """Source that reads any torch module in this process by forward hooks, if its blocks are known or named in `layers`.
+    """Source that reads a torch module in this process by forward hooks.
 
     The blocks must run one after the other, once each, and the first axis of their outputs must be the batch. TorchScript
     modules and modules whose weights were never loaded cannot be read.
@@ -65,9 +65,6 @@ class HookedSource(CanReadSites):
         layers: paths of the blocks; None to find them by the layout.
         unembed: paths of the final norm and the head; None to find them by the layout.
     """
-
-    # Whether weights on the meta device raise an error.
-    needs_weights = True
 
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
@@ -90,11 +87,10 @@ class HookedSource(CanReadSites):
         model = self.module
         if self._is_transformer_lens:
             refuse_paths(layers, unembed, "TransformerLens models")
-            self.embed, self._model = open_transformer_lens(model)
+            self._model = describe_transformer_lens(model)
+            self.embed = model.embed  # type: ignore[assignment]  # a module
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
         else:
-            if self.needs_weights:
-                refuse_no_weights(model)
             self.paths, self._named = find_blocks(model, layers), layers is not None
             self.embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
@@ -134,25 +130,25 @@ class HookedSource(CanReadSites):
         super().settle(batch)
 
     def note_widths(self, view: View) -> None:
-        """Take the widths of the sites from a view, if they are not known yet."""
+        """Take the widths of the sites from a view."""
         if not self.reads_residual:
             self.reading = replace(self.reading, widths=view.widths)
 
     def _module_at(self, path: str) -> torch.nn.Module:
-        """The module at a path, or the TransformerLens hook point with this name."""
         points: Any = self.module.hook_dict if self._is_transformer_lens else {}
         point: torch.nn.Module | None = points.get(path)
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """Indices of the sites by the tensor that they read: the input (True) or the output (False) of a module."""
+        """Indices of the sites at each module input (True) and module output (False)."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
         return together
 
     def _collect(self, batch: Batch) -> View:
-        points, seen, calls = self.reading.points, list[int](), list[BlockCall]()
+        points, order = self.reading.points, self.reading.order
+        seen, calls = list[int](), list[BlockCall]()
         keep, (rows, pos) = batch.counted.reshape(-1).nonzero()[:, 0], batch.counted.shape
         buffer = SiteBuffer(self.sites, keep, (rows, pos), batch.pooled, batch.has_positions)
 
@@ -160,8 +156,13 @@ class HookedSource(CanReadSites):
             if self.aside():
                 return
             for site in sites:
-                self._refuse_disorder(site, seen)
                 point = points[site]
+                if site in seen or (order is not None and site != order[len(seen)]):
+                    raise LayersimError(
+                        f"{point.name} ran after {len(seen)} of {len(points)} sites were read, so its module {point.module} "
+                        "runs twice or out of order. Name the blocks in the order in which they run, as layers=[...], and "
+                        "remove hooks that run the model again."
+                    )
                 whole = to_positions(whole_tensor(hidden, point.name), point.channels, point.name, batch.token_positions)
                 buffer.put(site, whole, point.part)
                 seen.append(site)
@@ -180,26 +181,13 @@ class HookedSource(CanReadSites):
         if self.calling and len(calls) != len(self.blocks):
             raise self._not_in_order(f"{len(calls)} block calls for {len(self.blocks)} blocks")
         x = buffer.activations
-        fields: dict[str, Any] = {"sites": self.sites, "widths": buffer.widths, "unembed": self.unembed}
-        fields |= self._token_fields(batch, x.device)
-        return View(x, **fields, calls=tuple(calls) if self.calling else ())
-
-    def _refuse_disorder(self, site: int, seen: list[int]) -> None:
-        """Raise an error if a site is read twice in a forward pass, or out of order."""
-        points, order = self.reading.points, self.reading.order
-        if site in seen or (order is not None and site != order[len(seen)]):
-            raise LayersimError(
-                f"{points[site].name} ran after {len(seen)} of {len(points)} sites were read, so its module "
-                f"{points[site].module} runs twice or out of order. Name the blocks in the order in which they run, as "
-                "layers=[...], and remove hooks that run the model again."
-            )
-
-    def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        """The fields of a view that are computed from the batch alone, without activations."""
-        return {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
+        # Beside activations without values, tokens keep theirs: minibatches and targets depend on them.
+        device = torch.device("cpu") if x.is_meta else x.device
+        fields: dict[str, Any] = {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
+        return View(x, sites=self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
 
     def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
-        """Register hooks that append each block call, with all arguments, to a list."""
+        """Register hooks that append each block call to `calls`."""
         given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
 
         def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -231,10 +219,8 @@ class HookedSource(CanReadSites):
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:
-        """Run one forward pass over all inputs of the batch; `more` holds further keyword arguments."""
-        device = device_of(self.module)
-        if self.embed is not None:
-            device = next(self.embed.parameters(), torch.empty(0, device=device)).device
+        """Run one forward pass over a batch; `more` holds further keyword arguments."""
+        device = device_of(self.module if self.embed is None else self.embed)
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)

@@ -1,4 +1,4 @@
-"""Forward hooks, early stops of forward passes, evaluation mode and frozen weights, all of which leave the model unchanged.
+"""Forward hooks, early stops, evaluation mode and frozen weights, which leave the model unchanged.
 
 No other module registers torch hooks or stops forward passes.
 """
@@ -46,7 +46,7 @@ def on_leave(
 
 
 def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], object]) -> RemovableHandle:
-    """Register a hook that reads the first tensor of a module's input or output, for calls in this thread only.
+    """Register a hook that reads the first tensor of a module's input or output, in this thread only.
 
     Args:
         module: the module.
@@ -64,7 +64,7 @@ def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], o
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Restrict a hook to the current thread, because other threads may run the same modules."""
+    """Restrict a hook to the current thread; other threads may run the same modules."""
     thread = threading.get_ident()
 
     def call(*args: Any) -> Any:
@@ -75,7 +75,7 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """A context manager that yields a list, and removes all hooks whose handles were appended to it."""
+    """A context manager that yields a list of handles, and removes their hooks at the end."""
     handles: list[RemovableHandle] = []
     try:
         yield handles
@@ -119,14 +119,14 @@ class ForwardRun:
 @contextmanager
 @typed
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """A context manager that sets every submodule to evaluation mode, and restores each submodule's mode at the end."""
+    """A context manager that sets all submodules to evaluation mode, and restores each mode at the end."""
     with in_mode(module, training=False):
         yield
 
 
 @contextmanager
 def in_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
-    """A context manager that sets every submodule to training or evaluation mode; restored at the end."""
+    """A context manager that sets all submodules to training or evaluation mode."""
     modes = [(sub, sub.training) for sub in every_module(module)]
     try:
         for sub, _ in modes:
@@ -139,7 +139,7 @@ def in_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def frozen_weights(module: torch.nn.Module) -> Iterator[None]:
-    """A context manager in which inference mode is off and weights get no gradients; both are restored at the end."""
+    """A context manager in which weights get no gradients and inference mode is off."""
     learning = [p for p in module.parameters() if p.requires_grad and not p.is_inference()]
     with torch.inference_mode(False):
         try:
@@ -152,7 +152,7 @@ def frozen_weights(module: torch.nn.Module) -> Iterator[None]:
 
 
 def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All submodules of a module, including the modules inside a TransformerBridge that the bridge does not list."""
+    """All submodules, including those inside a TransformerBridge that the bridge does not list."""
     inner = vars(module).get("original_model")
     more = inner.modules() if isinstance(inner, torch.nn.Module) else ()
     return list(dict.fromkeys((*module.modules(), *more)))
@@ -163,7 +163,7 @@ _local = threading.local()
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context manager for this package's own kernels and forward passes: probes in the user's loop do not record them."""
+    """A context manager for forward passes that probes in the user's loop must not record."""
     before, _local.unrecorded = is_unrecorded(), True
     try:
         yield
@@ -182,6 +182,6 @@ _KERNELS = threading.RLock()
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """A context manager for kernels: other threads run no kernels meanwhile, and probes do not record block calls."""
+    """A context manager for kernels, during which other threads run no kernels."""
     with _KERNELS, unrecorded():
         yield

@@ -1,11 +1,11 @@
-"""Identity of a model: a checksum of all its weights, and changes outside its weights such as hooks."""
+"""Identity of a model: a checksum of its weights, and changes such as hooks."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache, cached_property, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -19,10 +19,6 @@ from ..core.code_digests import ValueNames, defined_in
 from ..core.errors import LayersimError
 from .hooks import every_module
 
-# Packed weights of GPTQ and AWQ, which are buffers.
-PACKED = "qweight"
-EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
-
 
 def is_plain(parameter: Tensor) -> bool:
     """Whether a parameter is unquantised: not stored as integers, 8-bit floats or packed tensors.
@@ -34,26 +30,13 @@ def is_plain(parameter: Tensor) -> bool:
     """
     # Tensors that are sharded over processes are a subclass too.
     packed = hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "placements")
-    return parameter.is_floating_point() and parameter.dtype not in EIGHT_BIT_FLOATS and not packed
+    return parameter.is_floating_point() and parameter.dtype.itemsize > 1 and not packed
 
 
 def is_quantised(module: torch.nn.Module) -> bool:
     """Whether a module's own weights are quantised; weights of submodules do not count."""
-    return PACKED in module._buffers or not all(is_plain(p) for p in module._parameters.values() if p is not None)
-
-
-def quantised_modules(module: torch.nn.Module) -> list[str]:
-    """Paths of the modules with quantised weights (torchao, bitsandbytes, GPTQ, AWQ, HQQ, Quanto and similar packages).
-
-    Args:
-        module: the model.
-
-    Examples:
-        >>> import torch
-        >>> quantised_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-        []
-    """
-    return [path for path, sub in module.named_modules() if is_quantised(sub)]
+    # GPTQ and AWQ pack weights in a buffer.
+    return "qweight" in module._buffers or not all(is_plain(p) for p in module._parameters.values() if p is not None)
 
 
 def plain_parts(value: Tensor) -> Iterator[Tensor]:
@@ -81,10 +64,10 @@ def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
     Raises:
         LayersimError: the model has quantised weights.
     """
-    paths = quantised_modules(module)
-    if paths:
-        kinds = sorted({type(module.get_submodule(path)).__name__ for path in paths})
-        raise LayersimError(f"{what}: {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}. Use {do}.")
+    found = {path: type(sub).__name__ for path, sub in module.named_modules() if is_quantised(sub)}
+    if found:
+        kinds = ", ".join(sorted(set(found.values())))
+        raise LayersimError(f"{what}: {len(found)} modules ({kinds}), such as {next(iter(found))}. Use {do}.")
 
 
 # Attributes of a module, or of torch for all modules, that hold hooks.
@@ -96,14 +79,15 @@ KINDS_OF_HOOKS = {
 }
 # Packages whose hooks belong to how a model is loaded, divided and read. The last is the placeholder of a pickled `Hook`.
 OWN_PACKAGES = (
-    *("tl_layersim", "nnsight", "accelerate", "transformers", "transformer_lens", "peft", "bitsandbytes", "deepspeed"),
-    *("torch.nn.utils", "torch.nn.parallel", "torch.distributed", "torch.ao", "torch.utils", "torch._dynamo", "contextlib"),
+    *("tl_layersim.", "nnsight.", "accelerate.", "transformers.", "transformer_lens.", "peft.", "bitsandbytes.", "deepspeed."),
+    *("torch.nn.utils.", "torch.nn.parallel.", "torch.distributed.", "torch.ao.", "torch.utils.", "torch._dynamo."),
+    "contextlib.",
 )
 EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
-    """Describe as text a model's replaced forward methods, and its hooks that this package did not register.
+    """Describe a model's hooks and replaced forward methods as text.
 
     Each entry has the place, the qualified name, and a digest of code and captured values. Hooks of this package, nnsight,
     accelerate, transformers, TransformerLens and torch are left out. Hooks that users add to hook points of TransformerLens
@@ -140,7 +124,7 @@ def hooks_on(module: torch.nn.Module) -> str:
 
 
 def edits_of(model: Any) -> str:
-    """Describe the edits of an nnsight model (`model.edit()`) as text: a digest of each edit's source and captured values.
+    """Describe the edits of an nnsight model (`model.edit()`) as text.
 
     Args:
         model: an nnsight model.
@@ -156,31 +140,14 @@ def edits_of(model: Any) -> str:
     for edit in model._edits:
         # An edit of a model that was deserialised has no source.
         source, *values = ("", {"edit": edit}) if edit.node is None else reduce_block(edit.node, edit.glbls, edit.lcls)
-        names = ValueNames(known | {id(envoy): f"envoy {envoy.path}" for held in values for envoy in _envoys_in(held)})
+        envoys = [value for held in values for value in held.values() if hasattr(type(value), "interleave")]
+        names = ValueNames(known | {id(sub): f"envoy {sub.path}" for envoy in envoys for sub in envoy.modules()})
         found.append(_marked(f"{EDIT} sha256 {names.digest(source.strip(), values)}", names))
     return "; ".join(found)
 
 
-def refuse_unknown(changes: str, argument: str) -> None:
-    """Raise an error if a model has changes that cannot be compared with those of a later run.
-
-    Args:
-        changes: changes to the model, see `hooks_on` and `edits_of`.
-        argument: name of the argument that holds the run's file.
-
-    Raises:
-        LayersimError: a change has contents that are unknown.
-    """
-    unknown = [change for change in changes.split("; ") if change.endswith(UNKNOWN)]
-    if unknown:
-        raise LayersimError(
-            f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write it as a "
-            "function of plain values."
-        )
-
-
 def refuse_edits(changes: str, what: str) -> None:
-    """Raise an error if an nnsight model has edits, because modules called outside a trace run without them.
+    """Raise an error if an nnsight model has edits, which only a trace applies.
 
     Args:
         changes: changes to the model, see `edits_of`.
@@ -191,53 +158,53 @@ def refuse_edits(changes: str, what: str) -> None:
     """
     if EDIT in changes:
         raise LayersimError(
-            f"{what} calls blocks of the model on their own, and {changes} does not apply to these calls. Use a forward hook "
-            "of PyTorch, or model.clear_edits()."
+            f"{what} calls blocks of the model outside a trace, where {changes} does not apply. Use a forward hook of PyTorch, "
+            "or model.clear_edits()."
         )
 
 
 def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
-    """The paths of all submodules; the path of the model itself is its class name."""
+    """The paths of all submodules; the path of the model is its class name."""
     inner = vars(module).get("original_model")
     more = inner.named_modules() if isinstance(inner, torch.nn.Module) else ()
     paths = {sub: f"original_model.{path}" for path, sub in more} | {sub: path for path, sub in module.named_modules()}
     return {sub: paths[sub] or type(sub).__name__ for sub in every_module(module)}
 
 
-def _envoys_in(values: Mapping[str, Any]) -> Iterator[Any]:
-    """The nnsight envoys, and the envoys inside them, among the values that an edit captures."""
-    for value in values.values():
-        if hasattr(type(value), "interleave"):
-            yield from value.modules()
-
-
 def _user_function(hook: Any) -> Any:
-    """The user's function inside a TransformerLens hook; other hooks are unchanged."""
+    """The user's function inside wrappers of TransformerLens and of `torch.no_grad()`; other hooks are unchanged."""
     while defined_in(hook) == "transformer_lens.hook_points" and getattr(hook, "__closure__", None):
         held = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))
         inner = held.get("hook", held.get("full_hook"))
         if inner is None:
             break
         hook = inner
-    return hook
+    return inspect.unwrap(hook, stop=lambda one: not _is_wrapper(one))
 
 
 def _replaced_forward(module: torch.nn.Module) -> Any:
-    """The forward method that replaces that of a module's class; None if it was not replaced."""
+    """The function that replaces a module's forward; None if there is none."""
     forward = vars(module).get("forward")
     # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
     forward = getattr(getattr(forward, "state", None), "body", forward)
-    if forward is None or getattr(forward, "__func__", forward) is type(module).forward:
+
+    def is_from_class(one: Any) -> bool:
+        return getattr(one, "__func__", one) is type(module).forward
+
+    if forward is None or is_from_class(forward):
         return None
     held = inspect.getclosurevars(forward).nonlocals if defined_in(forward).startswith("nnsight.") else {}
-    return held.get("forward", forward)
+    forward = inspect.unwrap(held.get("forward", forward), stop=lambda one: is_from_class(one) or not _is_wrapper(one))
+    return None if is_from_class(forward) else forward
 
 
 def _is_own(function: Any) -> bool:
-    home = defined_in(function)
-    # A wrapper has the name of what it wraps.
-    home = function.__globals__["__name__"] if hasattr(function, "__wrapped__") and hasattr(function, "__globals__") else home
-    return any(home == name or home.startswith(f"{name}.") for name in OWN_PACKAGES)
+    return f"{defined_in(function)}.".startswith(OWN_PACKAGES)
+
+
+def _is_wrapper(function: Any) -> bool:
+    """Whether a function is a library's wrapper, which has the name of the function inside."""
+    return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith(OWN_PACKAGES)
 
 
 def _marked(change: str, names: ValueNames) -> str:
@@ -248,7 +215,7 @@ def _marked(change: str, names: ValueNames) -> str:
 # thread stay in the cache of a processor; a GPU takes more rows at a time.
 WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
 # Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
-PASSING = {"training", "gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
+PASSING = {"gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
 PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
 PASSING |= {*vars(torch.nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "_compiled_call_impl"}
 # Private attributes by which layers of PEFT compute; others of libraries are of how a model was made.
@@ -256,7 +223,7 @@ PRIVATE = {"_active_adapter", "_disable_adapters"}
 
 
 class StoredWeights:
-    """The weights of a model in this process, with a checksum that is computed when it is first read.
+    """The weights of a model in this process, whose checksum is computed when needed.
 
     Pickling or copying replaces the object by its checksum, a str.
 
@@ -289,7 +256,7 @@ class StoredWeights:
 
 @torch.no_grad()
 def hash_weights(module: torch.nn.Module) -> str:
-    """Checksum of a model's weights and module settings; "" if not all weights are in this process.
+    """Checksum of weights and module settings; "" if not all weights are in this process.
 
     It has 12 hex digits and covers all bytes of parameters and buffers, and each module's class and attributes (numbers, texts,
     tensors, functions, objects of users' classes and collections of them), such as the epsilon of a norm or the scaling of a
@@ -328,7 +295,7 @@ def hash_weights(module: torch.nn.Module) -> str:
 
 
 def digest_of_tensor(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's dtype, its shape and weighted sums of its 64-bit words, see `hash_weights`.
+    """SHA-256 of a tensor's dtype, shape and weighted sums, see `hash_weights`.
 
     Args:
         tensor: a tensor of any dtype, on any device.
@@ -351,7 +318,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:
-    """Weighted sum of each group of `WORDS` consecutive 64-bit words in a tensor of bytes."""
+    """Weighted sums of `WORDS` consecutive 64-bit words in a tensor of bytes."""
     if flat.storage_offset() % 8:
         # Words begin at multiples of their size.
         flat = flat.clone()
@@ -363,7 +330,7 @@ def _sums_of_rows(flat: Tensor) -> Tensor:
 
 @cache
 def _multipliers() -> tuple[Tensor, Tensor]:
-    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64), equal in every version of torch."""
+    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64)."""
     numbers, state = [], 0
     for _ in range(2 * WORDS):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -376,7 +343,7 @@ def _multipliers() -> tuple[Tensor, Tensor]:
 
 
 def _settings_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> list[Any]:
-    """Texts that describe an object: its class, with the user's code in that class, and its attributes.
+    """Texts that describe an object: its class, the user's code in the class, and its attributes.
 
     Args:
         value: the object.
@@ -401,18 +368,16 @@ def _is_of_library(function: Any) -> bool:
 
 
 def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None:
-    """A text that is equal for equal numbers, texts, tensors, functions, objects of users' classes, and collections of these.
+    """Describe a value as text, so that equal values have equal texts.
 
     Modules, whose settings count on their own, and objects of libraries have none.
     """
-    if value is None or isinstance(value, str | bool | int | float | complex | np.generic):
-        return repr(value)
     if isinstance(value, Tensor):
         return None if value.is_meta or hasattr(value, "placements") else digest_of_tensor(value).hex()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    if isinstance(value, FunctionType | BuiltinFunctionType | partial):
-        return ValueNames().function(value)
+    if value is None or isinstance(
+        value, str | bool | int | float | complex | np.generic | np.ndarray | FunctionType | BuiltinFunctionType | partial
+    ):
+        return repr(ValueNames().named(value))
     if id(value) in known:
         return known[id(value)][1]
     known[id(value)] = value, None
@@ -430,7 +395,9 @@ def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that determine a model's output, in module order; each with True if it is a module's parameter or buffer.
+    """The tensors that determine a model's output, in module order.
+
+    The flag is True for parameters and buffers that modules hold.
 
     Weights that were not loaded are on the meta device.
     """
@@ -450,7 +417,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """By module, the mappings in which accelerate keeps its offloaded weights, each with the module's path in the mapping."""
+    """Where accelerate keeps offloaded weights: mappings, and the path of the module in each mapping."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")
@@ -465,7 +432,7 @@ def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any,
 
 
 def _is_recomputed(module: torch.nn.Module, name: str) -> bool:
-    """Whether forward passes recompute a buffer, such as rotary frequencies that depend on the row length."""
+    """Whether forward passes recompute a buffer, such as frequencies that depend on the row length."""
     if name in module._parameters or not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
         return False
     kinds = getattr(module, "rope_type", None)

@@ -1,4 +1,4 @@
-"""Loading of Hugging Face models by folder or hub name, with weights, for a server, or on the meta device."""
+"""Loads Hugging Face models by folder or hub name: with weights, for a server, or on the meta device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse_missing_device(device: str) -> None:
 
 
 def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, option: str = "--model") -> Any:
-    """Load a model of the class in its configuration, in evaluation mode, with its tokenizer as `.tokenizer`.
+    """Load a model in evaluation mode, with its tokenizer as `.tokenizer`.
 
     Args:
         name: path of a folder, or name on the hub.
@@ -96,7 +96,6 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
 
 
 def _made(cls: Any, config: Any, trust_remote_code: bool) -> Any:
-    """Make a model of a class, or of the class that an auto class finds, from its configuration."""
     return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
 
 
@@ -105,7 +104,9 @@ OLDER_FIELDS = ("rope_theta", "rope_scaling", "torch_dtype", "auto_map")
 
 
 def model_without_weights(config: Any) -> Any:
-    """Build a model on the meta device, with shapes but without values, in the configuration's dtype or float32.
+    """Build a model on the meta device: shapes without values.
+
+    Its dtype is that of the configuration, or float32.
 
     Args:
         config: a configuration of transformers, its fields as a mapping with "model_type", or the folder or hub name of a
@@ -144,7 +145,7 @@ def model_without_weights(config: Any) -> Any:
 
 @contextmanager
 def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
-    """A context manager that yields loading options, and turns exceptions of transformers into a `LayersimError`."""
+    """A context manager that yields loading options, and names the option if loading fails."""
     try:
         # Passed to each call: transformers asks at the terminal where it is not.
         yield {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}
@@ -162,7 +163,7 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The transformers class that a configuration names, or the auto class that loads a class in the model's repository."""
+    """The class that a configuration names, in transformers or in the repository of the model."""
     import transformers
 
     architecture = (config.architectures or ["AutoModel"])[0]

@@ -35,7 +35,7 @@ from ..architectures.unembed import Head
 from ..core.errors import LayersimError, without_secrets
 from ..data.non_token_inputs import PIXELS
 from ..data.row import ModelInputs
-from .identity import StoredWeights, hooks_on, refuse_unknown
+from .identity import UNKNOWN, StoredWeights, hooks_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +97,22 @@ class Model(ModelInputs):
         return {"inputs": either} | {name: tuple(dict.fromkeys(both)) for name, both in ids.items()}
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of the parameters; float32 if there are none."""
+        known: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."), torch.float32)
+        return known
+
+    @property
     def weights_hash(self) -> str:
-        """The checksum of the weights, see `Provenance`; "" if they are not in this process. It is computed once."""
+        """The checksum of the weights; "" if they are not in this process."""
         return str(self.weights)
 
     def as_it_is_now(self) -> Model:
-        """This description with a new checksum of the weights, which may have changed since the description was made."""
+        """This description with a new checksum of the weights, which may have changed."""
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
     def identity(self, argument: str | None) -> tuple[str, ...]:
-        """The properties of a model that must be equal for two runs to be the same.
+        """The properties that two runs of the same model share.
 
         Args:
             argument: name of the argument that holds the run's file, for messages; None if no later run is compared with this
@@ -115,8 +121,12 @@ class Model(ModelInputs):
         Raises:
             LayersimError: the model has a change that cannot be compared with a later run.
         """
-        if argument is not None:
-            refuse_unknown(self.changes, argument)
+        unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
+        if unknown and argument is not None:
+            raise LayersimError(
+                f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write the "
+                "change as a function of plain values."
+            )
         # Another machine may have the same weights in another folder.
         which = self.weights_hash or self.name
         return (which, self.config_hash, self.changes, self.source, self.basis, self.dtype)
@@ -195,7 +205,7 @@ def describe(
 
 
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
-    """The fields of `Model` that determine how data is read, such as `inputs`, `main_input` and `pads`.
+    """The fields of `Model` that determine how data is read.
 
     Args:
         module: the model.
@@ -221,7 +231,7 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
 
 
 def _main_input(module: torch.nn.Module) -> str:
-    """Name of the main input: the model's `main_input_name`, or the first argument of its forward."""
+    """Name of the main input: `main_input_name`, or the first argument of forward."""
     own = getattr(module, "main_input_name", None)
     if isinstance(own, str):
         return own
@@ -230,14 +240,14 @@ def _main_input(module: torch.nn.Module) -> str:
 
 
 def processor_of(model: Any) -> Any:
-    """The image processor of a model, or the image part of its processor; None if there is none."""
+    """The model's image processor; None if it has none."""
     given = getattr(model, "processor", None)
     given = getattr(model, "image_processor", None) if given is None else given
     return getattr(given, "image_processor", given)
 
 
 def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
-    """Argument names of the model's `forward`, and of inner `forward`s that get its keyword arguments."""
+    """Argument names of the model's forward, and of inner modules that get its keyword arguments."""
     path = block.split(".")
     names: dict[str, None] = {}
     for depth in range(len(path)):
@@ -252,14 +262,14 @@ def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
 
 
 def _ids(config: Any, text: Any, name: str) -> list[int]:
-    """The token ids under a name in a configuration: none, one or several."""
+    """Token ids in a configuration: none, one or several."""
     ids = getattr(text, name, None)
     ids = getattr(config, name, None) if ids is None else ids
     return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]
 
 
 def _attention(module: torch.nn.Module, config: Any) -> str:
-    """The field `attention` of a `Provenance`.
+    """Head width and rotary dimensions as text, see `Provenance`.
 
     Args:
         module: the model; the frequencies of its rotary embeddings are half as many as the rotary dimensions.
@@ -280,15 +290,15 @@ def hash_config(config: dict[str, Any]) -> str:
 
 
 def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
-    """Update a description after a forward pass has tested whether the modules pass on the residual stream.
+    """Update a description after a forward pass has tested for the residual stream.
 
     Args:
         model: the description before.
         module: the model.
         paths: paths of its modules.
         named: whether the user named them.
-        strangers: paths of the modules that do not: their input is not the output of the module before, or their output is a
-            feature map or has another width.
+        strangers: paths of the modules whose input is not the output of the module before, or whose output is a feature map
+            or has another width.
 
     Raises:
         LayersimError: the modules are not blocks, and the user did not name them.
@@ -298,15 +308,12 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
     if named:
         return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
-    given = (
-        f"{strangers[0]} does not take the output of the module before it in its list, or gives a feature map or another "
-        "width: no blocks"
-    )
+    given = f"{strangers[0]} does not take the output of the module before, or returns a feature map or another width"
     raise unsupported_blocks(module, given)
 
 
-def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
-    """The embedding and the description of a TransformerLens model.
+def describe_transformer_lens(model: Any) -> Model:
+    """Describe a TransformerLens model by its configuration.
 
     Raises:
         LayersimError: hook points of the residual stream are missing.
@@ -324,7 +331,7 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
     plain = {
         key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
     }
-    described = Model(
+    return Model(
         name=str(cfg.model_name),
         config_hash=hash_config(plain),
         weights=StoredWeights(model),
@@ -342,4 +349,3 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
         attention=_attention(model, cfg),
         **reading,
     )
-    return model.embed, described

@@ -1,11 +1,10 @@
-"""NNsightSource: source of an nnsight model in this process or in nnsight's local simulation of a server.
+"""NNsightSource: source of an nnsight model in this process, or in a local simulation of a server.
 
 `TraceReader`, `read_step` and `remote_lens` are shipped to NDIF servers by value: they need torch and Python's library alone.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +29,7 @@ from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_
 from .identity import edits_of
 from .model_description import describe, processor_of
 from .out_of_memory import refusing_out_of_memory
-from .source import CanReadSites, OnServer
+from .source import CanReadSites, OnServer, Source
 
 
 @dataclass
@@ -42,7 +41,6 @@ class TraceStep:
         envoy: envoy of the module.
         incoming: True to read the input, False for the output.
         is_block: whether the module is a block, whose calls may be recorded.
-        differentiated: whether calls of blocks keep the autograd graph of the forward pass, see `BlockCall.graph`.
         sites: index and hook point of each site in this tensor.
     """
 
@@ -50,7 +48,6 @@ class TraceStep:
     envoy: Any
     incoming: bool
     is_block: bool
-    differentiated: bool
     sites: list[tuple[int, HookPoint]] = field(default_factory=list)
 
 
@@ -64,6 +61,7 @@ class TraceReader:
         steps: reads of each trace, in the order of the forward pass.
         unembed: the lens; None if the model has none.
         on_server: whether the traces run on a server, where the lens takes its dtype and device from the activations.
+        differentiated: whether calls of blocks keep the autograd graph of the forward pass, see `BlockCall.graph`.
     """
 
     model: Any
@@ -71,11 +69,7 @@ class TraceReader:
     steps: list[TraceStep]
     unembed: Unembed | None
     on_server: bool
-
-    @property
-    def differentiated(self) -> bool:
-        """Whether calls of blocks keep the autograd graph of the forward pass."""
-        return any(step.differentiated for step in self.steps)
+    differentiated: bool
 
     def read(self, buffer: SiteBuffer, kept: Mapping[str, Tensor], calling: bool) -> View:
         """The view of the current forward pass, inside a trace.
@@ -89,7 +83,7 @@ class TraceReader:
         given: dict[str, Any] = {}
         last: Any = None
         for step in self.steps:
-            read_step(step, buffer, given, calls if calling else None)
+            read_step(step, buffer, given, calls if calling else None, self.differentiated)
             last = step.envoy.output if step.is_block and not step.incoming else last
         here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
         lens = self.unembed
@@ -99,7 +93,7 @@ class TraceReader:
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
-    """The logit lens in the dtype and on the device of the model on the server.
+    """The logit lens in the dtype and on the device of the model on a server.
 
     A model without weights has the dtype of its configuration; the server may use another one.
 
@@ -119,27 +113,30 @@ def is_edited(model: Any) -> bool:
     return bool(model._edits)
 
 
-def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
-    """Read the sites of one step inside a trace, and record the call of a block.
+def read_step(
+    step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None, differentiated: bool
+) -> None:
+    """Read the sites of one step inside a trace, and record the block call.
 
     Args:
         step: the step.
         buffer: buffer of the activations.
         given: arguments of the blocks entered so far, by path; changed in place.
         calls: list of block calls, changed in place; None if no analyzer needs them.
+        differentiated: see `TraceReader`.
     """
     if step.incoming:
         args, kwargs = step.envoy.inputs
         if step.is_block:
             given[step.path] = (args, kwargs)
-            if step.differentiated:
+            if differentiated:
                 given[step.path], step.envoy.inputs = with_leaf(args, kwargs)
         value: Any = (*args, *kwargs.values())
     else:
         value = step.envoy.output
         if calls is not None and step.is_block:
             args, kwargs = given[step.path]
-            calls.append(record_call(step.envoy, args, kwargs, value, step.differentiated))
+            calls.append(record_call(step.envoy, args, kwargs, value, differentiated))
     for site, point in step.sites:
         buffer.put(site, to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions), point.part)
 
@@ -189,7 +186,7 @@ class NNsightSource(CanReadSites):
         self._start_reading(points, tuple(order))
 
     def _envoy_at(self, path: str) -> Any:
-        """The envoy of the module at a path, also if nnsight renames it, such as a module called `output`."""
+        """The envoy of the module at a path, even if nnsight renames it."""
         return self._envoys[id(self.module.get_submodule(path))]
 
     def _events(self) -> tuple[HookPoint, ...]:
@@ -200,28 +197,28 @@ class NNsightSource(CanReadSites):
         return call_on(device_of(self.module), self.module, *forward_arguments(self.module, batch, self._model))
 
     def steps(self) -> list[TraceStep]:
-        """The module inputs and outputs that a trace reads, in the order of the forward pass."""
+        """The module inputs and outputs that a trace reads, in forward order."""
         points, order = self.reading.points, self.reading.order
         assert order is not None
         events = (*points, *self._events())
         steps: list[TraceStep] = []
-        # Edits do not apply to a block that is called again.
-        graphs = self.calling and is_edited(self.envoy)
         for number in order:
             point = events[number]
             is_site = number < len(points)
             if not is_site and not self.calling:
                 continue
             if not steps or steps[-1].path != point.module or steps[-1].incoming != point.incoming:
-                envoy, is_block = self._envoy_at(point.module), point.module in self.paths
-                steps.append(TraceStep(point.module, envoy, point.incoming, is_block, graphs and is_block))
+                envoy = self._envoy_at(point.module)
+                steps.append(TraceStep(point.module, envoy, point.incoming, point.module in self.paths))
             if is_site:
                 steps[-1].sites.append((number, point))
         return steps
 
     def reader(self) -> TraceReader:
         """The sites that each trace of the model reads, and its logit lens."""
-        return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer))
+        # Edits do not apply to a block that is called again.
+        differentiated = self.calling and is_edited(self.envoy)
+        return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer), differentiated)
 
     def count_positions(self, batch: Batch) -> int:
         args, options = forward_arguments(self.module, batch, self._model)
@@ -243,7 +240,6 @@ class NNsightSource(CanReadSites):
         return super().run(batch, kernels)
 
     def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run kernels in a trace of one forward pass."""
         args, options = forward_arguments(self.module, batch, self._model)
         return _trace(self.reader(), batch, (args, self.where | options), shippable(kernels), self.calling)
 
@@ -257,16 +253,12 @@ class NNsightSource(CanReadSites):
 
     def collect(self, batch: Batch) -> View:
         if not self._in_this_process:
-            raise LayersimError(
-                f"Activations of a remote model stay on the server: {self.model.name} has remote={self._remote!r}. Load the "
-                "model in this process."
-            )
+            return Source.collect(self, batch)
         # Outside a trace the modules of this process are in place of envoys.
         lens = lens_of(self.module, self._model.head)
         return replace(super().collect(batch), unembed=lens)
 
     def _collect(self, batch: Batch) -> View:
-        """The view of one forward pass over the batch, without a lens."""
         not_finite, out = self._traced(batch, {"view": whole_view})
         rows = f"rows {batch.first} to {batch.first + len(batch.tokens) - 1}"
         refuse_not_finite([count.cpu() for count in not_finite], [self.sites], rows)
@@ -286,33 +278,23 @@ def own_function(kernel: Any) -> Any:
 
 
 def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
-    """Register the kernels' modules to be shipped by value, and return the kernels.
-
-    Raises:
-        LayersimError: a kernel is not a function of a module.
-    """
+    """Register the kernels' modules to be shipped by value, and return the kernels."""
     import nnsight
 
-    for name, kernel in kernels.items():
-        function = own_function(kernel)
-        if not inspect.isfunction(function):
-            raise LayersimError(
-                f"The kernel of {name!r} is {with_article(type(function).__name__)}, which cannot be shipped to a server; it "
-                "must be a function of a module."
-            )
-        nnsight.register(function.__module__.split(".")[0])
+    for kernel in kernels.values():
+        nnsight.register(own_function(kernel).__module__.split(".")[0])
     return dict(kernels)
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view that are sent with a batch."""
+    """Indices of the counted positions in the flattened `batch pos`, and token fields of the view."""
     fields = tokens_alone(batch).token_fields()
     del fields["sequence"], fields["position"]
     return batch.counted.reshape(-1).nonzero()[:, 0], fields
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
-    """Nnsight's keyword arguments for a trace in this process or in the local simulation."""
+    """Keyword arguments of a trace in this process or in the local simulation."""
     from nnsight.intervention.backends.local import LocalSimulationBackend
     from nnsight.modeling.mixins.remotable import Remotable
 
@@ -326,9 +308,8 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
         objects = partial(Remotable._remoteable_persistent_objects, model)
         return {"backend": LocalSimulationBackend(SimpleNamespace(_remoteable_persistent_objects=objects))}
     raise LayersimError(
-        f"`remote` is {shown(remote)}, but `model` is not a model that a server can load by its name: "
-        f"{type(model).__name__}(module). Use nnsight.TransformersModel('org/name', task='text-generation', "
-        "tokenizer=tokenizer)."
+        f"`remote` is {shown(remote)}, but a server cannot load `model`, {with_article(type(model).__name__)}, by a name. Use "
+        "nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)."
     )
 
 
@@ -373,7 +354,7 @@ def _trace_gap(
     options: dict[str, Any],
     attended: Tensor,
 ) -> Tensor:
-    """`unembed_gap` of one row at its attended positions, from one trace of the whole model; see `_trace`."""
+    """`unembed_gap` of one row, from one trace of the whole model; see `_trace`."""
     import nnsight
 
     with torch.no_grad(), model.trace(*args, **options):
@@ -395,10 +376,7 @@ def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...
 
     ends_early = not is_edited(model)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
-        value = module.input if incoming else module.output
-        while not isinstance(value, torch.Tensor):
-            value = next(iter(value.values() if hasattr(value, "values") else value))
-        found: list[int] = nnsight.save(list(value.shape))
+        found: list[int] = nnsight.save(list(first_tensor(module.input if incoming else module.output).shape))
         if ends_early:
             tracer.stop()
     return found

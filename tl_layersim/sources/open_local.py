@@ -1,4 +1,4 @@
-"""Models in this process: choice of the source by the model's type, the table of sites, and untrained models."""
+"""Opens models in this process, lists their sites, and makes untrained models."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..architectures.blocks import find_stacks
+from ..architectures.blocks import find_stacks, refuse_paths
 from ..architectures.hook_points import Site
 from ..architectures.site_selection import site_map
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import Seed, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import brief, with_article
+from .forward_arguments import refuse_no_weights
 from .hooked_module import HookedSource
 from .identity import edits_of, hooks_on
 from .nnsight import NNsightSource
@@ -32,7 +33,7 @@ ACCEPTED_MODELS = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OpenedModel:
-    """A model with the options of `open_model`; all functions that take a model accept it.
+    """A model with the options of `open_model`, accepted by all functions that take a model.
 
     Attributes:
         model: the model.
@@ -91,7 +92,7 @@ class OpenedModel:
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
-    """The options `layers` and `verify` of several models, for the provenance; None if no model has the option.
+    """The options `layers` and `verify` of several models, for the provenance; None if no model has them.
 
     Args:
         opened: the models.
@@ -119,12 +120,8 @@ def open_local(
     Raises:
         LayersimError: the type of the model is not supported, or does not fit the other arguments.
     """
-    if isinstance(model, Source):
-        if layers is not None or unembed is not None or remote:
-            raise LayersimError(
-                f"`layers`, `unembed` and `remote` cannot be given for a Source: {type(model).__name__} with "
-                f"layers={brief(layers)}, unembed={brief(unembed)} and remote={shown(remote)}."
-            )
+    if isinstance(model, Source) and not remote:
+        refuse_paths(layers, unembed, "sources")
         return model
     if isinstance(remote, str) and not remote.strip():
         # An unset environment variable gives an empty string, which would otherwise run in this process.
@@ -142,6 +139,7 @@ def open_local(
         source: Source = opens_itself(layers, unembed)
         return source
     if isinstance(model, torch.nn.Module):
+        refuse_no_weights(model)
         return HookedSource(model, layers, unembed)
     raise unsupported_model(model)
 
@@ -200,7 +198,7 @@ def sites(model: Any) -> pandas.DataFrame:
 
 
 def _module(site: Site) -> str:
-    """The module that a site reads, in words."""
+    """Describe the module that a site reads."""
     side = "input" if site.point.incoming else "output"
     return f"{site.point.module} ({side if site.point.part is None else f'part of the {side}'})"
 
@@ -257,7 +255,7 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
 
 
 def refuse_changed(model: Any) -> None:
-    """Raise an error if a model has hooks or nnsight edits, which a model with fresh weights would lack.
+    """Raise an error if a model has hooks or edits, which an untrained model would lack.
 
     Args:
         model: any model; only torch modules can have hooks.
@@ -270,7 +268,7 @@ def refuse_changed(model: Any) -> None:
     if edits or hooks:
         raise LayersimError(
             f"`model` has changes that a model with fresh weights would lack: {'; '.join(filter(None, (edits, hooks)))}. "
-            "Make untrained(model) first, and register the hooks on both."
+            "Make untrained(model) first, and register the hooks on both models."
         )
 
 

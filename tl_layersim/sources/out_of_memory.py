@@ -1,4 +1,4 @@
-"""Batches that run out of memory: a forward pass is split by rows; work that needs all samples raises an error."""
+"""Batches that run out of memory: forward passes are split by rows, other work raises an error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def release_memory() -> None:
 
 
 def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
-    """The view of a batch from several forward passes, whose activations are copied into one tensor.
+    """The view of a batch from several forward passes, in one tensor.
 
     The parts keep the width of the batch, so that positions and padding are those of the whole batch.
 
@@ -93,7 +93,7 @@ def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> R
 
 @contextmanager
 def refusing_out_of_memory(batch: Batch, work: str = "a forward pass") -> Iterator[None]:
-    """A context manager for work on a batch that cannot be split: an out-of-memory exception becomes the error of `too_large`.
+    """A context manager that raises the error of `too_large` if memory runs out.
 
     Args:
         batch: the rows.
@@ -111,7 +111,7 @@ def refusing_out_of_memory(batch: Batch, work: str = "a forward pass") -> Iterat
 
 
 def too_large(batch: Batch, work: str, error: BaseException) -> LayersimError:
-    """The error for work on a batch that runs out of memory, which names the setting that makes the batch smaller.
+    """The error for a batch that runs out of memory, with the setting that makes it smaller.
 
     Args:
         batch: the rows.

@@ -1,4 +1,4 @@
-"""Split models: models whose lower part runs up to a layer, or whose upper part runs from a layer on."""
+"""Split models: run the lower part up to a layer, or the upper part from a layer on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ Replacement = Callable[[Tensor], Tensor]
 
 
 def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Sums over the positions that have a target: "loss", the cross-entropy; "correct", the correct top-1 predictions; "count".
+    """Sums over the positions that have a target.
+
+    "loss" is the cross-entropy, "correct" the number of correct top-1 predictions, "count" the number of targets.
 
     Args:
         logits: see `predictions`.
@@ -45,7 +47,7 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """The mean cross-entropy over the targets, "loss", and its "gradient" with respect to the residual `x`.
+    """The mean cross-entropy, "loss", and its "gradient" with respect to the residual `x`.
 
     Args:
         logits: logits that were computed from `x`; see `predictions`.
@@ -61,7 +63,7 @@ def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str
 
 
 def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits at the positions that have a target, `target vocabulary`, and these targets, `target`.
+    """The logits `target vocabulary` at positions with a target, and the targets.
 
     Args:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier.
@@ -98,7 +100,8 @@ def logits_of(output: Any) -> Tensor:
     """
     if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
         raise LayersimError(
-            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load it by {CLASSES_WITH_HEAD}."
+            f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load the model by "
+            f"{CLASSES_WITH_HEAD}."
         )
     return tensor_of(output)
 
@@ -112,7 +115,9 @@ def no_known_head(model: Model) -> LayersimError:
 
 
 class SplitModel(ABC):
-    """A model that is split at a layer: the lower part computes the residual there, and the upper part starts from a residual.
+    """A model that is split at a layer into a lower and an upper part.
+
+    The lower part computes the residual at the layer, and the upper part starts from a residual.
 
     Layers are numbered as residual layers: 0 is the input of block 0, i is the output of the i-th block.
 
@@ -132,7 +137,7 @@ class SplitModel(ABC):
         return torch.device("cpu")
 
     def settle(self, batch: Batch) -> None:
-        """Run a forward pass if the layout is not known; raise an error if the modules do not pass on the residual stream."""
+        """Raise an error if the modules do not pass on the residual stream."""
         if self.model.stream == "unknown":
             self.source.settle(batch)
             need_stream(self.source.model, "Stitching")
@@ -140,7 +145,7 @@ class SplitModel(ABC):
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context without dropout and without gradients of the weights; the model's previous state is restored at the end."""
+        """A context without dropout and without gradients of the weights."""
 
     @abstractmethod
     def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
@@ -148,14 +153,16 @@ class SplitModel(ABC):
 
     @abstractmethod
     def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
-        """Run the upper part on the residual `x`, or the whole model if `x` is None, and compare its logits with the targets.
+        """Run the upper part on the residual `x` and compare its logits with the targets.
+
+        The whole model runs if `x` is None.
 
         Returns:
             The output of `score_of`; with `gradient`, of `loss_and_gradient_of`.
         """
 
     def hidden(self, batch: Batch, layer: int) -> Tensor:
-        """The residual at a layer, `batch pos d_model`, padding included; the blocks above do not run."""
+        """The residual at a layer, `batch pos d_model`, padding included."""
         return self.lower(batch, layer, _as_it_is)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
@@ -163,12 +170,12 @@ class SplitModel(ABC):
         return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
-        """The mean cross-entropy with `x` in place of the residual at a layer, and its gradient with respect to `x`."""
+        """The mean cross-entropy with `x` as the residual at a layer, and its gradient."""
         found = self.upper(batch, targets, layer, x, gradient=True)
         return float(found["loss"]), found["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Sums that `moments_of` computes of the front model's and this model's residuals at attended tokens.
+        """Sums of the front model's and this model's residuals at attended tokens.
 
         The function runs in the process of this model.
 
@@ -192,7 +199,7 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Raise an error unless the upper part gives the model's loss from the model's own residual, and only from that.
+        """Raise an error unless the loss follows from the residual at the layer.
 
         Raises:
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
@@ -205,13 +212,13 @@ class SplitModel(ABC):
         if ours != ours and theirs != theirs:
             raise LayersimError(
                 f"The loss of {self.model.name} in {self.model.dtype} on the first row is NaN, before anything is stitched. "
-                "Load it in float32 or bfloat16."
+                "Load the model in float32 or bfloat16."
             )
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: its loss {theirs:.6g} must follow "
-                f"from its own residual there and from no other, but its own gives {ours:.6g} and another {wrong:.6g}. "
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the model's loss is {theirs:.6g}, the upper "
+                f"part gives {ours:.6g} from the model's residual there, and {wrong:.6g} from another residual. "
                 "layers=[...] must name blocks that run one after the other."
             )
 
@@ -221,7 +228,7 @@ def _as_it_is(x: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_with(x: Tensor, moments_of: Moments, h: Tensor, attention: Tensor) -> dict[str, Tensor]:
-    """Apply `moments_of` to two residuals at attended tokens, in float64, which autocast does not affect."""
+    """Apply `moments_of` to two residuals at attended tokens."""
     # Apple's GPUs have no float64.
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     keep = attention.to(device)
@@ -229,7 +236,7 @@ def _moments_with(x: Tensor, moments_of: Moments, h: Tensor, attention: Tensor) 
 
 
 def attended(batch: Batch, x: Tensor) -> Tensor:
-    """Activations at the positions that the model attends to: from `batch pos d_model` to `token d_model`."""
+    """Activations at attended positions: from `batch pos d_model` to `token d_model`."""
     return x[batch.attention.to(x.device)]
 
 
@@ -240,7 +247,9 @@ def read_residuals(
     whole: bool = False,
     above: nn.Module | None = None,
 ) -> dict[int, Tensor]:
-    """The residuals at some layers, from a forward pass that ends at the highest of them. Layers not reached are missing.
+    """The residuals at some layers, from a forward pass that ends at the highest layer.
+
+    Layers that the forward pass does not reach are missing.
 
     Args:
         blocks: the blocks of the model.
@@ -380,12 +389,12 @@ class LocalSplitModel(SplitModel):
                         vars(block)["forward"] = own
 
     def _shares_bias(self) -> bool:
-        """Whether block 0 alone computes a bias of attention that it hands to all further blocks, as in T5."""
+        """Whether block 0 computes the attention bias of all blocks, as in T5."""
         biased = [any(getattr(sub, "has_relative_attention_bias", False) for sub in block.modules()) for block in self.blocks]
         return biased[0] and not any(biased[1:])
 
     def tuples(self, call: Callable[[], Any] | None = None) -> list[int]:
-        """The length of each block's output tuple, 0 if a block returns the residual alone; measured once.
+        """The length of each block's output tuple; 0 if a block returns the residual alone.
 
         Args:
             call: function that starts a forward pass; None for a forward pass of one row.
@@ -409,9 +418,10 @@ def _one_token() -> Batch:
 
 
 def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A forward for a block that returns its input or `put(input)`, as the first item of a tuple unless `length` is 0.
+    """A forward for a block that returns its input, or `put(input)`.
 
-    With `own`, the block's own forward, the block runs for what it returns beside the residual.
+    The result is the first item of a tuple unless `length` is 0. With `own`, the block's own forward, the block runs for what
+    it returns beside the residual.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Source: a model that runs batches and passes activations to kernels, and the optional abilities of sources."""
+"""Source: a model that runs batches and passes activations to kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PartialSums:
 
 
 class Source(ABC):
-    """A model that runs batches of tokens and applies kernels to its residual stream, in this process or on a server.
+    """A model that runs batches and applies kernels to its activations.
 
     A new source implements `model` and `run`, and `collect` if activations may leave the process that computes them. A source
     that can do more inherits from the classes below as well.
@@ -59,7 +59,10 @@ class Source(ABC):
 
     @abstractmethod
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run one forward pass over the batch, and `reduce(kernels, view)` in the process that holds the activations."""
+        """Run one forward pass over the batch and return `reduce(kernels, view)`.
+
+        `reduce` runs in the process that holds the activations.
+        """
 
     def collect(self, batch: Batch) -> View:
         """Run one forward pass over the batch and return the view.
@@ -72,13 +75,14 @@ class Source(ABC):
         )
 
     def beside(self, others: Sequence[Source]) -> Source | None:
-        """A source that runs this model and others in one trace or request; its kernels take a view of each model.
+        """A source that runs this model and others in one trace or request.
 
         Args:
             others: sources of further models.
 
         Returns:
-            The source; None if the models cannot run together where their activations stay.
+            A source whose kernels take a view of each model; None if the models cannot run together where their activations
+            stay.
         """
         return None
 
@@ -89,7 +93,7 @@ class Source(ABC):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Width of each site; empty if all sites are residual layers, or the widths are not known yet."""
+        """Width of each site; empty for residual layers, or if unknown."""
         return ()
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
@@ -135,7 +139,7 @@ class HasModule(Source):
     module: torch.nn.Module
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context manager in which the model runs without dropout; its previous mode is restored at the end."""
+        """A context manager in which the model runs without dropout."""
         return eval_mode(self.module)
 
 
@@ -144,7 +148,7 @@ class CanUnembed(Source):
 
     @abstractmethod
     def unembed_gap(self, batch: Batch) -> Tensor:
-        """Run the batch's first row through the whole model and return `unembed_gap` of the lens at the last layer."""
+        """`unembed_gap` of the lens at the last layer, from one row of the batch."""
 
 
 class CanReplay(Source):
@@ -162,7 +166,7 @@ class CanCountPositions(Source):
 
     @abstractmethod
     def count_positions(self, batch: Batch) -> int:
-        """Number of positions of a row in the residual stream, such as the patches of an image and [CLS].
+        """Number of positions of a row, such as the patches of an image and [CLS].
 
         Args:
             batch: one row.
@@ -252,9 +256,10 @@ class SitesRead:
 
 
 def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None:
-    """A function that counts the positions of a row without token ids; None if a source does not accept such rows.
+    """A function that counts the positions of a row without token ids.
 
-    It raises an error if the models give a row different numbers of positions.
+    None if a source does not accept such rows. The function raises an error if the models give a row different numbers of
+    positions.
     """
     able = [source for source in sources if isinstance(source, CanCountPositions)]
 
@@ -275,7 +280,7 @@ def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None
 def firing_order(
     points: Sequence[HookPoint], modules: Mapping[str, torch.nn.Module], run: Callable[[], Any], pos: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The order in which a forward pass reaches hook points (indices of `points`), and the width of each point.
+    """The order in which a forward pass reaches hook points, and the width of each.
 
     Args:
         points: the hook points.
@@ -329,7 +334,7 @@ def not_once(name: str, module: str, why: str) -> LayersimError:
 
 
 class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
-    """A source that reads hook points of a module: the residual layers, or others by name.
+    """A source that reads hook points by name, by default the residual layers.
 
     Attributes:
         paths: paths of its blocks, those of one stack in an encoder-decoder.
@@ -349,7 +354,6 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self._model
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Set the residual layers as the sites to read."""
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -360,7 +364,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """Run one forward pass over the batch and return its view."""
 
     def collect(self, batch: Batch) -> View:
-        """Run the batch in as many forward passes as memory requires, and return the view.
+        """Run the batch in as many forward passes as memory requires.
 
         A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows
         that worked.
@@ -396,7 +400,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return view
 
     def _indivisible(self) -> str:
-        """Why the rows of a batch must run in one forward pass; "" if they need not."""
+        """Reason why all rows of a batch must run in one forward pass; "" if there is none."""
         if self.calling:
             return " (an analyzer calls blocks again with all rows of a batch)"
         if weight_peers(self.module):
@@ -410,26 +414,24 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @property
     def is_settled(self) -> bool:
-        """Whether `settle` has nothing to find out: order and kind (residual stream or not) of the sites are known."""
+        """Whether the order of the sites is known, and whether they are the residual stream."""
         return self.model.stream != "unknown" and self.reading.order is not None
 
     @abstractmethod
     def call(self, batch: Batch) -> Any:
-        """Run one forward pass of the module in this process over all inputs of the batch."""
+        """Run one forward pass of the module in this process."""
 
     def _module_at(self, path: str) -> torch.nn.Module:
-        """The module that a hook point reads."""
         return self.module.get_submodule(path)
 
     def _events(self) -> tuple[HookPoint, ...]:
-        """Hook points that are not read, but whose place in the order of the forward pass must be known."""
+        """Further hook points whose place in the forward pass must be known."""
         return ()
 
     def settle(self, batch: Batch) -> None:
-        """Run the batch's first row if the sites' order, their widths or their kind (residual stream or not) is unknown.
+        """Run one row to find order and widths of the sites, and whether they are the residual stream.
 
-        It finds whether the modules pass on one residual stream (if `model.stream` is "unknown"), and the order and widths of
-        the sites that `read_at` chose.
+        Nothing runs if all of this is known.
         """
         if self._model.stream == "unknown":
             row = batch.first_row
@@ -447,14 +449,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             self.reading = SitesRead(points, order, widths[: len(points)])
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The order in which a forward pass reaches these hook points, and their widths, see `firing_order`."""
         modules = {point.module: self._module_at(point.module) for point in events}
         with refusing_failed_forward(self.module):
             return firing_order(events, modules, lambda: self.call(row), row.token_positions)
 
     @contextmanager
     def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A context manager whose first forward pass tests whether the modules pass on one residual stream, if this is unknown.
+        """A context manager whose first forward pass tests whether modules pass on one residual stream.
 
         Args:
             end: function that is called after the last module.
@@ -464,7 +465,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """The hooks of `settling`, as arguments of `on_tensor`; empty if the test is not needed.
+        """The hooks of `settling`, as arguments of `on_tensor`; empty if no test is needed.
 
         Args:
             end: function that is called after the last module.
@@ -523,7 +524,6 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self._with_channels(points)
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
-        """Add the evidence on channel axes to hook points, if the model has convolutions."""
         # Tested once, and not for each of what may be hundreds of points.
         if is_transformer_lens(self.module) or not has_convolution(self.module):
             return points
@@ -534,7 +534,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def without_stack(self, at: Any) -> Any:
-        """Remove the stack's name from families in `at`: "encoder.attn_out" becomes "attn_out" if the encoder is read.
+        """Shorten families of the stack that is read: "encoder.attn_out" becomes "attn_out".
 
         Args:
             at: see `hook_points`.

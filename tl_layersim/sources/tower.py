@@ -1,4 +1,4 @@
-"""The two towers of a CLIP: a source for each, their projections to the shared space, and where a text is read."""
+"""Sources of the two towers of a CLIP, and their projections to the shared space."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..architectures.layouts import CLASSES, TOWERS_BY_TYPE, Tower
 from ..architectures.output_heads import lens_of
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
-from ..core.wording import brief, with_article
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.non_token_inputs import PIXELS, refuse_integers
 from ..data.positions import PositionRule, Positions
@@ -64,13 +64,13 @@ class TowerSource(HookedSource):
         return super().collect(self._own(batch))
 
     def projected(self) -> Unembed:
-        """The tower's final norm and projection, a map from residuals to the shared embedding space."""
+        """The tower's final norm and projection to the shared space."""
         lens = lens_of(self.clip, self.tower.head)
         assert lens is not None
         return lens
 
     def _own(self, batch: Batch) -> Batch:
-        """The batch with only this tower's inputs; only the position at which the tower is read is counted."""
+        """The inputs of this tower in a batch of pairs."""
         if self.tower.name == "text":
             # The first part of a longer text fills the context, but for a BOS of its own.
             latest, context = max(start for _, start in batch.origins), self.model.context
@@ -106,23 +106,21 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
         LayersimError: the model is of another kind.
     """
     kind = str(getattr(getattr(clip, "config", None), "model_type", None))
-    if not isinstance(clip, torch.nn.Module) or not has_both_towers(clip):
-        raise LayersimError(f"`clip` is {brief(clip)}; it must be {CLASSES}.")
-    if kind not in TOWERS_BY_TYPE:
+    if kind not in TOWERS_BY_TYPE or not has_both_towers(clip):
         more = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
-        raise LayersimError(f"`clip` is {with_article(type(clip).__name__)}{more}; it must be {CLASSES}.")
+        raise LayersimError(f"`clip` is {brief(clip)}{more}; it must be {CLASSES}.")
     vision, text = TOWERS_BY_TYPE[kind]
     return TowerSource(clip, vision), TowerSource(clip, text)
 
 
 def pair_model(vision: Model, text: Model) -> Model:
-    """A description that combines the inputs of both towers, to read rows of images and texts."""
+    """A description with the inputs of both towers, to read images with texts."""
     name = text.name.removesuffix(", text tower")
     return replace(text, name=name, inputs={**text.inputs, **vision.inputs, PIXELS: None}, processor=vision.processor)
 
 
 def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -> None:
-    """Raise an error if the projected last layers differ from the model's embeddings of the first image and text.
+    """Raise an error if projected last layers differ from the model's embeddings of one pair.
 
     Args:
         sources: the vision and the text tower.
@@ -142,8 +140,8 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
         gap = float((ours.nan_to_num() - unit(getattr(output, name)).nan_to_num()).norm())
         if not gap <= rounding(dtype):
             raise LayersimError(
-                f"The last layer of the {source.tower.name} tower, projected, differs from `{name}` of {type(clip).__name__} "
-                f"by {gap:.2g} on the first row."
+                f"The projected last layer of the {source.tower.name} tower differs from `{name}` of {type(clip).__name__} by "
+                f"{gap:.2g} on the first row."
             )
 
 
@@ -151,25 +149,6 @@ def unit(x: Tensor) -> Tensor:
     """Normalise vectors to norm 1, in float64; a zero vector becomes NaN."""
     x = x.detach().double()
     return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
-
-
-def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...]) -> None:
-    """Raise an error if a model lacks the final norm or the projection of a tower.
-
-    Args:
-        model: the model.
-        towers: its towers.
-
-    Raises:
-        LayersimError: names the module.
-    """
-    names = dict(model.named_modules())
-    missing = [path for tower in towers for path in (tower.head.norm, *tower.head.modules) if path and path not in names]
-    if missing:
-        raise LayersimError(
-            f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space. Use "
-            "CLIPModel.from_pretrained(name), which has both projections."
-        )
 
 
 def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:

@@ -1,4 +1,4 @@
-"""Models on the meta device: a source that runs a model without weights, and stand-ins for value-dependent operations."""
+"""Models on the meta device: a source without weights, and stand-ins for operations that read values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..activations.view import tokens_alone
 from ..data.batches import Batch
 from .hooked_module import HookedSource
 
@@ -29,20 +28,14 @@ def has_no_weights(module: torch.nn.Module) -> bool:
 
 
 class WeightlessSource(HookedSource):
-    """A source that runs a model on the meta device, where tensors have shapes but no values.
+    """A source of a model on the meta device, whose tensors have no values.
 
     Forward passes and kernels run as in `analyze`, inside `without_values`.
     """
 
-    needs_weights = False
-
     def count_positions(self, batch: Batch) -> int:
         with without_values():
             return super().count_positions(batch)
-
-    def _token_fields(self, batch: Batch, device: torch.device) -> dict[str, Tensor]:
-        # They keep their values, on which minibatches and targets depend.
-        return tokens_alone(batch).token_fields()
 
 
 @contextmanager
@@ -57,7 +50,7 @@ def without_values() -> Iterator[None]:
 
 
 class _PythonValues(TorchFunctionMode):
-    """Replaces functions that read values in Python, and attention, which would allocate `pos pos` weights."""
+    """Replaces functions that read values in Python, and attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -102,7 +95,7 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
         return out
 
     def _index(self, func: Any, x: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """Index a tensor; a mask on the meta device selects as many elements as its recorded fraction of True says."""
+        """Index a tensor; a mask selects its recorded fraction of elements."""
         whole: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:

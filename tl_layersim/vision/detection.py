@@ -471,7 +471,7 @@ class _Detection(Analyzer):
         with torch.no_grad():
             ours = self.heads(self.source.collect(row).activations[1:])
             output = self.source.call(row)
-        allowed = rounding(getattr(torch, self.source.model.dtype.removeprefix("torch.")))
+        allowed = rounding(self.source.model.torch_dtype)
         for name, own, given in zip(("logits", "boxes"), ours, (output.logits[0], output.pred_boxes[0]), strict=True):
             theirs = given.cpu().double()
             gap = float((own[-1] - theirs).norm() / theirs.norm().clamp(min=1e-3))

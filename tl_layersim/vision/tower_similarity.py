@@ -30,7 +30,7 @@ from ..engine.run_arguments import with_tokenizer
 from ..engine.run_description import Analysis
 from ..engine.site_plan import plan_sites, refuse_selection
 from ..sources.open_local import OpenedModel
-from ..sources.tower import open_towers, pair_model, refuse_no_projection, text_position, unit, verify_projections
+from ..sources.tower import open_towers, pair_model, text_position, unit, verify_projections
 
 OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 
@@ -340,7 +340,6 @@ def tower_similarity(
     clip, data = OpenedModel.of(clip).model, Data.of(data, batch_size=BATCH_SIZE)
     sources = open_towers(clip)
     refuse_selection(data, "each tower is read where the model reads it", "positions", "skip_first")
-    refuse_no_projection(clip, (sources[0].tower, sources[1].tower))
     projections = sources[0].projected(), sources[1].projected()
     chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections, norm)}
     sources[0].check_first_row(partial(verify_projections, sources))

@@ -26,7 +26,7 @@ from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model_description import processor_of
 from ..sources.open_local import OpenedModel
-from ..sources.tower import TowerSource, open_towers, refuse_no_projection, text_position, unit
+from ..sources.tower import TowerSource, open_towers, text_position, unit
 
 NORMALISE, CLASSIFIER = "normalise", "classifier"
 
@@ -226,7 +226,6 @@ def zero_shot_classifier(
     """
     clip = OpenedModel.of(clip).model
     vision, text = open_towers(clip)
-    refuse_no_projection(clip, (vision.tower, text.tower))
     names, by_class = _prompts_by_class(class_names, template, prompts)
     tokens, vectors = _read_prompts(text, [prompt for each in by_class for prompt in each], tokenizer)
     counts = [len(each) for each in by_class]
