@@ -43,7 +43,7 @@ def open_model(
         unembed: module paths from the final norm (if there is one) to the logits, for unknown layouts.
         remote: for nnsight models: True for nnsight's default NDIF server, the address of another server, or "local" for
             nnsight's simulation of a server. Only sums return from the server.
-        verify: "hf" compares the residual stream of a TransformerBridge or a HookedTransformer with the `hidden_states` of the
+        verify: "hf" compares the residual stream of a TransformerBridge or a HookedTransformer with that of the
             Hugging Face model on the first row at every site, and raises an error if they differ by more than rounding. The
             checkpoint of the model is loaded a second time, from its folder or the hub's cache. To load nothing, pass the
             Hugging Face model itself, untouched by a bridge.
