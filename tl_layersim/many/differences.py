@@ -332,19 +332,12 @@ def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Ten
         grid: number of sites of the other model, at most `sites`.
         axis: name of the axis; an axis of blocks starts after the first site.
 
-    Raises:
-        LayersimError: the other model has a single site, whose relative depth is not defined.
-
     Examples:
         >>> at_depths(torch.tensor([0.0, 1.0, 4.0, 9.0, 16.0]).double(), 0, 5, 3, "residual")
         tensor([ 0.,  4., 16.], dtype=torch.float64)
     """
     if sites == grid:
         return values
-    if grid < 2:
-        raise LayersimError(
-            "The relative depth of a single site is not defined; `at` must name two sites or more of each model."
-        )
     first = int(axis in BLOCK_AXES)
     place = torch.arange(first, grid) * (sites - 1)
     # Whole numbers: a depth at which both models have a site takes no part of its neighbour, which may be NaN.

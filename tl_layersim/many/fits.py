@@ -133,7 +133,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         y: `point`, values; at least three.
 
     Raises:
-        RuntimeError: the search does not converge from any start.
+        LayersimError: the search does not converge from any start.
     """
     from scipy.optimize import curve_fit
 
@@ -168,7 +168,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         if best is None or error < best[0] * (1 - ROUNDING if start is starts[-1] else 1):
             best = (error, found, covariance)
     if best is None:
-        raise RuntimeError("least squares did not converge")
+        raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.")
     error, (a, b), covariance = best
     # Back to the units of x and y: b / span, and a exp(-b middle / span) times the size.
     shift = np.exp(-b * middle / span) * size
@@ -185,7 +185,7 @@ def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
         return (float("nan"),) * len(FITTED)
     try:
         fit = fit_exponential(x, y)
-    except RuntimeError:
+    except LayersimError:
         fit = LeastSquares(np.full(2, np.nan), np.full((2, 2), np.nan), np.nan)
     # Of a curve that goes through one end alone, the variance of the amplitude is below the rounding.
     with np.errstate(invalid="ignore"):
@@ -329,10 +329,6 @@ def relate(
     from statsmodels.api import OLS, add_constant
 
     table = values if isinstance(values, pandas.DataFrame) else _series(values, "Value").to_frame()
-    if len(set(map(str, table.columns))) < len(table.columns):
-        raise LayersimError(
-            f"`values` has several columns of the same name: {', '.join(map(str, table.columns))}. Give each its own name."
-        )
     table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
     targets = _series(scores, "Score")
     if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):
@@ -358,10 +354,7 @@ def relate(
         raise LayersimError(
             f"One of the columns of `values`, {', '.join(table.columns)}, is a linear combination of the others."
         )
-    try:
-        fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
-    except RuntimeError as error:
-        raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.") from error
+    fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
     errors = fit.bse if shape == "line" else np.sqrt(np.diag(fit.covariance))
     slopes, errors, degrees = fit.params[1:], errors[1:], count - size - 1
     margin = t.ppf(0.5 + confidence / 2, degrees) * errors
@@ -397,7 +390,5 @@ def _series(given: Any, default: str) -> pandas.Series[float]:
     if not isinstance(given, pandas.Series):
         numbers = dict(given) if isinstance(given, Mapping) else dict(enumerate(np.asarray(given).reshape(-1).tolist()))
         given = pandas.Series(list(numbers.values()), index=list(numbers), dtype=object)
-    if others := [one for one in given if isinstance(one, bool | str) or not hasattr(one, "__float__")]:
-        raise LayersimError(f"`values` and `scores` must be numbers; one of them is {brief(others[0])}.")
     numeric: pandas.Series[float] = given.map(float).astype(float).rename(label or given.name or default)
     return numeric

@@ -25,7 +25,6 @@ from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
-from ..core.wording import brief
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
@@ -126,7 +125,7 @@ def sweep(
         The report of each model by its key; `stack` makes one labelled table of them.
 
     Raises:
-        LayersimError: `models` holds something else, the folder belongs to another sweep, or `data` can be read only once.
+        LayersimError: the folder belongs to another sweep, or `data` can be read only once.
         SweepError: a model could not be loaded or measured; `error.reports` holds the reports of the models before it.
 
     Warns:
@@ -146,9 +145,6 @@ def sweep(
     # A key of NumPy or torch is the same number.
     models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
     keys = list(models)
-    for key, model in models.items():
-        if isinstance(model, str | os.PathLike):
-            raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must hold models, or functions that load one.")
     if data.read_once:
         raise LayersimError("`data` can be read only once, and a sweep reads it for each model. Pass list(data).")
     files: dict[Any, Path | None] = dict.fromkeys(keys)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, TypeVar
 
 from ..core.errors import LOG, LayersimError, without_login
-from .server_status import ServerStatus, host_of, keep_logins_out_of_logs, parse_status, redacted
+from .server_status import ServerStatus, host_of, parse_status, redacted, remove_secrets
 
 # Words in a server's message that name a failure of the server. In a traceback only NO_SANDBOX does; others are the request's.
 TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
@@ -50,7 +50,7 @@ class JobDisplay:
     Attributes:
         report: called with each status message of the server.
         ping: raises an error if the server does not respond.
-        enabled: whether nnsight calls `refresh` ten times a second.
+        enabled: whether nnsight calls `refresh` ten times a second, and shows its download bar.
         abandoned: whether the result of the job is not needed any more.
         seconds: how long the job ran, from status RUNNING to status COMPLETED.
     """
@@ -69,8 +69,10 @@ class JobDisplay:
         status = response.status.value
         if status == "RUNNING" and self._started is None:
             self._started = self._last_message
-        if status == "COMPLETED" and self._started is not None:
-            self.seconds = self._last_message - self._started
+        if status == "COMPLETED":
+            # Hides nnsight's download bar: the bar of the whole run is shown already.
+            self.enabled = False
+            self.seconds = 0.0 if self._started is None else self._last_message - self._started
         self.report(response)
 
     def refresh(self) -> None:
@@ -136,11 +138,6 @@ def counting_backend() -> Any:
                 raise ConnectionError("the server closed the connection")
             return RemoteBackend.parse(message)
 
-        def download_result(self, url: Any) -> Any:
-            # Hides nnsight's download bar: the bar of the whole run is shown already.
-            self.display.enabled = False
-            return super().download_result(url)
-
         def finalize(self, content: bytes) -> Any:
             self.received = len(content)
             return super().finalize(content)
@@ -157,14 +154,6 @@ def quiet(text: str) -> None:
     """Discard a message."""
 
 
-@cache
-def _tls() -> ssl.SSLContext:
-    """TLS context with the certificates that httpx trusts. It is cached, because httpx reads them at every call."""
-    import httpx
-
-    return httpx.create_ssl_context()
-
-
 class NdifClient:
     """Client of one model on one NDIF server.
 
@@ -176,7 +165,8 @@ class NdifClient:
 
     def __init__(self, remote: bool | str, model_key: str, env: Mapping[str, Any]) -> None:
         self.host = host_of(remote)
-        keep_logins_out_of_logs()
+        # The logger of httpx logs the address of each request at level INFO.
+        logging.getLogger("httpx").addFilter(remove_secrets)
         self.name = without_login(self.host)
         self.model_key = model_key
         self.env = dict(env)
@@ -203,24 +193,23 @@ class NdifClient:
     def _repeated(self, attempt: Callable[[], T], patient: bool = True) -> T:
         """The result of an attempt. Transient failures are retried with growing pauses."""
         waits = WAITS if patient else WAITS[:2]
-        for number in range(len(waits) + 1):
+        number, most = 1, len(waits) + 1
+        while True:
             try:
                 return attempt()
             except TransientFailure as error:
-                if number == len(waits):
-                    raise self.given_up(error, len(waits) + 1) from None
-                if "could not be read" in str(error) and number == 2:
-                    # Three times the same failure of a payload is not the network's.
-                    raise self.given_up(error, 3) from None
-                reason, wait = last_line(str(error)), waits[number]
-                LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number + 2, len(waits) + 1, wait, reason)
-                for left in range(int(wait), 0, -1):
-                    self.say(f"attempt {number + 2} of {len(waits) + 1} in {left} s: {reason[:80]}")
-                    time.sleep(wait / int(wait))
-        raise AssertionError
+                # Three times the same failure of a payload is not the network's.
+                if number == most or ("could not be read" in str(error) and number == 3):
+                    raise self.given_up(error, number) from None
+                reason, seconds = last_line(str(error)), waits[number - 1]
+            number += 1
+            LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number, most, seconds, reason)
+            for left in range(int(seconds), 0, -1):
+                self.say(f"attempt {number} of {most} in {left} s: {reason[:80]}")
+                time.sleep(seconds / int(seconds))
 
     def _attempt(self, run: Callable[[Any], T], backend: Any = None) -> T:
-        backend = backend or self.backend(blocking=True)
+        backend = backend or self.backend()
         try:
             result = run(backend)
         except LayersimError:
@@ -238,7 +227,7 @@ class NdifClient:
         Args:
             run: see `request`; its traces return nothing.
         """
-        backend = self.backend(blocking=True)
+        backend = self.backend()
         backend.prepares = True
         run(backend)
         payload: bytes = backend.payload
@@ -274,7 +263,7 @@ class NdifClient:
 
     def _send(self, payload: bytes) -> tuple[Any, Future[Any]]:
         """Send a prepared request in another thread; return its backend and its result."""
-        backend, answer = self.backend(blocking=True), Future[Any]()
+        backend, answer = self.backend(), Future[Any]()
         backend.payload = payload
 
         def exchange() -> None:
@@ -287,11 +276,10 @@ class NdifClient:
         threading.Thread(target=exchange, daemon=True, name="ndif-request").start()
         return backend, answer
 
-    def backend(self, blocking: bool, job_id: str | None = None) -> Any:
+    def backend(self, job_id: str | None = None) -> Any:
         """An nnsight backend for one job on this server, which counts bytes and reports progress through `say`."""
-        backend = counting_backend()(self.model_key, host=self.host, env=self.env, blocking=blocking, job_id=job_id)
-        # Hides nnsight's download bar for non-blocking jobs.
-        backend.display = JobDisplay(self._report, lambda: self.get("/ping", timeout=10.0), enabled=blocking)
+        backend = counting_backend()(self.model_key, host=self.host, env=self.env, job_id=job_id)
+        backend.display = JobDisplay(self._report, lambda: self.get("/ping", timeout=10.0))
         return backend
 
     def _report(self, response: Any) -> None:
@@ -312,7 +300,7 @@ class NdifClient:
         """
 
         def send(backend: Any) -> str:
-            backend.blocking = backend.display.enabled = False
+            backend.blocking = False
             run(backend)
             job_id: str = backend.job_id
             return job_id
@@ -325,7 +313,7 @@ class NdifClient:
         Raises:
             TransientFailure: the server cannot be reached, or the result cannot be downloaded now.
         """
-        backend = self.backend(blocking=False, job_id=job_id)
+        backend = self.backend(job_id)
         try:
             result = backend.poll()
         except Exception as error:
@@ -346,19 +334,15 @@ class NdifClient:
         import httpx
 
         try:
-            response = httpx.get(f"{self.host}{path}", timeout=httpx.Timeout(10.0, read=timeout), verify=_tls())
-            response.raise_for_status()
+            response = httpx.get(f"{self.host}{path}", timeout=httpx.Timeout(10.0, read=timeout))
+            if response.status_code in (502, 503, 504):
+                text = f"{self.name} is not ready ({response.status_code}): {response.text[:200]}"
+                raise TransientFailure(redacted(text, self.host))
+            if response.is_error:
+                raise self.no_server(f"{path}: HTTP {response.status_code}")
             return response.json()
-        except httpx.HTTPStatusError as error:
-            code = error.response.status_code
-            if code in (502, 503, 504):
-                text = f"{self.name} is not ready ({code}): {error.response.text[:200]}"
-                raise TransientFailure(redacted(text, self.host)) from None
-            raise self.no_server(f"{path}: HTTP {code}") from None
-        except httpx.TransportError as error:
-            raise self.no_server(f"{type(error).__name__}: {error}") from None
-        except (ValueError, RecursionError):
-            raise self.no_server(f"{path}: a response that is not JSON") from None
+        except (httpx.TransportError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise self.no_server(f"{path}: {type(error).__name__}: {error}") from None
 
     @cached_property
     def status(self) -> ServerStatus:
@@ -384,6 +368,7 @@ class NdifClient:
         import pydantic
         import websocket
         from nnsight.intervention.backends.remote import RemoteError
+        from nnsight.schema.config import CONFIG
 
         text = redacted(str(error), self.host)
         broken = (websocket.WebSocketException, httpx.HTTPError, pydantic.ValidationError, json.JSONDecodeError)
@@ -398,8 +383,11 @@ class NdifClient:
             return JobTooLong(text.strip())
         # The HTTP status, where there is one, belongs to the cause of nnsight's own error.
         code = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-        if refusal := self._refused_by_server(text, code):
-            return refusal
+        if code in (401, 403) or (code == 400 and "api key" in lower):
+            return LayersimError(
+                f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent): {last_line(text)}. Set "
+                "NDIF_API_KEY before Python starts, or call nnsight.login()."
+            )
         if "error provisioning" in lower or "error starting model" in lower:
             return ModelNotRunning(text)
         if ours := re.search(REFUSAL, text):
@@ -409,22 +397,6 @@ class NdifClient:
         if unreached or code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in words):
             return TransientFailure(text)
         return self._failed_on_server(text)
-
-    def _refused_by_server(self, text: str, code: int | None) -> LayersimError | None:
-        """The error for a request that the server rejected because of its API key or its package versions."""
-        from nnsight.schema.config import CONFIG
-
-        if code in (401, 403) or (code == 400 and "api key" in text.lower()):
-            return LayersimError(
-                f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent): {last_line(text)}. Set "
-                "NDIF_API_KEY before Python starts, or call nnsight.login()."
-            )
-        if code == 400 and "version" in text.lower():
-            return LayersimError(
-                f"{self.name} rejects requests from the installed versions: {last_line(text)}. It runs "
-                f"{', '.join(f'{name} {version}' for name, version in self.status.versions.items())}."
-            )
-        return None
 
     def _failed_on_server(self, text: str) -> LayersimError:
         """The error for a request that failed while it ran."""

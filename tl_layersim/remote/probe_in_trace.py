@@ -61,7 +61,12 @@ class PassReader:
         # Without torch.no_grad: it would hold for the model, which goes on while a module's output is awaited.
         args, kwargs = self.reader.model.inputs
         if self.reader.on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
-            self._refuse_sandbox()
+            # A sandboxed model would continue the generation with a copy of its cache.
+            if next(iter(self.reader.model._module.parameters())).device.type == "meta":
+                raise LayersimError(
+                    "`probe.read()` cannot read a generation on a sandboxed server, because it would change the later steps. "
+                    "Trace the finished rows, or pass use_cache=False."
+                )
         tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
         counted = self.rule.select_rows(tokens, attended, continued)
         if self.whole_rows and (continued or tokens.shape[1] == 1):
@@ -93,14 +98,6 @@ class PassReader:
         stack: list[Any] = []
         add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
         return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
-
-    def _refuse_sandbox(self) -> None:
-        """Raise an error on a sandboxed server, whose model would continue a generation with a copy of its cache."""
-        if next(iter(self.reader.model._module.parameters())).device.type == "meta":
-            raise LayersimError(
-                "`probe.read()` cannot read a generation on a sandboxed server, because it would change the later steps. Trace "
-                "the finished rows, or pass use_cache=False."
-            )
 
 
 def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Tensor, bool]:

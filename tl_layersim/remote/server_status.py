@@ -29,19 +29,10 @@ def host_of(remote: bool | str) -> str:
     return host
 
 
-class WithoutSecrets(logging.Filter):
+def remove_secrets(record: logging.LogRecord) -> bool:
     """Log filter that removes logins and signatures from addresses."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = without_secrets(record.getMessage()), None
-        return True
-
-
-def keep_logins_out_of_logs() -> None:
-    """Add the filter to the logger of httpx, which logs the address of each request at level INFO."""
-    logger = logging.getLogger("httpx")
-    if not any(isinstance(known, WithoutSecrets) for known in logger.filters):
-        logger.addFilter(WithoutSecrets())
+    record.msg, record.args = without_secrets(record.getMessage()), None
+    return True
 
 
 def redacted(text: str, host: str = "") -> str:

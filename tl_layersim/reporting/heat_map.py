@@ -60,10 +60,6 @@ class ColourScale(NamedTuple):
     high: float
     note: str = ""
 
-    def trace(self) -> dict[str, Any]:
-        """The arguments that give a plotly heatmap this colour scale."""
-        return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
-
 
 def scale_of(result: Result, field: str, values: Any) -> ColourScale:
     """The colour scale of a field: with fixed ends if the field has bounds, else with ends that fit the values.
@@ -237,7 +233,9 @@ def heat_map(
             colorbar=colour_bar(titles[1]),
             xgap=1 if len(columns.names) <= MOST_GAPS else 0,
             ygap=1 if len(rows.names) <= MOST_GAPS else 0,
-            **scale.trace(),
+            colorscale=scale.name,
+            zmin=scale.low,
+            zmax=scale.high,
             **({} if decimals is None else cell_numbers(values, scale, decimals)),
             **cell_hover(rows.names, columns.names, ends, html.escape(titles[1], quote=False)),
         )

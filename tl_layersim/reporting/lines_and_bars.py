@@ -352,18 +352,17 @@ def quantile_lines(
     fig = go.Figure()
     x = list(range(len(names)))
     words = [series_label("quantile", level) for level in levels]
-    shade = f"rgba({', '.join(map(str, hex_to_rgb(BLUE)))}, {{}})"
     # The outermost two first.
     for number in range(len(levels) // 2):
         lower, upper = number, len(levels) - 1 - number
-        fill = {"fill": "tonexty", "fillcolor": shade.format(FAN[min(number, len(FAN) - 1)])}
+        fill = {"fill": "tonexty", "fillcolor": FAINT.format(FAN[min(number, len(FAN) - 1)])}
         for n in (lower, upper):
             fig.add_scatter(
                 x=x,
                 y=values[n],
                 name=f"{100 * levels[lower]:g} to {100 * levels[upper]:g} % of tokens" if n == upper else words[n],
                 mode="lines",
-                line={"width": 0.5, "color": shade.format(0.4)},
+                line={"width": 0.5, "color": FAINT.format(0.4)},
                 **(fill if n == upper else {}),
                 legendgroup=f"{number}",
                 showlegend=n == upper,

@@ -26,9 +26,10 @@ FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
 BLUE, ORANGE, GREEN, PURPLE, DARK = "#0072b2", "#d55e00", "#009e73", "#a8518a", "#222222"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, DARK)
+# Blue with an opacity.
+FAINT = "rgba(0, 114, 178, {})"
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
-FAINT = "rgba(0, 114, 178, {})"
 GREY = "#666666"
 # Most series that are drawn as lines; more are a heat map.
 MOST_LINES = 5
