@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack, get_type_hints, overload
@@ -259,8 +258,11 @@ class AllPairs(Analyzer):
         numbers = range(len(self.models))
         options = {name: value for name, value in run.provenance.options.items() if name != IDENTITY}
         run = replace(run, provenance=replace(run.provenance, options=options))
-        with _warned_once(self.models):
+        with recorded_warnings(issued=False) as warned:
             results = {f"{a} {b}": self._result(sums, run, (a, b)) for a, b in self.pairs}
+        if warned:
+            others = f" {len(warned) - 1} more warnings concern other pairs of the {len(numbers)} models."
+            warn(warned[0] + (others if len(warned) > 1 else ""))
         every = [[either_order(results, a, b) for b in numbers] for a in numbers]
         values = [[float(one.distance() if self.distance is None else self.distance(one)) for one in row] for row in every]
         sites = every[0][0].layers
@@ -343,16 +345,6 @@ def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
     """
     start = f"{pair[0]} {pair[1]}/"
     return Sums({name.removeprefix(start): value for name, value in sums.fields.items() if name.startswith(start)})
-
-
-@contextmanager
-def _warned_once(models: tuple[str, ...]) -> Iterator[None]:
-    """Context that collects warnings about the results of pairs, and issues the first one with the number of the others."""
-    with recorded_warnings(issued=False) as own:
-        yield
-    if own:
-        more = f" {len(own) - 1} more warnings concern other pairs of the {len(models)} models." if len(own) > 1 else ""
-        warn(own[0] + more)
 
 
 class _Grid(SharedKeywords, total=False):

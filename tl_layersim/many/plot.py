@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -165,19 +164,19 @@ def plot_adjacency(
 
     if not result.normalize:
         raise LayersimError("`result` has normalize=False; it must be a result of BlockCoupling(normalize=True).")
-    strength_of = partial(_strength, beyond_chance=beyond_chance)
+
+    def strength_of(one: Any) -> Tensor:
+        """Coupling of every two blocks, `layer layer`: mean of both directions, 0 to 1."""
+        coupling = (one.null - one.values) / one.null.clamp(min=1e-9) if beyond_chance else one.coupling
+        # A block has no edge to itself.
+        mean: Tensor = (coupling + coupling.T) / 2
+        return mean.nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)
+
     strength = strength_of(result)
     full = float(strength.max()) if strongest is None else strongest
     ends = interval_ends(result, strength_of)
     fig = _network(strength.numpy(), full, result.layers[1:], title, ends)
     return with_size(with_provenance(fig, result.provenance), width, title)
-
-
-def _strength(result: BlockCouplingResult, beyond_chance: bool) -> Tensor:
-    """Coupling of every two blocks, `layer layer`: mean of both directions, 0 to 1."""
-    strength = (result.null - result.values) / result.null.clamp(min=1e-9) if beyond_chance else result.coupling
-    # A block has no edge to itself.
-    return ((strength + strength.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)
 
 
 def _network(strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Any) -> Figure:

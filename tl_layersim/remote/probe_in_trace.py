@@ -60,13 +60,13 @@ class PassReader:
         """
         # Without torch.no_grad: it would hold for the model, which goes on while a module's output is awaited.
         args, kwargs = self.reader.model.inputs
-        if self.reader.on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
-            # A sandboxed model would continue the generation with a copy of its cache.
-            if next(iter(self.reader.model._module.parameters())).device.type == "meta":
-                raise LayersimError(
-                    "`probe.read()` cannot read a generation on a sandboxed server, because it would change the later steps. "
-                    "Trace the finished rows, or pass use_cache=False."
-                )
+        has_cache = any(hasattr(value, "get_seq_length") for value in kwargs.values())
+        # A sandboxed model would continue the generation with a copy of its cache.
+        if self.reader.on_server and has_cache and next(self.reader.model._module.parameters()).device.type == "meta":
+            raise LayersimError(
+                "`probe.read()` cannot read a generation on a sandboxed server, because reading would change the later steps. "
+                "Trace the finished rows, or pass use_cache=False."
+            )
         tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
         counted = self.rule.select_rows(tokens, attended, continued)
         if self.whole_rows and (continued or tokens.shape[1] == 1):

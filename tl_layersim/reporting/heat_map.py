@@ -278,7 +278,10 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
         titles: titles of the figure and of the colour bar.
         ends: ends of the confidence intervals; None without intervals.
     """
-    values = _drawn_values(result, field, axes)
+    values = getattr(result, field).numpy()
+    if len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field)):
+        # An entry of a block with itself, or the p-value of a layer with itself, is no finding.
+        values = np.where(np.eye(len(values), dtype=bool), np.nan, values)
     scale = _matrix_scale(result, field, axes, values)
     words = _axis_titles(result, axes)
     sides = [HeatMapAxis(result.coordinates(axis), title) for axis, title in zip(axes, words, strict=True)]
@@ -327,14 +330,6 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
     scale, shown = ColourScale(SEQUENTIAL, 0.0, 1.0), np.where(values > 0, values, np.nan)
     fig = heat_map(shown, _series_sides(result, axes), scale, titles, ends=ends, decimals=2, square=False)
     return with_subtitle(fig, "white: none")
-
-
-def _drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
-    """The values of a matrix as an array, without entries of a block with itself and p-values of a layer with itself."""
-    values = getattr(result, field).numpy()
-    # The p-value of a layer with itself is no finding.
-    own = len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field))
-    return np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
 
 
 def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:
@@ -421,7 +416,10 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
         width: "column", "text" or None; sets the number of tokens in a line.
     """
     layers, tokens = grid.layers[1:], grid.tokens
-    lines = _lines(len(tokens), (PAPER_SIZES[width].width - 110) // CELL)
+    count = max(1, -(-len(tokens) // ((PAPER_SIZES[width].width - 110) // CELL)))
+    # Lines of nearly equal length.
+    length = -(-len(tokens) // count)
+    lines = [range(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
     cells = (ROW if len(layers) <= MOST_LAYERS else LOW_ROW) * len(layers)
     room = cells * len(lines) + BELOW_LINE * (len(lines) - 1)
     fig = make_subplots(rows=len(lines), cols=1, vertical_spacing=BELOW_LINE / room if len(lines) > 1 else 0)
@@ -456,13 +454,6 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
 
 def _shown(token: str, letters: int | None = None) -> str:
     return html.escape(visible_token(token, letters), quote=False)
-
-
-def _lines(tokens: int, longest: int) -> list[range]:
-    """Token indices of each line; lines have nearly equal length."""
-    count = max(1, -(-tokens // longest))
-    length = -(-tokens // count)
-    return [range(start, min(start + length, tokens)) for start in range(0, tokens, length)]
 
 
 def _line_of_cells(grid: Any, line: range) -> go.Heatmap:

@@ -26,7 +26,6 @@ from .style import (
     ORANGE,
     colour_bar,
     layer_axis,
-    log_axis,
     ordered_colour,
     styled,
 )
@@ -229,7 +228,9 @@ def lines(
         )
     label_axis(fig, names, axis)
     if log:
-        fig.update_yaxes(title=quantity, **log_axis(float(known.min()), float(known.max())))
+        # Labels 1, 2, 5, 10 and so on below three decades, else powers of 10.
+        labels = {"tickformat": "~g", "dtick": "D2"} if known.max() < 1000 * known.min() else {}
+        fig.update_yaxes(title=quantity, type="log", **labels)
     else:
         # A few curves without negative values start at 0: a cut axis makes a ripple look like a fall.
         from_zero = bool((np.nan_to_num(values) >= 0).all()) and len(series) < 4

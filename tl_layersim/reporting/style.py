@@ -171,7 +171,7 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
     if not text:
         return fig
     fig.layout.title.subtitle.text = "<br>".join(filter(None, (fig.layout.title.subtitle.text, text)))
-    return _with_layout(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), plot_height(fig))
+    return with_size(fig, None, None)
 
 
 def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
@@ -187,8 +187,8 @@ def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int 
         fig.layout.title.text = html.escape(title, quote=False)
     if width or title == "":
         fig.layout.title.subtitle.text = ""
-    size = PAPER_SIZES[width]
-    return _with_layout(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), plot_height(fig))
+    size, plot = PAPER_SIZES[width], fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
+    return _with_layout(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), plot)
 
 
 def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
@@ -199,16 +199,7 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
         title: title of the legend; "" for none.
     """
     fig.update_layout(legend_title={"text": title, "side": "top center"})
-    return _with_layout(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), plot_height(fig))
-
-
-def plot_height(fig: go.Figure) -> float:
-    """Pixels between the horizontal axis and the upper edge of the plot.
-
-    Args:
-        fig: a figure that `styled` returned.
-    """
-    return float(fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
+    return with_size(fig, None, None)
 
 
 def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
@@ -418,16 +409,6 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
     colours = ordered_colours(count) if ordered else [PALETTE[n % len(PALETTE)] for n in range(count)]
     dashes = ["solid" if ordered else DASHES[n // len(PALETTE) % len(DASHES)] for n in range(count)]
     return [{"colour": colours[n], "dash": dashes[n], "symbol": SYMBOLS[n % len(SYMBOLS)]} for n in range(count)]
-
-
-def log_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis. Its labels are 1, 2, 5, 10 and so on if it spans fewer than three decades, else powers of 10.
-
-    Args:
-        low: smallest value on the axis, above 0.
-        high: largest value.
-    """
-    return {"type": "log"} | ({"tickformat": "~g", "dtick": "D2"} if high < 1000 * low else {})
 
 
 def colour_bar(title: str) -> dict[str, Any]:
