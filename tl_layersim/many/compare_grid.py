@@ -1,4 +1,4 @@
-"""`compare_grid`: all pairs of many models, with one forward pass of each model per batch; their distances, and groups."""
+"""`compare_grid`: compares all pairs of many models; each model runs once per batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IDENTITY = "analyzer"
 
 @result_class
 class ModelGrid(Result):
-    """Distances between models, and for each pair the result of `compare`: `grid["a", "b"]`.
+    """Distances between all pairs of models; `grid["a", "b"]` is the result of one pair.
 
     `tl_layersim.many.compare_groups` and `tl_layersim.many.dendrogram` take it.
 
@@ -106,7 +106,7 @@ class ModelGrid(Result):
         return {"smallest distance of two models": float(values.min()), "largest": float(values.max())}
 
     def __getitem__(self, pair: tuple[str, str]) -> Any:
-        """Result of comparing two models, as `compare` returns it.
+        """Result of `compare` for two models.
 
         Args:
             pair: names of the models that give the rows and the columns.
@@ -120,7 +120,7 @@ class ModelGrid(Result):
 
 
 def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:
-    """The result of a pair of models, transposed if only the other order is available.
+    """Result of a pair of models, transposed if only the other order is available.
 
     Args:
         results: results by the indices of the two models.
@@ -132,7 +132,7 @@ def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:
 
 
 def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
-    """The group of each model as text.
+    """Group of each model, as text.
 
     Args:
         groups: a mapping from names of models to groups, or groups in the order of the models.
@@ -159,16 +159,16 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
 
 
 def _of_measure(name: str, default: Any = None) -> Any:
-    """A property of `AllPairs` that returns the attribute `name` of the measure."""
+    """Property that returns an attribute of the measure."""
     return property(lambda pairs: getattr(pairs.measure, name, default))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AllPairs(Analyzer):
-    """Applies an analyzer of two models to all pairs of many models, and to each model with itself.
+    """Applies an analyzer of two models to all pairs of many models.
 
-    Its kernel takes the views of all models, its sums are those of all pairs, and its result is a `ModelGrid`. Where the
-    measure has cross-model statistics, they are computed once for each model and batch.
+    The kernel takes the views of all models and sums over all pairs; the result is a `ModelGrid`. Cross-model statistics of the
+    measure are computed once for each model and batch.
 
     Attributes:
         measure: the analyzer of two models.
@@ -204,7 +204,7 @@ class AllPairs(Analyzer):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The pairs to sum: each pair once if the measure is symmetric, else in both orders."""
+        """Pairs of model indices: one order for a symmetric measure, else both orders."""
         numbers = range(len(self.models))
         return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
 
@@ -284,7 +284,6 @@ class AllPairs(Analyzer):
         return first if self.first_without_model else sums_of_pair(first, pair)
 
     def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
-        """The result of one pair, as `compare` returns it."""
         models = [run.models[number] for number in pair]
         provenance = replace(run.provenance, **record_of_models(models))
         about = (provenance, self._first(run.first, pair), models[0].head, models[0].stream, tuple(models))
@@ -296,7 +295,7 @@ class AllPairs(Analyzer):
 
 
 def _result_class(analyzer: Analyzer) -> Any:
-    """The class of an analyzer's result, from the annotation of `compute`; None if not known."""
+    """Class of an analyzer's result, by the annotation of `compute`; None if unknown."""
     try:
         return get_type_hints(type(analyzer).compute).get("return")
     except NameError:
@@ -304,7 +303,9 @@ def _result_class(analyzer: Analyzer) -> Any:
 
 
 def all_pairs_kernel(*views: Any, kernels: Mapping[tuple[int, int], Callable[..., dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Sums for all pairs of several models, by a kernel of two models for each pair. Names begin with the indices of the pair.
+    """Sum over a batch for all pairs of models.
+
+    Names of sums begin with the indices of the pair.
 
     Args:
         *views: the view of each model on the same tokens, or its statistics of one batch.
@@ -320,7 +321,7 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Sums over a pool of samples for pairs of many models, see `all_pairs_kernel`.
+    """Sum over a pool of samples for all pairs of models, see `all_pairs_kernel`.
 
     Args:
         sides: samples of each model.

@@ -1,4 +1,4 @@
-"""`difference`: how two runs differ, with an interval and a p-value for every field of every result."""
+"""`difference`: the difference of two runs, with an interval and a p-value for every field."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ def difference(
     adjust: Correction = "holm",
     adjust_over: Literal["field", "call"] = "field",
 ) -> Any:
-    """How two runs differ: second minus first, with an interval and a p-value for every field.
+    """Difference of two runs, second minus first, with an interval and a p-value for every field.
 
-    Runs on the same data in the same blocks are paired, which the digest of the data and the tokens of each block tell: the
-    difference is computed again without each block (delete-one-block jackknife, Student's t with one degree of freedom fewer
-    than blocks). Other runs are taken for independent: their squared errors add up, with the degrees of freedom of Welch and
-    Satterthwaite. The p-value is that of the two-sided t test that the difference is 0. Where no block changes the difference,
-    as on the diagonal of a similarity, there is no test: p is NaN.
+    Runs on the same data in the same blocks are paired. Their difference is computed again without each block
+    (delete-one-block jackknife, Student's t with one degree of freedom fewer than blocks). Other runs count as independent:
+    their squared errors add up, with the degrees of freedom of Welch and Satterthwaite. The p-value is that of a two-sided t
+    test of a difference of 0. If no block changes the difference, as on the diagonal of a similarity, p is NaN.
 
     Args:
         first: a report or a result of a run with `intervals=True`.
@@ -151,7 +150,7 @@ def difference(
 
 
 def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Result]]:
-    """The results of two reports that are compared, by analyzer."""
+    """Results that two reports share, by analyzer."""
     alone = [name for report, other in ((first, second), (second, first)) for name in report if name not in other]
     names = [name for name in first if name in second]
     if not names:
@@ -173,7 +172,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
 
 
 def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
-    """Whether two results were measured on the same blocks of rows. Raises an error if they cannot be compared."""
+    """Check that two results can be compared; return whether their blocks of rows are equal."""
     for result in (first, second):
         refuse_no_blocks(result)
     for axis in () if relative_depth else ("row", "column"):
@@ -196,7 +195,7 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
 
 
 def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
-    """Warn of options in which two runs differ, unless they follow from the model or the data."""
+    """Warn if two runs differ in an option that the user chose."""
     other: dict[str, str] = {}
     for one, two in ([result.provenance.options for result in pair] for pair in pairs):
         names = [name for name in {**one, **two} if name not in OF_MODEL_OR_DATA and one.get(name) != two.get(name)]
@@ -208,7 +207,9 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
 def _statistics(
     first: Any, second: Any, function: Callable[[Any, Any], Any], paired: bool, level: float, out_of: str = ""
 ) -> Tensor:
-    """Compare a number or tensor of two results: returns `STATISTICS` along a new last axis. P-values are not adjusted.
+    """Compare a number or a tensor of two results.
+
+    The last axis of the output is `STATISTICS`. P-values are not adjusted.
 
     Args:
         first: result of the first run, with its replicates.
@@ -240,7 +241,9 @@ def _statistics(
 def _variables(
     first: Result, second: Result, what: Callable[[Any], Any] | None, paired: bool, relative_depth: bool, level: float
 ) -> dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Compare the fields that two results share with equal labels, and their headline numbers: statistics, labels and words.
+    """Compare the shared fields and the headline numbers of two results.
+
+    Returns statistics, labels and words of each field.
 
     With `what`, only its values are compared.
     """
@@ -283,7 +286,7 @@ def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, resu
 
 
 def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
-    """A field of a result or replicate. An axis in `grids` is interpolated at as many relative depths as `grids` gives it."""
+    """Read a field, interpolated at `grids[axis]` relative depths along each axis in `grids`."""
     values = aligned(result, whole, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
         if axis in grids:
@@ -292,14 +295,14 @@ def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> T
 
 
 def _shown_labels(names: tuple[Any, ...]) -> str:
-    """Labels for a message: all if there are few, else their number, the first and the last."""
+    """Labels as text for a message: all, or their number and both ends."""
     if len(names) < 4:
         return ", ".join(map(str, names)) or "none"
     return f"{len(names)} from {names[0]} to {names[-1]}"
 
 
 def sites_along(result: Result, axis: str) -> tuple[str, ...]:
-    """All sites of the model that an axis of sites belongs to, including sites that the axis leaves out.
+    """All sites of the model along an axis, including sites that the axis leaves out.
 
     Args:
         result: any result.
@@ -309,7 +312,7 @@ def sites_along(result: Result, axis: str) -> tuple[str, ...]:
 
 
 def depths(sites: int, axis: str) -> tuple[float, ...]:
-    """Relative depths of the entries of an axis of sites, from 0 to 1.
+    """Relative depths of the sites along an axis, from 0 to 1.
 
     Args:
         sites: number of sites of the model.
@@ -323,7 +326,7 @@ def depths(sites: int, axis: str) -> tuple[float, ...]:
 
 
 def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Tensor:
-    """Values along an axis of sites, interpolated linearly at the relative depths of a model with fewer sites.
+    """Interpolate values linearly at the relative depths of a model with fewer sites.
 
     Args:
         values: values with the axis at `dim`.

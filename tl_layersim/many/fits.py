@@ -1,4 +1,4 @@
-"""Least-squares fits: `exponential_fit` of a quantity over depth, and `relate`, a regression of scores on measured values."""
+"""Least-squares fits: `exponential_fit` over depth, and `relate`, a regression of scores."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
 
 
 def _array(result: Result, field: str) -> xarray.DataArray:
-    """A field of a result as a labelled array. If untrained models were measured, an axis `weights` holds their mean, too."""
+    """A field as a labelled array, with an axis `weights` if untrained models were measured."""
     import pandas
     import xarray
 
@@ -178,7 +178,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
-    """Fit an exponential and a line to sites with a defined quantity. NaN for fewer than three, or without an optimum."""
+    """Fit an exponential and a line to the finite values; NaN if fewer than three are finite."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
     if len(y) < 3 or not y.any():
@@ -199,7 +199,7 @@ def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Relation:
-    """Least-squares regression of scores on one predictor or several, as `relate` returns it.
+    """Least-squares regression of scores on one or more predictors, from `relate`.
 
     Attributes:
         predictors: `point predictor`, a table whose index has the names of the points.
@@ -220,7 +220,7 @@ class Relation:
 
     @property
     def intercept(self) -> float:
-        """The fitted score if all predictors are 0."""
+        """Fitted score at predictors of 0."""
         return float(self.fit.params[0])
 
     @property
@@ -233,7 +233,7 @@ class Relation:
         return f"Relation({self.scores.name}, {self.shape}, {len(self.scores)} points, R2 = {self.r_squared:.3g})\n{table}"
 
     def to_frame(self) -> pandas.DataFrame:
-        """A table with a row for each predictor.
+        """Table with a row for each predictor.
 
         Columns: `coefficient`, of an exponential the rate; its standard error `se`; the ends `low` and `high` of its interval;
         `p_value`, two-sided, under normal errors; `partial`, the correlation of predictor and score given the other predictors,
@@ -245,7 +245,7 @@ class Relation:
 
     @typed
     def band(self, predictor: str | None = None) -> pandas.DataFrame:
-        """The fit over one predictor, at the mean of the others, with the confidence interval of the mean score.
+        """Fit over one predictor with its confidence interval, at the mean of the others.
 
         Args:
             predictor: name of the predictor; None for the first.
@@ -293,7 +293,9 @@ class Relation:
 def relate(
     values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
 ) -> Relation:
-    """Regress scores of models or prompts on measured values, and correlate the two: accuracy and coupling, for example.
+    """Regress scores of models or prompts on measured values, and correlate both.
+
+    For example, accuracy on coupling.
 
     Args:
         values: numbers by model: a mapping, a pandas Series, or a variable of a labelled table over one axis, such as
@@ -380,7 +382,7 @@ def relate(
 
 
 def _series(given: Any, default: str) -> pandas.Series[float]:
-    """Numbers by name or position; the name of the Series is the quantity in words."""
+    """Numbers as a Series, whose name is the quantity in words."""
     import pandas
 
     words = getattr(given, "attrs", {})

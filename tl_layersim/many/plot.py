@@ -1,4 +1,4 @@
-"""`plot`: a figure of a labelled table, such as that of many runs; and `plot_adjacency`: the graph of coupled blocks."""
+"""`plot`: figure of a labelled table; `plot_adjacency`: graph of coupled blocks."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def plot_adjacency(
     width: Literal["column", "text"] | None = None,
     title: str = "Coupling of blocks",
 ) -> Figure:
-    """Draw blocks on a circle; the edge between two blocks is darker the more they are coupled.
+    """Draw blocks on a circle, with darker edges between more strongly coupled blocks.
 
     The strength of an edge is the mean of both directions.
 
@@ -166,7 +166,7 @@ def plot_adjacency(
         raise LayersimError("`result` has normalize=False; it must be a result of BlockCoupling(normalize=True).")
 
     def strength_of(one: Any) -> Tensor:
-        """Coupling of every two blocks, `layer layer`: mean of both directions, 0 to 1."""
+        """Mean coupling of both directions, `layer layer`, from 0 to 1."""
         coupling = (one.null - one.values) / one.null.clamp(min=1e-9) if beyond_chance else one.coupling
         # A block has no edge to itself.
         mean: Tensor = (coupling + coupling.T) / 2
@@ -180,7 +180,7 @@ def plot_adjacency(
 
 
 def _network(strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Any) -> Figure:
-    """Network of blocks on a circle; an edge is darker if the coupling of its blocks is stronger.
+    """Draw blocks on a circle, with an edge for each coupling.
 
     Args:
         strength: couplings `layer layer`, symmetric; 0 for no edge.
@@ -197,7 +197,7 @@ def _network(strength: Any, strongest: float, names: tuple[str, ...], title: str
     from ..reporting.style import DARK, colour_bar, styled, with_subtitle
 
     def edge_colour(level: float) -> str:
-        """The colour of an edge on white, from nearly white to dark blue."""
+        """Colour of an edge, from nearly white to dark blue."""
         return str(sample_colorscale("Blues", [0.08 + 0.92 * level])[0])
 
     texts = np.full(strength.shape, "", dtype=object) if ends is None else hover_texts(ends, ".3f")

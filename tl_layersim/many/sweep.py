@@ -1,4 +1,4 @@
-"""`sweep`: the same analysis of many models or checkpoints, each loaded, measured and freed in turn."""
+"""`sweep`: one analysis of many models or checkpoints in turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHECKED_ROWS = 1000
 
 
 def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, options: Mapping[str, Any]) -> None:
-    """Make the folder of a sweep if it does not exist, and record what the sweep measures.
+    """Make the folder of a sweep, or check that an existing folder holds this sweep.
 
     Raises:
         LayersimError: the folder cannot be written to, or holds another sweep.
@@ -60,13 +60,13 @@ def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, opti
 
 
 def _report_file(folder: Path, key: Any) -> Path:
-    """The file of a finished model's report. A digest in its name tells apart keys that differ in signs not allowed there."""
+    # The digest tells apart keys that differ only in characters that a file name cannot hold.
     name = re.sub(r"[^\w.-]", "_", str(key))[:60]
     return folder / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
 
 
 def data_digest(data: Any) -> str:
-    """Digest of data, 12 hex digits: SHA-256 of its length and its first rows.
+    """SHA-256 of the length and the first rows of data, 12 hex digits.
 
     Args:
         data: data as `analyze` takes it.
@@ -178,18 +178,19 @@ def sweep(
 
 
 def is_loader(model: Any) -> bool:
-    """Whether a value of `models` is a function that loads a model. A model can be called too, but is not a loader.
+    """Whether a value of `models` is a function that loads a model.
 
     Args:
         model: the value.
     """
+    # Models are callable too.
     return callable(model) and not isinstance(model, Module) and not is_nnsight(model)
 
 
 def _measure_model(
     model: Any, data: Data, analyzers: Mapping[str, Analyzer], file: Path | None, options: Mapping[str, Any]
 ) -> Report:
-    """The report of a model. A function is first called to load the model, which is freed after it is measured."""
+    """Measure a model; a function is called to load the model, which is freed afterwards."""
     loads = is_loader(model)
     if loads:
         model = model()
@@ -203,7 +204,7 @@ def _measure_model(
 
 
 def _keep(report: Report, file: Path | None) -> None:
-    """Write the report of a model to its file, and remove the checkpoint of its analysis."""
+    """Write the report of a model, and remove the checkpoint of its analysis."""
     if file is None:
         return
     rank, partial = rank_and_size()[0], file.with_suffix(".partial")
@@ -213,7 +214,8 @@ def _keep(report: Report, file: Path | None) -> None:
 
 
 def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:
-    """Warn if functions load the same weights, as functions made in a loop do if they share a variable."""
+    """Warn if several functions load the same weights."""
+    # Lambdas that a loop makes share its variable.
     by_weights = defaultdict(list)
     for key in loaded:
         provenance = next(iter(found[key].values())).provenance

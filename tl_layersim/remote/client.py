@@ -1,4 +1,4 @@
-"""`NdifClient`: sends requests to an NDIF server, repeats them after transient failures, and explains other failures."""
+"""`NdifClient`: requests to an NDIF server, their retries and their error messages."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ REFUSAL = re.compile(r"LayersimError: (?P<message>.+)")
 
 
 class JobTooLong(Exception):
-    """The server ended a job that took longer than its operator allows."""
+    """A server ended a job at its time limit."""
 
 
 class TransientFailure(Exception):
-    """A failure of the network or the server that may not recur."""
+    """A failure of the network or the server; the request may be sent again."""
 
 
 class ModelNotRunning(TransientFailure):
-    """The server has not loaded the model and cannot load it now."""
+    """The server does not run the model and cannot start it now."""
 
 
 # Seconds between two looks for Ctrl-C.
@@ -45,7 +45,7 @@ SILENCE = 60.0
 
 @dataclass
 class JobDisplay:
-    """Replaces nnsight's progress bar: receives the status of a job, and checks the connection.
+    """Replaces nnsight's status display, and checks the connection to the server.
 
     Attributes:
         report: called with each status message of the server.
@@ -64,7 +64,7 @@ class JobDisplay:
     _started: float | None = None
 
     def update(self, response: Any) -> None:
-        """Record the time of a status message, and pass the message to `report`."""
+        """Pass a status message to `report`, and record its time."""
         self._last_message = time.monotonic()
         status = response.status.value
         if status == "RUNNING" and self._started is None:
@@ -76,7 +76,7 @@ class JobDisplay:
         self.report(response)
 
     def refresh(self) -> None:
-        """Check the connection if no message has arrived for `SILENCE` seconds.
+        """Check the connection after `SILENCE` seconds without a message.
 
         Raises:
             ConnectionError: the server does not respond, or the result of the job is not needed any more.
@@ -94,9 +94,8 @@ class JobDisplay:
 
 
 def counting_backend() -> Any:
-    """A subclass of nnsight's remote backend that counts bytes. A function defines it, because nnsight is imported only when
-    needed.
-    """
+    """Return a subclass of nnsight's remote backend that counts bytes."""
+    # In a function, because nnsight is imported only when needed.
     from nnsight.intervention.backends.remote import RemoteBackend
     from nnsight.schema.request import RequestModel
 
@@ -155,7 +154,7 @@ def quiet(text: str) -> None:
 
 
 class NdifClient:
-    """Client of one model on one NDIF server.
+    """Sends requests for one model to one NDIF server.
 
     Args:
         remote: True, or the server's address.
@@ -175,7 +174,7 @@ class NdifClient:
         self.seconds = 0.0
 
     def request(self, run: Callable[[Any], T], patient: bool = True) -> T:
-        """Send a request and return its result. After transient failures the request is sent again.
+        """Send a request and return its result; retry after transient failures.
 
         Sending again is safe, because a request computes sums and changes nothing on the server. Only results that arrived are
         counted.
@@ -191,7 +190,7 @@ class NdifClient:
         return self._repeated(lambda: self._attempt(run), patient)
 
     def _repeated(self, attempt: Callable[[], T], patient: bool = True) -> T:
-        """The result of an attempt. Transient failures are retried with growing pauses."""
+        """Call `attempt` until it succeeds; wait longer after each transient failure."""
         waits = WAITS if patient else WAITS[:2]
         number, most = 1, len(waits) + 1
         while True:
@@ -235,7 +234,7 @@ class NdifClient:
 
     @contextmanager
     def sent(self, payload: bytes) -> Iterator[Callable[[], Any]]:
-        """A context in which another thread sends a prepared request, and downloads and decodes its result.
+        """Context manager: another thread sends a prepared request and downloads its result.
 
         The caller's thread traces and serialises, because nnsight reads its frames and changes global state.
 
@@ -262,7 +261,7 @@ class NdifClient:
                 backend.display.abandoned = True
 
     def _send(self, payload: bytes) -> tuple[Any, Future[Any]]:
-        """Send a prepared request in another thread; return its backend and its result."""
+        """Send a prepared request in another thread; return its backend and its future result."""
         backend, answer = self.backend(), Future[Any]()
         backend.payload = payload
 
@@ -277,13 +276,13 @@ class NdifClient:
         return backend, answer
 
     def backend(self, job_id: str | None = None) -> Any:
-        """An nnsight backend for one job on this server, which counts bytes and reports progress through `say`."""
+        """An nnsight backend for one job on this server."""
         backend = counting_backend()(self.model_key, host=self.host, env=self.env, job_id=job_id)
         backend.display = JobDisplay(self._report, lambda: self.get("/ping", timeout=10.0))
         return backend
 
     def _report(self, response: Any) -> None:
-        """Show the server's report on a job in the run's progress bar."""
+        """Show the status of a job in the run's progress bar."""
         status = response.status.value
         if status in ("PROVISIONING", "DEPLOYING") or (status == "QUEUED" and "position 1." not in response.description):
             self.say(redacted(f"{status.lower()}: {response.description}", self.host)[:80])
@@ -308,7 +307,9 @@ class NdifClient:
         return self.request(send)
 
     def poll(self, job_id: str) -> tuple[str | None, Any]:
-        """The state of a non-blocking job, with its result or failure; the state is None if the server does not know the job.
+        """Return the state of a non-blocking job, and its result or failure.
+
+        The state is None if the server does not know the job.
 
         Raises:
             TransientFailure: the server cannot be reached, or the result cannot be downloaded now.
@@ -325,7 +326,7 @@ class NdifClient:
         return None if backend.status is None else backend.status.value, result
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
-        """The JSON at a path of the server.
+        """Return the JSON at a path of the server.
 
         Raises:
             TransientFailure: the server is not ready.
@@ -346,7 +347,7 @@ class NdifClient:
 
     @cached_property
     def status(self) -> ServerStatus:
-        """The status of the server; it is requested once.
+        """Status of the server, requested once.
 
         Raises:
             LayersimError: the server does not respond, or its JSON has another form.
@@ -363,7 +364,7 @@ class NdifClient:
             raise self.no_server(given) from error
 
     def classify(self, error: Exception) -> Exception:
-        """The class of a failure: `TransientFailure`, `JobTooLong`, or the error that ends the run."""
+        """Turn a failure into `TransientFailure`, `JobTooLong` or the error that ends the run."""
         import httpx
         import pydantic
         import websocket
@@ -399,7 +400,6 @@ class NdifClient:
         return self._failed_on_server(text)
 
     def _failed_on_server(self, text: str) -> LayersimError:
-        """The error for a request that failed while it ran."""
         if "out of memory" in text.lower():
             return LayersimError(
                 f"A forward pass of this size does not fit into the free memory of the server: {last_line(text)}. Use a "
@@ -413,7 +413,7 @@ class NdifClient:
         return LayersimError(f"The request failed on {self.name}: {last_line(text)}{where}. {do}.")
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
-        """The error that ends a run after this many attempts."""
+        """Error that ends a run after its last attempt."""
         if isinstance(error, ModelNotRunning):
             running = ", ".join(self.status.running) or "none"
             return LayersimError(
@@ -426,7 +426,7 @@ class NdifClient:
         )
 
     def no_server(self, given: str) -> LayersimError:
-        """The error for an address at which no NDIF server responds."""
+        """Error for an address without an NDIF server."""
         return LayersimError(
             f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, "
             "or nnsight's setting NDIF_HOST if remote=True."
@@ -441,6 +441,6 @@ def _waited_for(answer: Future[T]) -> T:
 
 
 def last_line(text: str) -> str:
-    """The last line of a traceback or of a server's message. It names the failure."""
+    """Last line of a traceback or of a server's message, which names the failure."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return lines[-1][:300].rstrip(".") if lines else "nothing"

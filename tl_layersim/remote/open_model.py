@@ -1,4 +1,4 @@
-"""`open_model`: set where a model runs; and functions that open a model as a source or as a split model."""
+"""`open_model`, and functions that open a model as a source or as a split model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def open_model(
 
 
 def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> Source:
-    """Open the source of a model.
+    """Return the source that runs a model.
 
     Args:
         model: the model, an `OpenedModel`, or a source.
@@ -106,7 +106,7 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
 
 
 def on_server(source: Source) -> RemoteSource:
-    """Return a source, or raise an error if it does not send requests to an NDIF server.
+    """Check that a source sends requests to an NDIF server, and return the source.
 
     Raises:
         LayersimError: the model runs in this process.
@@ -120,7 +120,7 @@ def on_server(source: Source) -> RemoteSource:
 
 
 def open_split_model(model: Any) -> SplitModel:
-    """Open a model as a split model: `LocalSplitModel` if its modules run in this process, else `RemoteSplitModel`.
+    """Open a model as a split model, in this process or on a server.
 
     Args:
         model: the model, or an `OpenedModel`.

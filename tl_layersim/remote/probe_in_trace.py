@@ -1,7 +1,6 @@
-"""How a probe reads forward passes in a user's own nnsight trace.
+"""Probes that read forward passes in a user's own nnsight trace.
 
-nnsight ships `PassReader` and `ShippedProbe`. They refer to local names and to functions that need torch and the standard
-library alone.
+nnsight ships the source of `PassReader` and `ShippedProbe`, which use local names, torch and the standard library alone.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LEAF = 16
 
 @dataclass
 class PassReader:
-    """Reads one forward pass inside a trace, and returns sums over it.
+    """Reads a forward pass inside a trace, and returns sums over its positions.
 
     Attributes:
         reader: the sites, the modules that are read and the lens.
@@ -52,7 +51,7 @@ class PassReader:
     first: int
 
     def read(self) -> dict[str, Any]:
-        """The sums over the current forward pass.
+        """Return the sums over the current forward pass.
 
         Returns:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
@@ -101,7 +100,7 @@ class PassReader:
 
 
 def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Tensor, bool]:
-    """The tokens and the attended positions of a forward pass, on the CPU.
+    """Tokens and attended positions of a forward pass, on the CPU.
 
     Args:
         args: positional arguments of the model's forward.
@@ -131,14 +130,16 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
 
 
 class ReceivingFunction:
-    """Placeholder for `receive` in the result of a request. It holds the name of the function, which the server lacks."""
+    """Placeholder for `receive` in a result, because servers lack this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, ("tl_layersim.remote.probe_in_trace:receive",)
 
 
 class ShippedProbe:
-    """Placeholder for a probe on a server. Saved as a result, it becomes that probe in the user's process, with the sums.
+    """Placeholder for a probe on a server.
+
+    When nnsight loads the result, the placeholder becomes the user's probe, with the sums.
 
     Args:
         key: key of the probe.
@@ -170,7 +171,9 @@ PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def receive(key: str, ticket: str, passes: list[dict[str, Any]]) -> Any:
-    """Add the sums of a request to their probe, and return the probe. nnsight calls it when it loads a result.
+    """Add the sums of a request to their probe, and return the probe.
+
+    nnsight calls this function when it loads a result.
 
     Args:
         key: key of the probe.

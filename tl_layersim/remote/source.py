@@ -1,4 +1,4 @@
-"""`RemoteSource`: a model on an NDIF server, whose requests hold batches and return sums over them."""
+"""`RemoteSource`: runs a model on an NDIF server, which returns sums alone."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
     def _ask_offer(self) -> ServerStatus:
-        """Limits and properties of the server for this model, from its status and from a request with one row."""
+        """Ask for the server's limits, and probe the model with one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: dtype_and_devices(self.envoy, self.blocks, arguments, backend), patient=False)
@@ -167,7 +167,7 @@ class RemoteSource(NNsightSource, OnServer):
         failed: Exception | None = None
 
         def next_request() -> tuple[list[Batch], bytes] | None:
-            """Read and serialise the next request. A failure is raised after the results of earlier requests."""
+            """Read and serialise the next request; a failure is kept until earlier results are in."""
             nonlocal failed
             try:
                 group = None if failed else next(groups)
@@ -200,7 +200,7 @@ class RemoteSource(NNsightSource, OnServer):
             self.ndif.say = quiet
 
     def _lower(self, group: list[Batch], error: JobTooLong) -> None:
-        """After a job that took too long, limit requests to fewer batches than it held, a power of two.
+        """Limit requests to fewer batches, a power of two, after a job took too long.
 
         Raises:
             LayersimError: the job held one batch.
@@ -229,7 +229,7 @@ class RemoteSource(NNsightSource, OnServer):
             return take(lambda backend: submit(*about, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """The content of a request: for each batch, its forward passes and the groups of rows to sum over."""
+        """Pack the forward passes and the row groups of each batch for a request."""
         return [
             {
                 "starts": batch.starts,
@@ -242,7 +242,7 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """Each forward pass with a counted position: its number, the model's inputs, and the data of its positions."""
+        """Pack the forward passes of a batch that have a counted position."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):
@@ -268,7 +268,7 @@ class RemoteSource(NNsightSource, OnServer):
 def order_without_weights(
     module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], arguments: Arguments
 ) -> Order:
-    """The order of hook points in a forward pass, and their widths, from a forward pass on the meta device.
+    """Find the order and widths of hook points by a forward pass on the meta device.
 
     If no such pass can run, the order is the order of `lsim.sites`, and the widths are empty.
 
@@ -299,7 +299,7 @@ def order_without_weights(
 def _listed_order(
     module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
 ) -> tuple[int, ...]:
-    """The hook points in the order of `lsim.sites`, the order of computation.
+    """Sort hook points as `lsim.sites` lists them, in the order of computation.
 
     Raises:
         LayersimError: a point is not a listed site, so its place in the order is unknown.

@@ -1,7 +1,7 @@
 """Traces on an NDIF server that return sums.
 
-nnsight ships the bodies of traces and the functions that these call. They refer to local names and to functions that need
-torch and the standard library alone.
+nnsight ships the source of the traces and of the functions that these call, which use local names, torch and the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def submit(
     joined: bool,
     backend: Any,
 ) -> None:
-    """Submit one request: a session with a trace for each forward pass and model, and pairwise sums of the kernels' results.
+    """Send a request: a session with one trace for each forward pass and model.
 
-    Forward passes run to the end of the model, not to the last block, because a sandbox fails if a trace follows a stopped one.
-    The backend does not wait for the result, the local variable `found`: row counts, each with the sums over these rows in the
-    form of `Reduced`.
+    The server adds the kernels' results pairwise.
+
+    Forward passes run to the end of the model, because a sandbox fails if a trace follows a stopped one. The result is the
+    local variable `found`: row counts, each with the sums over these rows in the form of `Reduced`.
 
     Args:
         readers: the model; or several edits of one model, whose views the kernels take together.
@@ -70,7 +71,7 @@ def submit(
 
 
 def known_view(unit: dict[str, Any]) -> View:
-    """The view of a batch before its forward passes, without activations.
+    """View of a batch before its forward passes, without activations.
 
     Args:
         unit: the batch, packed by `RemoteSource.pack`.
@@ -85,7 +86,7 @@ def known_view(unit: dict[str, Any]) -> View:
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Add the sums of a batch's leaves (groups of rows) to the list of sums of a request.
+    """Add the sums of one batch to the list of sums of a request.
 
     Args:
         stack: changed in place.
@@ -102,7 +103,7 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
 
 
 def narrowed(value: Any) -> Any:
-    """Integers as int32 if they fit, for a smaller request; anything else is unchanged."""
+    """Convert integers to int32 if they fit, for a smaller request."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64:
         return value
     small = value.to(torch.int32)
@@ -110,14 +111,17 @@ def narrowed(value: Any) -> Any:
 
 
 def widened(value: Any) -> Any:
-    """The inverse of `narrowed`."""
+    """Undo `narrowed`."""
     return value.long() if isinstance(value, Tensor) and value.dtype == torch.int32 else value
 
 
 def dtype_and_devices(
     model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], dict[str, Any]], backend: Any
 ) -> dict[str, Any]:
-    """Dtype and devices of the activations of one row, and whether the weights are on the meta device, from one request."""
+    """Find the dtype and the devices of activations by a request with one row.
+
+    Also returns whether the weights are on the meta device.
+    """
     import nnsight
 
     args, options = arguments
@@ -142,7 +146,7 @@ def on_cpu(reduced: Any) -> Any:
 
 
 def add_batch_sums(a: Any, b: Any) -> Any:
-    """Add the sums of two groups of batches: integers as int64, floats as float64.
+    """Add the sums of two groups of batches, in int64 and float64.
 
     If tensors cannot be added, a message replaces the sums. If activations are not finite, only the counts are kept.
     """
@@ -167,7 +171,7 @@ def add_batch_sums(a: Any, b: Any) -> Any:
 
 
 def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
-    """The partial sums in the result of a request.
+    """Partial sums in the result of a request.
 
     Raises:
         LayersimError: the sums of a kernel for two batches cannot be added.

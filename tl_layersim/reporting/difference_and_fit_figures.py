@@ -1,4 +1,4 @@
-"""Figures of differences between two results, and of regressions with confidence bands."""
+"""Figures of differences between runs, of regressions and of exponential fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNDEFINED = "#c8c8c8"
 
 
 def difference_figure(array: xarray.DataArray) -> go.Figure:
-    """Plot the difference of two reports in one field: curves with intervals as bands, or a heat map.
+    """Plot the difference of two runs in one field: curves with bands, or a heat map.
 
     A dot in a heat map marks an adjusted p-value below 1 minus the confidence level. Cells that are equal in all blocks of the
     data, such as the diagonal of a similarity, are grey.
@@ -78,7 +78,7 @@ MOST_NAMES = 24
 
 
 def regression(found: Relation, predictor: str) -> go.Figure:
-    """Scatter plot of scores over one predictor with named points, the regression line and its confidence band.
+    """Scatter plot of scores over one predictor, with the fit and its confidence band.
 
     Args:
         found: a result of `relate`.
@@ -116,7 +116,9 @@ def regression(found: Relation, predictor: str) -> go.Figure:
 
 
 def fit_figure(fit: xarray.Dataset) -> go.Figure:
-    """Plot a quantity over depth, with its exponential and linear fit. Untrained models have points and an exponential only.
+    """Plot a quantity over depth, with its exponential and its linear fit.
+
+    Untrained models have points and an exponential only.
 
     In the equations of the legend, l is the depth.
 

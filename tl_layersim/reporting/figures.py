@@ -1,4 +1,4 @@
-"""`figure`: the figure of a result's field, chosen by its axes and its declaration; `panels`: figures side by side."""
+"""`figure`: the figure of one field of a result; `panels`: several figures side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
 
 def figure(result: Result, field: str | None = None, width: str | None = None, title: str | None = None) -> go.Figure:
-    """The figure of one field with its intervals, and with model and tokens below the title.
+    """Draw one field of a result with its intervals.
+
+    Model and number of tokens stand below the title.
 
     Args:
         result: the result.
@@ -63,7 +65,7 @@ def figure(result: Result, field: str | None = None, width: str | None = None, t
 
 
 def _untrained_figure(result: Result, field: str) -> go.Figure:
-    """The figure of a field's mean over untrained models."""
+    """Draw the mean of a field over untrained models."""
     held = field_named(result, field)
     twins = result.of_untrained(held)
     if twins is None:
@@ -122,7 +124,9 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
 
 
 def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values: Any, titles: tuple[str, str]) -> go.Figure:
-    """Lines over the last axis of a field, on a logarithmic scale: a colour for each label of the first axis.
+    """Draw lines over the last axis of a field, on a logarithmic scale.
+
+    Each label of the first axis has a colour.
 
     Labels of further axes differ in their dashes.
     """
@@ -138,7 +142,7 @@ def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values
 
 
 def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """The figure of a field over one axis."""
+    """Draw a field over its only axis."""
     declared, names, baselines = result.declared(field), result.coordinates(axis), result.baselines(field)
     if axis == "sublayer":
         blocks = list(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
@@ -168,7 +172,7 @@ REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")
 
 
 def panels(figures: list[go.Figure], width: str | None = None, title: str = "") -> go.Figure:
-    """Combine several figures as the panels of one figure.
+    """Combine figures as panels of one figure.
 
     Args:
         figures: the figures, in order.
@@ -240,7 +244,7 @@ def _add_panel(whole: go.Figure, figure: go.Figure, x: float, y: float) -> None:
 
 
 def _renamed(axis: str, offset: list[int]) -> str:
-    """The name of a panel's axis in the combined figure: `x2` or `xaxis2` with a higher number."""
+    """Name of a panel's axis in the combined figure, such as `x2` or `xaxis2`."""
     match = AXIS.fullmatch(axis)
     if match is None:
         return axis

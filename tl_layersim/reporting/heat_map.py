@@ -1,4 +1,4 @@
-"""Heat maps: layers by layers, series by layers, predictions by tokens; their colour scales, and numbers in their cells."""
+"""Heat maps, their colour scales, and the numbers in their cells."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOST_NUMBERS = 12
 
 
 class ColourScale(NamedTuple):
-    """The colour scale of a heat map.
+    """Colour scale of a heat map.
 
     Attributes:
         name: name of plotly's scale.
@@ -62,7 +62,7 @@ class ColourScale(NamedTuple):
 
 
 def scale_of(result: Result, field: str, values: Any) -> ColourScale:
-    """The colour scale of a field: with fixed ends if the field has bounds, else with ends that fit the values.
+    """Choose the colour scale of a field, by its bounds and its values.
 
     Args:
         result: the result.
@@ -80,7 +80,7 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
 
 
 def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
-    """The colour scale of values whose field has these bounds.
+    """Choose the colour scale of values with known bounds.
 
     Clearly negative similarities get a scale from -1 to 1. Other scales begin at 0 or at the lowest value.
 
@@ -103,7 +103,7 @@ def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
 
 
 def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
-    """A colour scale from the smallest to the largest of the values, not to the bounds of what is possible.
+    """Colour scale from the smallest to the largest of the values.
 
     Args:
         values: the values in the figure.
@@ -114,14 +114,14 @@ def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
 
 
 def about_zero(values: Any) -> ColourScale:
-    """The colour scale of differences, centred at 0."""
+    """Colour scale of differences, centred at 0."""
     low, high = _limits(values)
     far = end_above(max(high, -low))
     return ColourScale(DIVERGING, -far, far)
 
 
 def end_above(value: float) -> float:
-    """The smallest round number at or above a value, for the end of a scale.
+    """Smallest round number at or above a value, as the end of a scale.
 
     Examples:
         >>> end_above(0.113), end_above(17.0), end_above(0.0)
@@ -134,7 +134,7 @@ def end_above(value: float) -> float:
 
 
 def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, Any]:
-    """Settings of a plotly heatmap that write each value into its cell if there is room.
+    """Numbers in the cells of a small heat map, as plotly settings.
 
     Narrow scales get more decimals, so that the numbers in different cells differ.
 
@@ -158,7 +158,7 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
 
 
 def _limits(values: Any) -> tuple[float, float]:
-    """The smallest and the largest finite value; 0 and 1 if there is none."""
+    """Smallest and largest finite value; 0 and 1 if no value is finite."""
     known = np.asarray(values, dtype=float)
     known = known[np.isfinite(known)]
     return (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
@@ -185,7 +185,7 @@ LETTERS = 9
 
 
 class HeatMapAxis(NamedTuple):
-    """The rows or the columns of a heat map.
+    """Rows or columns of a heat map.
 
     Attributes:
         names: name of each row or column, for hover texts.
@@ -199,7 +199,7 @@ class HeatMapAxis(NamedTuple):
 
     @property
     def shown(self) -> list[str]:
-        """The labels of all rows or columns."""
+        """Labels of all rows or columns."""
         return short_names(self.names) if self.labels is None else self.labels
 
 
@@ -250,7 +250,7 @@ def heat_map(
 
 
 def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, quantity: str) -> dict[str, Any]:
-    """Data and template of the hover text at a cell: row, column, value, and interval if there is one.
+    """Hover texts of cells, as plotly settings: row, column, value and interval.
 
     Args:
         rows: names of the rows.
@@ -269,7 +269,9 @@ def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, q
 
 
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of layers by layers, of one or two models. Outer rows and columns without values are left out.
+    """Heat map of layers by layers, of one or two models.
+
+    Outer rows and columns without values are left out.
 
     Args:
         result: the result.
@@ -297,7 +299,7 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of many series over layers or dimensions, one row for each series.
+    """Heat map of many series over layers or dimensions, with a row for each series.
 
     Args:
         result: the result.
@@ -313,7 +315,7 @@ def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
-    """Heat map of counts as fractions of their row sum; cells with count 0 are white.
+    """Heat map of counts, as fractions of the sum of their row; white cells have count 0.
 
     Args:
         result: the result.
@@ -333,7 +335,6 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
 
 
 def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:
-    """The colour scale of the drawn values of a matrix."""
     scale = scale_of(result, field, values)
     if axes[0] in OF_JACOBIANS:
         return narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
@@ -345,7 +346,6 @@ def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any
 
 
 def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
-    """Titles of the rows and of the columns of a matrix."""
     if axes[0] == "connection":
         return "Jacobian of connection", "Singular vectors of connection"
     if axes[0] in ("row_block", "skipped", "vision_layer", "text_layer"):
@@ -356,7 +356,7 @@ def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
-    """Rows and columns of `series_heat_map`: series, and sites or numbers."""
+    """Rows (series) and columns (sites or numbers) of a heat map."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])
@@ -365,7 +365,7 @@ def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, H
 
 
 def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
-    """Notes on a matrix: entries left out, value for random vectors, smallest possible p-value; empty for other fields."""
+    """Note on left-out entries, random vectors or permutations; empty for other fields."""
     if axes[0] in OF_JACOBIANS and len(result.coordinates(axes[0])) > 1:
         null = getattr(result, NULLS.get(field, ""), None)
         found = "" if null is None else f"; random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}"
@@ -377,19 +377,19 @@ def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
 
 
 def _of_own_layers(result: Result, field: str) -> bool:
-    """Whether a field holds p-values between the layers of one model."""
+    """Whether a field holds p-values between layers of one model."""
     return field == "p_values" and JOINT not in result.provenance.model
 
 
 def _left_out(sides: list[HeatMapAxis], shown: list[slice]) -> str:
-    """A note on the rows and columns that are not shown; empty if all are shown."""
+    """Note on rows and columns without values; empty if all are shown."""
     outside = [[label for label in side.shown if label not in side.shown[own]] for side, own in zip(sides, shown, strict=True)]
     words = list(dict.fromkeys(label for labels in outside for label in labels))
     return f"without {', '.join(words)}, where no value is defined" if words else ""
 
 
 def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) -> list[str]:
-    """Labels of connections "block: t_in > t_out" with only the parts that differ: the block, one token or both tokens."""
+    """Shorten labels "block: t_in > t_out" to the parts that differ."""
     parts = [[int(part) for part in re.split(": | > ", one)] for one in connections]
     blocks, starts, ends = (len(set(column)) > 1 for column in zip(*parts, strict=True))
     labels = []
@@ -408,7 +408,9 @@ PROBABILITY = {"colorscale": "Blues", "cmin": 0.0, "cmax": 1.0}
 
 
 def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> go.Figure:
-    """Heat map of each layer's top-1 prediction after each token, coloured by probability; bold from the saturation layer on.
+    """Heat map of the top prediction of each layer after each token.
+
+    Colours are probabilities. Predictions are bold from the saturation layer on.
 
     Args:
         grid: a `PredictionGrid`.
@@ -457,7 +459,7 @@ def _shown(token: str, letters: int | None = None) -> str:
 
 
 def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
-    """Draw the cells of one line of tokens."""
+    """Heat map of one line of tokens."""
     layers = range(grid.values.shape[1])
     probability = grid.values.numpy()[line.start : line.stop].T
     words = [
@@ -484,7 +486,7 @@ def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
 
 
 def _at_pointer(grid: Any, token: int, layer: int) -> str:
-    """The hover text of a cell: its position, the next token of the prompt, the likeliest tokens, and the entropy."""
+    """Hover text of a cell: position, next token, likeliest tokens and entropy."""
     lines = [f"after token {token} <b>{_shown(grid.tokens[token])}</b>, {html.escape(grid.layers[layer + 1], quote=False)}"]
     if token + 1 < len(grid.tokens):
         lines.append(f"next in the prompt: <b>{_shown(grid.tokens[token + 1])}</b>")

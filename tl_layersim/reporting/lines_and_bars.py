@@ -1,4 +1,4 @@
-"""Lines over layers or numbers, quantiles, bars, named points and paths, with intervals as bands, whiskers or hover texts."""
+"""Lines, bars, quantiles, named points and paths, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -50,18 +50,17 @@ FILL, OUTLINE = 0.16, 0.22
 
 
 class Ends(NamedTuple):
-    """Lower and upper ends of 95 % intervals, two arrays in the shape of the values; NaN for unknown ends."""
+    """Lower and upper ends of 95 % intervals; NaN for unknown ends."""
 
     low: Any
     high: Any
 
     def at(self, index: Any) -> Ends:
-        """The ends at an index of both arrays."""
         return Ends(self.low[index], self.high[index])
 
 
 def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | None:
-    """The ends of the intervals of a field; None for a result or a field without intervals.
+    """Ends of the intervals of a field; None without intervals.
 
     Args:
         result: the result.
@@ -74,7 +73,7 @@ def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | No
 
 
 def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
-    """Intervals as text after a value, such as " (0.29 to 0.33)"; empty if an end is unknown.
+    """Intervals as text, such as " (0.29 to 0.33)"; empty if an end is unknown.
 
     Args:
         ends: ends of the intervals, arrays of any shape.
@@ -88,7 +87,7 @@ def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
 
 
 def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str, Any]:
-    """Data and template of the hover text at a point: its name, its value, and its interval if there is one.
+    """Hover texts of points, as plotly settings: name, value and interval.
 
     Args:
         names: names of the points.
@@ -102,7 +101,9 @@ def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str
 
 
 def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> None:
-    """Add a shaded band to a figure. Lines that are added later lie above it; points without an interval leave a gap.
+    """Add a shaded band to a figure; points without an interval leave a gap.
+
+    Lines that are added later lie above the band.
 
     Args:
         fig: the figure.
@@ -137,7 +138,7 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> N
 
 
 def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
-    """Error bars for `error_x` or `error_y` of a trace; none if an end is unknown."""
+    """Error bars, as plotly settings; no bar if an end is unknown."""
     return {
         "type": "data",
         "symmetric": False,
@@ -183,7 +184,9 @@ def lines(
     most_bands: int = MOST_LINES,
     joined: bool = False,
 ) -> go.Figure:
-    """Line plot of one or more series over layers, numbers or names. Intervals are bands, or whiskers if the axis has names.
+    """Line plot over layers, numbers or names.
+
+    Intervals are bands, or whiskers if the axis has names.
 
     Args:
         names: labels along the axis.
@@ -239,13 +242,15 @@ def lines(
 
 
 def is_wide(values: Any) -> bool:
-    """Whether values span so large a factor that they need a logarithmic axis."""
+    """Whether values span a factor that needs a logarithmic axis."""
     known = values[np.isfinite(values)]
     return bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
 
 
 def known_columns(values: Any) -> slice:
-    """The columns from the first to the last with a finite value; all columns if none has one.
+    """Slice from the first to the last column with a finite value.
+
+    All columns if no value is finite.
 
     Args:
         values: the matrix, `row column`.
@@ -255,7 +260,9 @@ def known_columns(values: Any) -> slice:
 
 
 def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
-    """Widen the vertical axis to at least a tenth of the quantity's range, so that noise does not look like a dip.
+    """Widen the vertical axis to a tenth of the quantity's range or more.
+
+    Noise then does not look like a dip.
 
     If the lower bound is positive, such as 1 for a ratio, an axis from 0 begins a little below this bound instead.
 
@@ -281,12 +288,14 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
-    """Whether the labels of an axis are positions along it. Class labels are names, even if they are numbers."""
+    """Whether the labels of an axis are numbers along the axis."""
     return axis not in (*LAYER_AXES, "label") and all(isinstance(name, int | float) for name in names)
 
 
 def layer_title(names: tuple[str, ...], axis: str) -> str:
-    """The title of an axis. Of residual layers or blocks: "After block" if the first one is an input of a block, else "Block".
+    """Title of an axis; for residual layers or blocks, "After block" or "Block".
+
+    The title is "After block" if the first label is an input of a block.
 
     Args:
         names: labels of the axis.
@@ -312,7 +321,10 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
-    """Ends of intervals for a logarithmic axis: a lower end at or below 0 becomes half the smallest positive value."""
+    """Ends of intervals for a logarithmic axis.
+
+    A lower end at or below 0 becomes half the smallest positive value.
+    """
     above = [number for number in (*values, *ends.low) if number > 0]
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 
@@ -338,7 +350,9 @@ def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
 def quantile_lines(
     levels: tuple[float, ...], names: tuple[Any, ...], values: Any, titles: tuple[str, str], axis: str, ends: Ends | None
 ) -> go.Figure:
-    """Quantiles over tokens as bands around the median, over layers. Intervals of the median are whiskers.
+    """Quantiles over tokens as bands around the median.
+
+    Intervals of the median are whiskers.
 
     Args:
         levels: quantile levels.
@@ -388,7 +402,7 @@ def quantile_lines(
 
 
 def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends: Ends | None) -> list[Series]:
-    """Lines over blocks, one for each kind of sublayer: attention, cross-attention and MLP.
+    """Lines over blocks: one each for attention, cross-attention and MLP.
 
     Args:
         names: names of the sublayers' sites, such as `blocks.0.hook_attn_out`.
@@ -446,7 +460,9 @@ def named_points(
     kind: str,
     titles: tuple[str, str, str],
 ) -> go.Figure:
-    """A line through named points, with whiskers in both directions. Some names are written beside their points.
+    """Line through named points, with whiskers in both directions.
+
+    Some names are written beside their points.
 
     Args:
         points: x and y of the points.
@@ -491,7 +507,7 @@ def named_points(
 def paths(
     coordinates: Any, explained: list[float], tokens: tuple[str, ...], layers: tuple[str, ...], title: str, skipped: int = 0
 ) -> go.Figure:
-    """Paths of tokens through the layers in the plane of two principal components, coloured by position.
+    """Paths of tokens through the layers, in the plane of two principal components.
 
     Both axes have the same scale. The first and the last path are thick.
 

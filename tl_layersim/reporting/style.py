@@ -62,7 +62,7 @@ SCREEN, PAPER = "tl_layersim", "tl_layersim_paper"
 
 
 class Size(NamedTuple):
-    """The size of a figure and its letters, in pixels of 1/96 inch.
+    """Size of a figure and of its letters, in pixels of 1/96 inch.
 
     Attributes:
         template: name of plotly's template.
@@ -135,7 +135,7 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT) -> go.Figure:
 
 
 def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
-    """Add a line below the title: model, number of tokens, and how intervals are marked.
+    """Add model, number of tokens and kind of intervals below the title.
 
     Args:
         fig: a figure with a title that `styled` returned.
@@ -146,7 +146,7 @@ def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -
 
 
 def intervals_in_words(fig: go.Figure) -> str:
-    """How a figure marks its intervals, in words; empty if it draws none.
+    """Describe the bands and whiskers of a figure; empty without intervals.
 
     Args:
         fig: a figure with bands from `add_band` and error bars from `whiskers`.
@@ -175,7 +175,9 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
 
 
 def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
-    """Set the title of a figure, and its size for the screen or for a paper. A figure for a paper has no subtitle.
+    """Set the title of a figure, and its size for the screen or a paper.
+
+    A figure for a paper has no subtitle.
 
     Args:
         fig: a figure that `styled` returned.
@@ -192,7 +194,7 @@ def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int 
 
 
 def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
-    """Set the title of the legend, and make the figure higher if the legend has several rows.
+    """Set the title of the legend, and make room for all its rows.
 
     Args:
         fig: a figure that `styled` returned.
@@ -203,7 +205,7 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
 
 
 def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
-    """Lay out a figure in a size: broken title and subtitle, margins, ticks, and a plot of this height in pixels."""
+    """Set margins, ticks, broken titles and height of a figure, for a plot of this height."""
     layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
     bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
     bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
@@ -270,7 +272,8 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
 
 
 def _fit_ticks(axis: Any, room: float, size: Size) -> None:
-    """If labels would overlap, turn long or few ones below an axis, else skip some. In a paper, skip some on any axis."""
+    """Turn or skip the labels of an axis that would overlap."""
+    # Below an axis on the screen, long or few labels are turned; other labels are skipped.
     texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
     letters = [_letters(text) for text in texts]
 
@@ -289,7 +292,7 @@ def _fit_ticks(axis: Any, room: float, size: Size) -> None:
 
 
 def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
-    """Adapt a figure to a paper: one font size, and numbers in cells if they have room."""
+    """Adapt a figure to a paper: one font size, and numbers only in cells with room."""
     fig.update_xaxes(tickfont_size=None).update_yaxes(tickfont_size=None)
     fig.update_annotations(font_size=size.font)
     for trace in fig.data:
@@ -302,7 +305,7 @@ def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
 
 
 def _legend_height(fig: go.Figure, size: Size) -> int:
-    """Height in pixels of the legend below the axes."""
+    """Height of the legend, in pixels."""
     shown = [trace for trace in fig.data if trace.showlegend is not False and trace.type != "heatmap"]
     named = fig.layout.showlegend or (fig.layout.showlegend is None and len(shown) > 1)
     widths = [4 * size.font + LETTER * size.font * _letters(trace.name or "") for trace in shown] if named else []
@@ -313,7 +316,7 @@ def _legend_height(fig: go.Figure, size: Size) -> int:
 
 
 def _tick_texts(fig: go.Figure, name: str) -> list[str]:
-    """Known labels along the axes "x" or "y": ticks, or names of rows, columns and bars."""
+    """Labels along the axes "x" or "y"."""
     axes = fig.select_xaxes() if name == "x" else fig.select_yaxes()
     texts = [str(text) for axis in axes for text in axis.ticktext or ()]
     if texts:
@@ -352,7 +355,7 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
 
 
 def names_of_models(model: str) -> tuple[str, ...]:
-    """The distinct names of a run's models.
+    """Distinct names of the models of a run.
 
     Args:
         model: name in the provenance, of one model or of several.
@@ -361,7 +364,7 @@ def names_of_models(model: str) -> tuple[str, ...]:
 
 
 def model_name(model: str) -> str:
-    """A model's name on the hub, or the last part of a folder's path.
+    """Name of a model on the hub, or the last part of a folder's path.
 
     Args:
         model: name in the provenance.
@@ -371,7 +374,7 @@ def model_name(model: str) -> str:
 
 
 def _broken(text: str, letters: float) -> str:
-    """Break markup between words into lines of a maximum length. Lines with tags are not changed."""
+    """Break markup between words into lines; lines with tags stay whole."""
     parts: list[str] = []
     for line in text.split("<br>"):
         wrapped = textwrap.wrap(line, max(int(letters), 12), break_long_words=False, break_on_hyphens=False)
@@ -390,7 +393,7 @@ def ordered_colours(count: int) -> list[str]:
 
 
 def ordered_colour(position: float) -> str:
-    """The colour of an ordered line.
+    """Colour of an ordered line.
 
     Args:
         position: relative position in the order, from 0 (darkest) to 1.
@@ -412,12 +415,12 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
 
 
 def colour_bar(title: str) -> dict[str, Any]:
-    """A colour bar with its title along its side."""
+    """Colour bar with its title along its side, as plotly settings."""
     return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[Any, ...], title: str, labels: list[str] | None = None) -> None:
-    """Label the sites or other names along an axis, and skip labels that would overlap.
+    """Label the sites along an axis; skip labels that would overlap.
 
     Args:
         update: `update_xaxes` or `update_yaxes` of a figure with positions 0, 1, 2, ...
