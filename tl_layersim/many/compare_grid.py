@@ -145,15 +145,15 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
         groups = [groups[name] for name in models]
     if isinstance(groups, str) or not isinstance(groups, Sequence) or len(groups) != len(models):
         raise LayersimError(
-            f"`groups` is {brief(groups)}; it must name the group of each of the {len(models)} models, as a mapping from "
-            f"{', '.join(models[:6])}{', ...' if len(models) > 6 else ''}, or as a list in their order."
+            f"`groups` is {brief(groups)}; it must give the group of each of the {len(models)} models "
+            f"({', '.join(models[:6])}{', ...' if len(models) > 6 else ''}), as a mapping or as a list in this order."
         )
     labels = tuple(str(group) for group in groups)
     sizes = [labels.count(name) for name in dict.fromkeys(labels)]
     if len(sizes) < 2 or max(sizes) < 2:
         raise LayersimError(
-            f"`groups` has groups with {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
-            "two models or more."
+            f"`groups` has groups with {', '.join(map(str, sizes))} models; at least two groups are needed, one with two "
+            "models or more."
         )
     return labels
 
@@ -195,8 +195,8 @@ class AllPairs(Analyzer):
         object.__setattr__(self, "by_statistics", self.measure.exchange() is not None)
         if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
             raise LayersimError(
-                f"`distance` is None, and the result of {type(self.measure).__name__} has no distance of its own. Pass a "
-                "function of the result, such as lambda result: 1 - float(result.values.diagonal().mean())."
+                f"`distance` is None, but the result of {type(self.measure).__name__} has no distance. Pass a function of the "
+                "result, such as lambda result: 1 - float(result.values.diagonal().mean())."
             )
 
     def __repr__(self) -> str:
@@ -213,8 +213,8 @@ class AllPairs(Analyzer):
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
             sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
             raise LayersimError(
-                f"The models have different numbers of sites ({sites}), and their distance compares equal layers. Pass "
-                "`distance`, or the same number of sites of each model in `at`."
+                f"The models have different numbers of sites ({sites}), but the distance compares equal layers. Pass "
+                "`distance`, or name as many sites of each model in `at`."
             )
 
     def check(self, *models: Model) -> None:

@@ -159,7 +159,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
             f"`second` has {', '.join(second) or 'none'}."
         )
     if alone:
-        warn(f"Results of only one of the two reports are left out of the difference: {', '.join(map(repr, alone))}.")
+        warn(f"The difference leaves out the analyzers that only one of the two reports has: {', '.join(map(repr, alone))}.")
     if other := [name for name in names if type(first[name]) is not type(second[name])]:
         kinds = " and ".join(with_article(type(report[other[0]]).__name__) for report in (first, second))
         raise LayersimError(f"`first` and `second` hold results of different classes under {other[0]!r}: {kinds}.")
@@ -167,7 +167,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
     known = [name for name in names if first[name].has_intervals and second[name].has_intervals]
     if known and len(known) < len(names):
         without = ", ".join(repr(name) for name in names if name not in known)
-        warn(f"Results without intervals are left out of the difference: {without}.")
+        warn(f"The difference leaves out results without intervals: {without}.")
     return {name: (first[name], second[name]) for name in known or names}
 
 
@@ -180,16 +180,16 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
         if one != other:
             raise LayersimError(
                 f"`first` and `second` were measured at different sites ({first.provenance.model}: {_shown_labels(one)}; "
-                f"{second.provenance.model}: {_shown_labels(other)}). Pass relative_depth=True, or `at` in both runs."
+                f"{second.provenance.model}: {_shown_labels(other)}). Pass relative_depth=True, or the same `at` to both runs."
             )
     records = first.provenance, second.provenance
     same = records[0].data == records[1].data and first.block_tokens == second.block_tokens
     paired = same and len(first.replicates) == len(second.replicates)
     if not paired and len({(record.data, record.tokens) for record in records}) == 1:
         warn(
-            "Both runs used the same data, but in different blocks of rows, so the difference is not paired and its interval "
-            f"is wider than necessary. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same "
-            "batch_size= to both."
+            f"The runs used the same data in different blocks of rows ({len(first.block_tokens)} and "
+            f"{len(second.block_tokens)} blocks), so the difference is not paired, and its interval is wider than necessary. "
+            "Pass the same batch_size= to both runs."
         )
     return paired
 
@@ -201,7 +201,7 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
         names = [name for name in {**one, **two} if name not in OF_MODEL_OR_DATA and one.get(name) != two.get(name)]
         other |= {name: f"{name} ({one.get(name)!r} and {two.get(name)!r})" for name in names}
     if other:
-        warn(f"The two runs differ in their options, so the difference includes their effect: {', '.join(other.values())}.")
+        warn(f"The runs differ in options, which also contribute to the difference: {', '.join(other.values())}.")
 
 
 def _statistics(
@@ -252,7 +252,9 @@ def _variables(
     if what is not None:
         sizes = [tuple(torch.as_tensor(what(result)).shape) for result in (first, second)]
         if sizes[0] != sizes[1]:
-            raise LayersimError(f"`what` returns shapes {sizes[0]} and {sizes[1]} for the two results; they must be equal.")
+            raise LayersimError(
+                f"`what` returns shapes {sizes[0]} and {sizes[1]} for the two results; the shapes must be equal."
+            )
         return {
             "what": (
                 compare(lambda whole, one: what(one)),

@@ -335,7 +335,7 @@ def relate(
     targets = _series(scores, "Score")
     if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):
         raise LayersimError(
-            f"`values` and `scores` must name the same models; only one of them has {', '.join(unmatched[:8])}."
+            f"`values` and `scores` must name the same models; only one of the two has {', '.join(unmatched[:8])}."
         )
     count, size = table.shape
     if count < size + 2 or size == 0:
@@ -349,12 +349,12 @@ def relate(
     flat = any(np.ptp(v) <= 1e-9 * np.abs(v).max() for v in (*x.T, y))
     if flat or not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise LayersimError(
-            f"`values` and `scores` must be finite and differ between points; they are {brief(x.squeeze().round(4).tolist())} "
-            f"and {brief(y.tolist())}."
+            "`values` and `scores` must be finite and differ between points; `values` is "
+            f"{brief(x.squeeze().round(4).tolist())}, and `scores` is {brief(y.tolist())}."
         )
     if np.linalg.matrix_rank((x - x.mean(0)) / x.std(0)) < size:
         raise LayersimError(
-            f"One of the columns of `values`, {', '.join(table.columns)}, is a linear combination of the others."
+            f"The columns of `values` are linearly dependent: {', '.join(table.columns)}. Leave out one of the columns."
         )
     fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
     errors = fit.bse if shape == "line" else np.sqrt(np.diag(fit.covariance))

@@ -226,7 +226,9 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
         chosen = (first == i) & (second == j) if directed else ((first == i) & (second == j)) | ((first == j) & (second == i))
         name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
         if name in found:
-            raise LayersimError(f"`groups` has the groups {', '.join(names)}; two comparisons would be named {name!r}.")
+            raise LayersimError(
+                f"`groups` has the groups {', '.join(names)}; two comparisons would be named {name!r}. Rename a group."
+            )
         found[name] = ((a, b), chosen)
     return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
 

@@ -81,7 +81,7 @@ def plot(
     if isinstance(table, xarray.DataTree):
         if table.children:
             raise LayersimError(
-                f"`table` is the table of a report; pass one of its nodes: {', '.join(map(repr, table.children))}."
+                f"`table` holds all results of a report; pass the table of one result: {', '.join(map(repr, table.children))}."
             )
         table = table.to_dataset()
     if isinstance(table, xarray.DataArray):
@@ -90,7 +90,7 @@ def plot(
     elif not isinstance(table, xarray.Dataset):
         raise LayersimError(
             f"`table` is {with_article(type(table).__name__)}; it must be a table of `to_xarray` or `stack`, or a variable of "
-            "one."
+            "such a table."
         )
     elif field is None and {"amplitude", "rate"} <= set(table.data_vars):
         return with_size(fit_figure(table), width, title)
@@ -163,7 +163,7 @@ def plot_adjacency(
     from ..reporting.style import with_provenance, with_size
 
     if not result.normalize:
-        raise LayersimError("`result` has normalize=False; it must be a result of BlockCoupling(normalize=True).")
+        raise LayersimError("`result` has normalize=False; `plot_adjacency` needs a result of BlockCoupling(normalize=True).")
 
     def strength_of(one: Any) -> Tensor:
         """Mean coupling of both directions, `layer layer`, from 0 to 1."""

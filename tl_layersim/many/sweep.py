@@ -25,6 +25,7 @@ from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
+from ..core.wording import counted
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
@@ -146,7 +147,7 @@ def sweep(
     models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
     keys = list(models)
     if data.read_once:
-        raise LayersimError("`data` can be read only once, and a sweep reads it for each model. Pass list(data).")
+        raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
     files: dict[Any, Path | None] = dict.fromkeys(keys)
     if checkpoint is not None:
         _open_folder(Path(checkpoint), chosen, data, options)
@@ -163,7 +164,8 @@ def sweep(
             _keep(reports[key], files[key])
         except BaseException as error:
             where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
-            kept = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}. Reports of {len(reports)} are kept{where}."
+            place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
+            kept = f"{place} The reports of {counted(len(reports), 'model')} are kept{where}."
             if not isinstance(error, Exception):
                 error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
                 raise
@@ -225,6 +227,6 @@ def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> Non
         if len(keys) > 1:
             shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
             warn(
-                f"The models {shown} of the sweep have the same weights. Lambdas that were made in a loop all load its "
-                "last step: use functools.partial(load, step)."
+                f"The models {shown} of the sweep have the same weights. Lambdas that a loop makes all load the last step; use "
+                "functools.partial(load, step)."
             )

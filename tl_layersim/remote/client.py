@@ -387,7 +387,7 @@ class NdifClient:
         if code in (401, 403) or (code == 400 and "api key" in lower):
             return LayersimError(
                 f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent): {last_line(text)}. Set "
-                "NDIF_API_KEY before Python starts, or call nnsight.login()."
+                "the environment variable NDIF_API_KEY before Python starts, or call nnsight.login()."
             )
         if "error provisioning" in lower or "error starting model" in lower:
             return ModelNotRunning(text)
@@ -402,34 +402,36 @@ class NdifClient:
     def _failed_on_server(self, text: str) -> LayersimError:
         if "out of memory" in text.lower():
             return LayersimError(
-                f"A forward pass of this size does not fit into the free memory of the server: {last_line(text)}. Use a "
-                "smaller batch_size= or seq_len=."
+                f"{self.name} has too little free memory for this forward pass: {last_line(text)}. Use a smaller batch_size= "
+                "or seq_len=."
             )
-        do = "Try remote='local', which simulates the server in this process"
-        if self.status.differences:
-            do += f"; if that works, versions matter: {'; '.join(self.status.differences)}"
+        other = self.status.differences
+        versions = f" Versions differ: {'; '.join(other)}." if other else ""
         frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text)
         where = " (line {1} of {0}, in {2})".format(*frames[-1]) if frames else ""
-        return LayersimError(f"The request failed on {self.name}: {last_line(text)}{where}. {do}.")
+        return LayersimError(
+            f"The request failed on {self.name}: {last_line(text)}{where}. Try remote='local', which simulates the server in "
+            f"this process.{versions}"
+        )
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
         """Error that ends a run after its last attempt."""
         if isinstance(error, ModelNotRunning):
             running = ", ".join(self.status.running) or "none"
             return LayersimError(
-                f"{self.name} does not run this model, and could not start it: {self.model_key.partition(':')[2]}: "
-                f"{last_line(str(error))}. It runs {running}."
+                f"{self.name} does not run the model {self.model_key.partition(':')[2]} and could not start the model: "
+                f"{last_line(str(error))}. Running models: {running}."
             )
         return LayersimError(
             f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}: {last_line(str(error))}. "
-            "Repeat the call later; it continues from checkpoint= or a saved RemoteRun."
+            "Repeat the call later; the run continues from checkpoint= or from a saved RemoteRun."
         )
 
     def no_server(self, given: str) -> LayersimError:
         """Error for an address without an NDIF server."""
         return LayersimError(
-            f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, "
-            "or nnsight's setting NDIF_HOST if remote=True."
+            f"There is no NDIF server at {self.name}: {redacted(given, self.host)}. Check `remote`, or nnsight's setting "
+            "NDIF_HOST if remote=True."
         )
 
 

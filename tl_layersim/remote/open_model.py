@@ -88,8 +88,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         layers = blocks_to_read(module, layers, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
-            f"`tokens_per_request` is {opened.tokens_per_request} with remote={shown(opened.remote)}, but it applies only to a "
-            "model on a server. Use batch_size= in this process."
+            f"`tokens_per_request` is {opened.tokens_per_request}, a limit for models on a server, but remote="
+            f"{shown(opened.remote)}. Use batch_size= in this process."
         )
     source: Source
     if opened.on_server and is_nnsight(model):
@@ -98,8 +98,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
     if not either_stack and layers is None and isinstance(source, HasModule) and encoder_and_decoder(source.module):
         raise LayersimError(
-            f"{source.model.name} is an encoder-decoder ({source.model.source}); this function reads one stack. Choose it by "
-            "its blocks: open_model(model, layers=[...])."
+            f"{source.model.name} is an encoder-decoder ({source.model.source}); this function reads one stack. Name the "
+            "blocks of one stack: open_model(model, layers=[...])."
         )
     verify_on_first_row(source, opened.verify)
     return source
@@ -136,7 +136,7 @@ def open_split_model(model: Any) -> SplitModel:
         return LocalSplitModel(source, source.model)
     if not isinstance(source, NNsightSource):
         raise LayersimError(
-            f"`model` is {with_article(type(source).__name__)}, which cannot run a part of the model; stitching needs "
+            f"`model` is {with_article(type(source).__name__)}, which cannot run some blocks alone; stitching needs "
             f"{ACCEPTED_MODELS}."
         )
     if opened.remote:

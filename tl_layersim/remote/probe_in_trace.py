@@ -63,8 +63,8 @@ class PassReader:
         # A sandboxed model would continue the generation with a copy of its cache.
         if self.reader.on_server and has_cache and next(self.reader.model._module.parameters()).device.type == "meta":
             raise LayersimError(
-                "`probe.read()` cannot read a generation on a sandboxed server, because reading would change the later steps. "
-                "Trace the finished rows, or pass use_cache=False."
+                "`probe.read()` cannot read a cached generation on a sandboxed server, because reading would change later "
+                "tokens. Trace the finished rows, or pass use_cache=False."
             )
         tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
         counted = self.rule.select_rows(tokens, attended, continued)
@@ -117,7 +117,7 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
     whole = [value for value in given if not value.is_floating_point()]
     tokens = kwargs.get("input_ids", whole[0] if whole else None)
     if tokens is None:
-        raise LayersimError("The trace runs the model without token ids, so `probe.read()` cannot tell its positions.")
+        raise LayersimError("This trace runs the model without token ids, which `probe.read()` needs.")
     mask, pos = kwargs.get(mask_name), tokens.shape[1]
     caches = [value for value in kwargs.values() if hasattr(value, "get_seq_length")]
     continued = any(int(cache.get_seq_length()) > 0 for cache in caches)
@@ -125,7 +125,7 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
         return tokens.cpu().long(), torch.ones(tokens.shape, dtype=torch.bool), continued
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < pos:
         shape = tuple(getattr(mask, "shape", ()))
-        raise LayersimError(f"`{mask_name}` has shape {shape}; `probe.read()` needs one of shape {tuple(tokens.shape)}.")
+        raise LayersimError(f"`{mask_name}` has shape {shape}; `probe.read()` needs shape {tuple(tokens.shape)}.")
     return tokens.cpu().long(), mask[:, -pos:].bool().cpu(), continued or mask.shape[1] > pos
 
 

@@ -50,8 +50,8 @@ class RequestSchedule:
             width = positions // rows
             fits = self.most_tokens // width
             raise LayersimError(
-                f"`tokens_per_request` is {self.most_tokens}, smaller than one forward pass, {rows} rows of {width} tokens; "
-                f"it must be at least {positions}{f', or use batch_size={fits}' if fits else ''}."
+                f"`tokens_per_request` is {self.most_tokens}, but one forward pass has {rows} rows of {width} tokens. Use at "
+                f"least {positions}{f', or batch_size={fits}' if fits else ''}."
             )
 
     def groups(
@@ -219,8 +219,8 @@ class ShippedSource:
             if mine.co_filename != code.co_filename or _same(mine, on_disk.get((mine.co_qualname, mine.co_firstlineno))):
                 continue
             raise LayersimError(
-                f"The file of the kernel of {name!r} has changed since it was imported: {each.__qualname__} in "
-                f"{code.co_filename}. Use importlib.reload(module), or restart Python."
+                f"The file {code.co_filename} has changed since it was imported; the kernel of {name!r} uses "
+                f"{each.__qualname__} in this file. Use importlib.reload(module), or restart Python."
             )
 
 

@@ -59,7 +59,7 @@ def figure(result: Result, field: str | None = None, width: str | None = None, t
         return with_size(_untrained_figure(result, field.removeprefix(UNTRAINED)), width, title)
     held = field_named(result, field)
     if bool(getattr(result, held).isnan().all()):
-        raise LayersimError(f"`field` is {field!r}, which has no defined value: this run did not measure it.")
+        raise LayersimError(f"`field` is {field!r}, which this run did not measure: all values are NaN.")
     fig = widen_axis(_field_figure(result, held, width), bounds_of(result).get(held) or (-math.inf, math.inf))
     return with_size(with_provenance(fig, result.provenance, result.measured_on(held)), width, title)
 
@@ -69,7 +69,7 @@ def _untrained_figure(result: Result, field: str) -> go.Figure:
     held = field_named(result, field)
     twins = result.of_untrained(held)
     if twins is None:
-        raise LayersimError(f"`untrained {field}` was not measured; baseline='untrained' of `analyze` measures it.")
+        raise LayersimError(f"`untrained {field}` was not measured; pass baseline='untrained' to `analyze`.")
     own: dict[str, Any] = {held: twins.mean(0)}
     fig = figure(replace(result, **own, replicates=(), block_tokens=(), untrained=()), field)
     return fig.update_layout(title_text=f"{fig.layout.title.text}, untrained, mean of {len(twins)} seeds")
