@@ -31,9 +31,9 @@ from ..engine.site_plan import DEFAULT, AtArgument
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 
-# Class attributes that are those of the measure.
+# Class attributes that are copied from the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
-# The option that identifies the analyzer in a checkpoint, and that results do not record.
+# Option that identifies the analyzer in a checkpoint; results do not record it.
 IDENTITY = "analyzer"
 
 

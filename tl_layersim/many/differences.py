@@ -31,7 +31,7 @@ from ..core.wording import with_article
 
 STATISTICS = ("first", "second", "difference", "low", "high", "se", "p_value", "p_adjusted")
 DEPTH = "Relative depth"
-# Options in which the runs of two models differ without a choice of the user.
+# Options that follow from the model or the data, not from a choice of the user.
 OF_MODEL_OR_DATA = (
     "tokenizer",
     "processor",
@@ -134,7 +134,7 @@ def difference(
             family = "headline" if variable == "headline" else adjust_over == "call" or (name, variable)
             families.setdefault(family, []).append(array)
     for arrays_together in families.values():
-        # Whether a measure is symmetric is seen in its values; small p-values of both halves differ by more than rounding.
+        # Symmetry is seen in the values: small p-values of both halves may differ by more than rounding.
         p = [
             (
                 torch.tensor(array.sel(statistic="p_value").values),
@@ -163,7 +163,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
     if other := [name for name in names if type(first[name]) is not type(second[name])]:
         kinds = " and ".join(with_article(type(report[other[0]]).__name__) for report in (first, second))
         raise LayersimError(f"`first` and `second` hold results of different classes under {other[0]!r}: {kinds}.")
-    # An analyzer that is not defined without one of the blocks has no intervals, which its run said.
+    # A result that is undefined without some block has no intervals; its run warned of this.
     known = [name for name in names if first[name].has_intervals and second[name].has_intervals]
     if known and len(known) < len(names):
         without = ", ".join(repr(name) for name in names if name not in known)
@@ -230,7 +230,7 @@ def _statistics(
         errors = (standard_error(a, without_a), standard_error(b, without_b))
         error = (errors[0].square() + errors[1].square()).sqrt()
         degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a), degrees_of_freedom(b, without_b)))
-    # Ones on the diagonal of a similarity differ by rounding, which is no finding.
+    # Ones on the diagonal of a similarity differ by rounding only.
     rounding = ROUNDING_ERROR * torch.maximum(a.abs(), b.abs())
     is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
     error, b = error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
@@ -345,7 +345,7 @@ def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Ten
         return values
     first = int(axis in BLOCK_AXES)
     place = torch.arange(first, grid) * (sites - 1)
-    # Whole numbers: a depth at which both models have a site takes no part of its neighbour, which may be NaN.
+    # Integer arithmetic: at a depth of both models, a NaN of the next site must not enter.
     low, part = place // (grid - 1) - first, (place % (grid - 1)).double() / (grid - 1)
     high = (low + 1).clamp(max=values.shape[dim] - 1)
     part = part.view(-1, *[1] * (values.dim() - dim - 1))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import xarray
 
 FITTED = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercept", "slope", "linear_r_squared")
-# Rates at which the search begins, beside that of the line through the logarithms, over the whole range of x.
+# Rates at which searches start, over the range of x; one more start is the line through the logarithms.
 STARTS = (-3.0, -0.5, 0.5, 3.0)
-# Largest rate of the grid, and the least gain of another optimum.
+# Largest rate of the grid, and the relative gain that another optimum needs.
 MOST_RATE, ROUNDING = 100.0, 1e-6
 
 
@@ -137,7 +137,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     """
     from scipy.optimize import curve_fit
 
-    # In units of the range of x and of the largest y, about the middle: the search then meets no overflow.
+    # Centred, in units of the range of x and of the largest y, so that the search does not overflow.
     middle, span, size = (x.max() + x.min()) / 2, np.ptp(x), np.abs(y).max()
     z, scaled = (x - middle) / span, y / size
 
@@ -151,7 +151,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     if (scaled > 0).all() or (scaled < 0).all():
         slope, intercept = np.polyfit(z, np.log(np.abs(scaled)), 1)
         starts.insert(0, (float(np.sign(scaled[0]) * np.exp(intercept)), float(slope)))
-    # Last, the best rate of a grid with the best amplitude of each: values that change their sign have several optima.
+    # Last start: the best rate of a grid, because values of both signs have several optima.
     rates = np.linspace(-MOST_RATE, MOST_RATE, 401)
     each = np.exp(np.outer(rates, z) - np.abs(rates)[:, None] / 2)
     amplitudes = each @ scaled / (each**2).sum(1)
@@ -187,7 +187,7 @@ def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
         fit = fit_exponential(x, y)
     except LayersimError:
         fit = LeastSquares(np.full(2, np.nan), np.full((2, 2), np.nan), np.nan)
-    # Of a curve that goes through one end alone, the variance of the amplitude is below the rounding.
+    # If the curve passes through one end alone, rounding makes the variance of the amplitude negative.
     with np.errstate(invalid="ignore"):
         errors = np.sqrt(np.diag(fit.covariance))
     slope, intercept = np.polyfit(x, y, 1)
@@ -265,7 +265,7 @@ class Relation:
             fit = self.intercept + points @ self.fit.params[1:]
             low, high = self.fit.get_prediction(add_constant(points, has_constant="add")).conf_int(alpha=1 - self.confidence).T
         else:
-            # From the covariance of a and b, to first order.
+            # To first order, from the covariance of a and b.
             a, b = self.fit.params
             fit = a * np.exp(b * grid)
             gradient = np.column_stack([np.exp(b * grid), grid * fit])

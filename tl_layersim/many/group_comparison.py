@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
     import xarray
 
-# Number of relabelings that are evaluated at once.
+# Number of relabelings in a chunk.
 AT_ONCE = 4096
 
 
@@ -88,7 +88,7 @@ def compare_groups(
     values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
     compared = pairs_by_groups(labels, not is_symmetric(values))
     sides, pairs = zip(*compared.values(), strict=True)
-    # Similarities of sites, such as CKA, are smaller where models differ more.
+    # Similarities of sites, such as CKA, are smaller between more different models.
     sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
     each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
     tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]

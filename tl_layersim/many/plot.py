@@ -16,10 +16,10 @@ from ..core.wording import with_article
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 else:
-    # plotly is imported when a figure is made: a check of the type at every call would import it first.
+    # plotly is imported when a figure is made; a type check of each call would import it first.
     Figure = Any
 
-# Dimensions whose labels are sites, beside those with a coordinate of relative depths.
+# Dimensions of sites, beside dimensions with a coordinate of relative depths.
 SITE_DIMS = {*SITE_AXES, "sublayer", "site"}
 
 

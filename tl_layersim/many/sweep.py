@@ -33,7 +33,7 @@ from ..engine.site_plan import DEFAULT, AtArgument
 from ..sources.open_local import is_nnsight
 from ..sources.out_of_memory import release_memory
 
-# Rows of the data that identify it, with its length: all of a large data set would have to be read.
+# Number of rows that identify the data, together with its length.
 CHECKED_ROWS = 1000
 
 
@@ -143,7 +143,7 @@ def sweep(
     """
     chosen, data = choose_analyzers(analyzers), Data.of(data)
     options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
-    # A key of NumPy or torch is the same number.
+    # Keys of NumPy or torch become Python numbers.
     models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
     keys = list(models)
     if data.read_once:
@@ -160,7 +160,7 @@ def sweep(
             continue
         try:
             reports[key] = _measure_model(model, data, chosen, files[key], options)
-            # After the report is held: a full disk loses the file alone.
+            # The report is in memory already: a full disk loses only the file.
             _keep(reports[key], files[key])
         except BaseException as error:
             where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
@@ -199,7 +199,7 @@ def _measure_model(
     partial = None if file is None else file.with_suffix(".partial")
     report: Report = analyze(model, data, analyzers, checkpoint=partial, **options)
     if loads:
-        # Models are in reference cycles, which plain counting does not free.
+        # Models have reference cycles, which reference counting does not free.
         del model
         release_memory()
     return report

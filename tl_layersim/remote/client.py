@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from ..core.errors import LOG, LayersimError, without_login
 from .server_status import ServerStatus, host_of, parse_status, redacted, remove_secrets
 
-# Words in a server's message that name a failure of the server. In a traceback only NO_SANDBOX does; others are the request's.
+# Words that name a failure of the server. In a traceback only NO_SANDBOX does: the request may use the other words.
 TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
 NO_SANDBOX = "waiting for the runner socket"
 TOO_LONG = "exceeded the execution timeout"
-# A LayersimError that a kernel raised on the server, as the last line of a traceback shows it.
+# Last line of the traceback of a LayersimError that a kernel raised on the server.
 REFUSAL = re.compile(r"LayersimError: (?P<message>.+)")
 
 
@@ -37,8 +37,8 @@ class ModelNotRunning(TransientFailure):
     """The server does not run the model and cannot start it now."""
 
 
-# Seconds between two looks for Ctrl-C.
-SECONDS_PER_LOOK = 1.0
+# Seconds between two checks for Ctrl-C.
+SECONDS_PER_CHECK = 1.0
 # Seconds without a message after which the connection is checked.
 SILENCE = 60.0
 
@@ -86,7 +86,7 @@ class JobDisplay:
         if time.monotonic() - self._last_message < SILENCE:
             return
         try:
-            # A job may be queued for hours without a message; a server that is gone does not respond to a ping.
+            # A queued job may be silent for hours, but a running server responds to a ping.
             self.ping()
         except (LayersimError, TransientFailure) as error:
             raise ConnectionError(f"no message for {SILENCE:.0f} s, and no response to /ping") from error
@@ -102,7 +102,7 @@ def counting_backend() -> Any:
     class CountingBackend(RemoteBackend):  # type: ignore[misc]  # nnsight has no types
         sent = 0
         received = 0
-        # Whether a trace is serialised only, and sent by `exchange` later.
+        # Whether a trace is serialised only; `exchange` sends it later.
         prepares = False
         payload: bytes | None = None
 
@@ -197,7 +197,7 @@ class NdifClient:
             try:
                 return attempt()
             except TransientFailure as error:
-                # Three times the same failure of a payload is not the network's.
+                # A payload that cannot be read three times is no failure of the network.
                 if number == most or ("could not be read" in str(error) and number == 3):
                     raise self.given_up(error, number) from None
                 reason, seconds = last_line(str(error)), waits[number - 1]
@@ -382,7 +382,7 @@ class NdifClient:
         lower = text.lower()
         if TOO_LONG in lower:
             return JobTooLong(text.strip())
-        # The HTTP status, where there is one, belongs to the cause of nnsight's own error.
+        # nnsight's own error has the HTTP status in its cause.
         code = getattr(getattr(error.__cause__, "response", None), "status_code", None)
         if code in (401, 403) or (code == 400 and "api key" in lower):
             return LayersimError(
@@ -436,9 +436,9 @@ class NdifClient:
 
 
 def _waited_for(answer: Future[T]) -> T:
-    # On some systems waiting without an end does not notice Ctrl-C.
+    # On some systems, a wait without a timeout does not notice Ctrl-C.
     while not answer.done():
-        wait([answer], SECONDS_PER_LOOK)
+        wait([answer], SECONDS_PER_CHECK)
     return answer.result()
 
 

@@ -16,15 +16,15 @@ from ..architectures.unembed import Unembed
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..sources.nnsight import remote_lens
 
-# Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`, and of each the moments "mean" and
-# "square" of Adam.
+# Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`; and Adam's moments "mean" and "square" of
+# each.
 Parts = dict[str, Tensor]
-# The inputs of an optimiser step or an evaluation: tokens, positions with a target, targets, number of the step, rate; and the
-# attended positions for heads that read rows.
+# Inputs of a step or an evaluation: tokens, positions with a target, targets, step number, learning rate; and the attended
+# positions for heads that pool.
 Item = dict[str, Any]
 # Losses `layer`, summed over targets, and the number of targets.
 LossSums = tuple[Tensor, int]
-# Number of logits held at once.
+# Maximum number of logits in memory.
 LOGITS_AT_ONCE = 2**23
 # AdamW with torch's defaults.
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01

@@ -65,7 +65,7 @@ def open_model(
     """
     opened = OpenedModel(model, layers, unembed, remote, verify, tokens_per_request)
     if layers is not None and not opened.on_server:
-        # Refused here, before data is read. A server is asked when a call needs it, and `at` of a call may name the blocks.
+        # Errors are raised here, before data is read. A server is asked by the first call, whose `at` may name the blocks.
         open_source(replace(opened, verify=None), either_stack=True)
     return opened
 
@@ -141,6 +141,6 @@ def open_split_model(model: Any) -> SplitModel:
         )
     if opened.remote:
         return RemoteSplitModel(source)
-    # A model that nnsight runs in this process has its modules in this process.
+    # nnsight runs this model here, so its modules can be hooked.
     hooked = HookedSource(source.module, source.paths if opened.layers else None)
     return LocalSplitModel(hooked, replace(source.model, calls=hooked.model.calls))

@@ -24,7 +24,7 @@ from ..data.positions import Positions
 from ..sources.nnsight import TraceReader
 from .traces import add_batch_sums, add_leaves
 
-# Rows whose sums are added within one call of a kernel, as in `analyze`.
+# Rows whose sums a kernel adds within one call, as in `analyze`.
 LEAF = 16
 
 
@@ -57,7 +57,7 @@ class PassReader:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
             counts, its sums.
         """
-        # Without torch.no_grad: it would hold for the model, which goes on while a module's output is awaited.
+        # No torch.no_grad here: the model would go on under it while a module's output is awaited.
         args, kwargs = self.reader.model.inputs
         has_cache = any(hasattr(value, "get_seq_length") for value in kwargs.values())
         # A sandboxed model would continue the generation with a copy of its cache.
@@ -156,7 +156,7 @@ class ShippedProbe:
         import nnsight
 
         self.passes.append(self.reader.read())
-        # Steps of generation and further invokes read again.
+        # Steps of generation and further invokes call `read` again.
         self.reader.first += self.passes[-1]["rows"]
         saved: ShippedProbe = nnsight.save(self)
         return saved
@@ -165,7 +165,7 @@ class ShippedProbe:
         return operator.call, (ReceivingFunction(), self.key, self.ticket, self.passes)
 
 
-# Probes by key. `sent` of a probe holds the tickets of the requests whose results have not arrived; `add` takes the output of
+# Probes by key. `sent` of a probe holds the tickets of requests without a result so far; `add` takes an output of
 # `PassReader.read`.
 PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 

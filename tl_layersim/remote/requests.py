@@ -23,9 +23,9 @@ from ..data.batches import Batch
 from ..sources.nnsight import own_function, shippable
 from .traces import submit
 
-# Seconds that a request may take where the operator's limit is not known; where it is, a quarter of the limit at most.
+# Seconds of a request; at most a quarter of the operator's limit, if that is known.
 SECONDS_PER_REQUEST = 10.0
-# Batches that a request holds at most, a power of two.
+# Maximum number of batches in a request, a power of two.
 MOST_BATCHES = 64
 
 
@@ -125,7 +125,7 @@ class RequestSchedule:
             self.most_batches, self.lowered = most_batches, self.lowered + 1
 
 
-# Levels of Zstandard at which nnsight packs requests and NDIF packs results.
+# Zstandard levels of nnsight's requests and of NDIF's results.
 REQUEST_LEVEL, RESULT_LEVEL = 6, 3
 
 
@@ -188,7 +188,7 @@ class ShippedSource:
                 self._entries[path] = (sum(map(len, lines)), None, lines, path)
         for name, function in functions.items():
             self._refuse_other_code(name, function)
-        # An entry without a modification time is never compared with the file again.
+        # `linecache` never compares an entry without a modification time with its file.
         before = {path: linecache.cache.get(path) for path in self._entries}
         linecache.cache.update(self._entries)
         try:

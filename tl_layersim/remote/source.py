@@ -31,11 +31,11 @@ from .server_status import ServerStatus
 from .traces import dtype_and_devices, partial_sums, submit
 
 T = TypeVar("T")
-# The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
+# Order of hook points as indices, and the width of each; no widths if no forward pass could run.
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 # Positional and keyword arguments of a forward pass.
 Arguments = tuple[tuple[Tensor, ...], dict[str, Any]]
-# What forward passes without weights raise where they depend on values.
+# Errors of forward passes on the meta device that depend on values.
 FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -64,7 +64,7 @@ class RemoteSource(NNsightSource, OnServer):
         tokens_per_request: int | None,
     ) -> None:
         self.schedule = RequestSchedule(tokens_per_request)
-        # The models of a source that `beside` made.
+        # Models that run together, see `beside`.
         self._together: tuple[RemoteSource, ...] = ()
         super().__init__(model, layers, unembed, remote)
         self.ndif = NdifClient(remote, model.to_model_key(), model._remoteable_get_env())
@@ -84,7 +84,7 @@ class RemoteSource(NNsightSource, OnServer):
             # Hooks stay in this process.
             changes=edits_of(model),
             calls="gradients" if self.offer.trusted else "values",
-            # Modules of unknown layouts are tested only for models in this process.
+            # Modules of unknown layouts are tested in this process only.
             stream="none" if self._model.stream == "unknown" else self._model.stream,
         )
 
@@ -196,7 +196,7 @@ class RemoteSource(NNsightSource, OnServer):
             if failed is not None:
                 raise failed
         finally:
-            # The progress bar that it wrote to has ended.
+            # The progress bar of the run has ended.
             self.ndif.say = quiet
 
     def _lower(self, group: list[Batch], error: JobTooLong) -> None:

@@ -143,7 +143,7 @@ def add_batch_sums(a: Any, b: Any) -> Any:
     total: dict[str, dict[str, Tensor]] = {}
     for name, one in a[1].items():
         other = b[1][name]
-        # A leaf without samples, or in which no pool ends, has no sums.
+        # A leaf has no sums if it has no samples, or if no pool ends in the leaf.
         total[name] = {**one, **other}
         for key in one.keys() & other.keys():
             x, y = one[key], other[key]

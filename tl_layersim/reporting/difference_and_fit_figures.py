@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ..many.fits import Relation
 
-# Colour of cells without a difference, which no colour of the scale resembles.
+# Colour of cells without a difference, unlike any colour of the scale.
 UNDEFINED = "#c8c8c8"
 
 
@@ -54,7 +54,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     parts = {name: array.sel(statistic=name, drop=True) for name in array["statistic"].values.tolist()}
     drawn = xarray.Dataset({"value": parts["difference"], "low": parts["low"], "high": parts["high"]})
     drawn["value"].attrs = about | {"long_name": f"Difference: {about.get('long_name', 'Difference')}"}
-    # Sites stand at relative depths where they have no names.
+    # Sites without names stand at relative depths.
     sites = [axis for axis in axes if axis in SITE_AXES and array[axis].dtype.kind not in "if"]
     if len(axes) == 1 or (tuple(axes) not in MATRICES and len(array) <= MOST_LINES):
         fig = line_plot(drawn, axes[-1], sites, MOST_LINES).update_yaxes(ZERO_LINE).update_layout(title_subtitle_text="")
@@ -73,7 +73,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     return with_subtitle(fig, html.escape(note, quote=False))
 
 
-# Most points that carry their names.
+# Maximum number of points with names.
 MOST_NAMES = 24
 
 
@@ -90,7 +90,7 @@ def regression(found: Relation, predictor: str) -> go.Figure:
     fig = go.Figure()
     add_band(fig, band["value"].to_numpy(), Ends(band["low"].to_numpy(), band["high"].to_numpy()), BLUE)
     fig.add_scatter(x=band["value"], y=band["fit"], mode="lines", line={"color": BLUE}, hoverinfo="skip")
-    # Names of neighbours stand above and below their points in turn, so that fewer of them overlap.
+    # Names stand above and below neighbouring points in turn, so that fewer overlap.
     fig.add_scatter(
         x=own,
         y=y,

@@ -36,7 +36,7 @@ from .many_model_figures import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
 from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, series_look, with_provenance, with_size
 
-# Axes along which a few series have an order.
+# Axes whose series are ordered.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
 
@@ -92,7 +92,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if declared.drawn == "lines":
         return _many_lines(result, axes, labels, values, titles)
     if declared.drawn:
-        # Over another field, a point for each label of their axis.
+        # One field over another, with a point for each label of their axis.
         other = result.declared(declared.drawn)
         sides = getattr(result, declared.drawn).numpy(), values
         names = [f"{label:g}" for label in labels[0]]
@@ -109,7 +109,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if axes[0] == "quantile":
         return quantile_lines(labels[0], labels[1], values, titles, axes[1], ends)
     if axes[1] == "direction":
-        # By depth, a line for each of a few directions: the first, the last, and some between.
+        # Lines over depth for a few directions: the first, the last, and some between.
         shown = sorted({round(n) for n in np.geomspace(1, len(labels[1]), min(len(labels[1]), MOST_LINES))})
         axes, labels = axes[::-1], [tuple(shown), labels[0]]
         values, ends = values.T[np.array(shown) - 1], ends and Ends(*(end.T[np.array(shown) - 1] for end in ends))
@@ -152,7 +152,7 @@ def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str
         fig = lines(sites, sublayer_series(names, blocks, values, ends), *titles, "layer", wide)
         return fig if fig.layout.yaxis.type == "log" else fig.update_yaxes(ZERO_LINE)
     twins = result.of_untrained(field)
-    # Beside a reference line, the legend has no room for the unit, which stands on the axis.
+    # With reference lines, the legend has no room for the unit.
     own = Series(declared.label if baselines else declared.words, values, ends)
     series = [own]
     if twins is not None:
@@ -164,7 +164,7 @@ def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str
     return with_baselines(fig, baselines)
 
 
-# Pixels between the panels of a row, and of the line above all panels.
+# Pixels between panels of a row, and of the title above all panels.
 BETWEEN, LINE = 16, 24
 AXIS = re.compile(r"([xy])(?:axis)?(\d*)( domain)?")
 # Properties of an axis that name another axis.

@@ -31,17 +31,17 @@ from .style import (
     with_subtitle,
 )
 
-# Standard deviations have a scale of their own, so that their figure is not taken for one of the values.
+# Colours of standard deviations, unlike those of values.
 SPREAD = "Magma"
-# End of the scale of p-values: 0.05 is its middle.
+# End of the scale of p-values; 0.05 is in the middle.
 HIGHEST_P = 0.1
-# Most decimals of a number in a cell.
+# Maximum number of decimals in a cell.
 MOST_CELL_DECIMALS = 4
-# Similarities below this are more than noise about 0, and need a scale about 0.
+# Similarities below this value are more than noise, and need a scale about 0.
 NEGATIVE = -0.1
-# Numbers at which a scale may end, times a power of ten.
+# Round ends of scales, times a power of ten.
 ENDS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-# Most rows and columns of a heatmap with its values in the cells.
+# Maximum number of rows or columns with numbers in the cells.
 MOST_NUMBERS = 12
 
 
@@ -152,7 +152,7 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
         ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
         for row in np.asarray(values).tolist()
     ]
-    # Long numbers in narrow cells.
+    # Smaller letters for long numbers.
     size = 9 if decimals > 3 else 11
     return {"text": texts, "texttemplate": "%{text}", "textfont": {"size": size, "shadow": "auto"}}
 
@@ -164,7 +164,7 @@ def _limits(values: Any) -> tuple[float, float]:
     return (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
 
 
-# Axes of matrices whose two sides are of one kind.
+# Axes of matrices with two sides of one kind.
 MATRICES = (
     ("row", "column"),
     ("row_block", "column_block"),
@@ -174,13 +174,13 @@ MATRICES = (
     ("vision_layer", "other_vision_layer"),
     ("text_layer", "other_text_layer"),
 )
-# Axes of matrices in which an entry of one with itself says nothing: a Jacobian in its own basis is diagonal by definition.
+# Axes of Jacobians, without their diagonal: a Jacobian is diagonal in its own basis by definition.
 OF_JACOBIANS = ("row_block", "connection")
-# Of coupling, the attribute that holds what random vectors give.
+# Attribute with the value for random vectors, by field.
 NULLS = {"coupling": "null_coupling", "miscoupling": "null"}
-# Rows or columns of a heat map without lines between its cells.
+# Maximum number of rows or columns with lines between the cells.
 MOST_GAPS = 24
-# Most letters of a token in a label.
+# Maximum number of letters of a token in a label.
 LETTERS = 9
 
 
@@ -339,7 +339,7 @@ def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any
     if axes[0] in OF_JACOBIANS:
         return narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
     if axes[0] == "skipped":
-        # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
+        # A relative change of 1 or more leaves nothing in common; few outliers would hide the rest.
         beyond = bool((np.nan_to_num(values) > 1).any())
         return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
     return scale
@@ -400,9 +400,9 @@ def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) ->
     return labels
 
 
-# Pixels of a cell, which has room for so many letters of a word; below a line of cells, and around all of them.
+# Pixels of a cell, letters in a cell, pixels below a line of cells, and pixels around all lines.
 CELL, WORD, BELOW_LINE, AROUND = 60, 8, 46, 150
-# Pixels of a row of cells, and of a row where there are more than so many layers.
+# Pixels of a row and of a low row, and the number of layers above which rows are low.
 ROW, LOW_ROW, MOST_LAYERS = 24, 18, 16
 PROBABILITY = {"colorscale": "Blues", "cmin": 0.0, "cmax": 1.0}
 

@@ -18,9 +18,9 @@ from ..core.results import UNTRAINED, Report, Result
 from .site_labels import axis_title, is_stream, listed_sites, series_label
 from .style import FONT, names_of_models
 
-# Headline numbers in a sentence of a result that has no words of its own.
+# Maximum number of headline numbers in a sentence.
 MOST_HEADLINES = 2
-# Quantities in a sentence about several models.
+# Maximum number of quantities in a sentence about several models.
 MOST_CHANGES = 3
 
 
@@ -66,7 +66,7 @@ def _difference_text(result: Result, before: str, after: str) -> str:
     return text if text.startswith("-") else f"+{text}"
 
 
-# Colours are those of the notebook, light or dark.
+# Colours follow the notebook, light or dark.
 NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""
 <div style="font-family: system-ui, sans-serif; font-size: 13px; line-height: 1.45; max-width: 900px">
 <div><b>{{ title }}</b>{% if about %} <span style="opacity: 0.7">{{ about }}</span>{% endif %}</div>
@@ -117,13 +117,13 @@ def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> 
     return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
 
 
-# Findings at the top of the page; those of further analyzers are in their sections.
+# Maximum number of findings at the top of the page.
 MOST_FINDINGS = 6
-# Larger tables are left to `to_frame`.
+# Maximum size of a table on the page.
 MOST_LINES, MOST_COLUMNS = 300, 7
-# Elements of the page that its script and its contents find by these names, which results may have too.
+# Names of the page's own elements, which results may have too.
 OWN_NAMES = ("summary", "numbers", "figures")
-# Names of the parts of a provenance in words.
+# Fields of a provenance in words.
 RECORD = {
     "model": "Model",
     "config_hash": "Configuration (SHA-256, first digits)",
@@ -177,7 +177,7 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
         intervals=_intervals(report),
         style=Markup(style.replace("FONT", FONT)),
         script=Markup(script),
-        # No text of a result can end the element.
+        # No text of a result can close the script element.
         figures=Markup(f"[{','.join(figures)}]".replace("<", "\\u003c")),
         plotly=Markup(get_plotlyjs() if figures else ""),
     )
@@ -285,7 +285,7 @@ def _sites(result: Result) -> str:
     further = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))
     axes = {axis for own in result.tensor_fields().values() for axis in own}
     labels = {label for axis in axes for label in result.coordinates(axis)}
-    # A lens has no numbers at the input of block 0, which is a site of the run.
+    # A lens has no numbers at the input of block 0, although the run reads this site.
     measured = [name for name in result.layers if name in labels] or result.layers
     own = listed_sites(tuple(dict.fromkeys((*measured, *further))))
     columns = result.coordinates("column")

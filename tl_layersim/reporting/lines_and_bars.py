@@ -30,22 +30,22 @@ from .style import (
     styled,
 )
 
-# Axes of residual layers or blocks, and all axes of a result whose labels are layers.
+# Axes of residual layers or blocks, and all axes with layers as labels.
 STREAM_AXES = ("row", "column", "residual", "layer", "sublayer", "site")
 LAYER_AXES = (*STREAM_AXES, "centre", "skipped", "affected", "row_block", "column_block", "vision_layer", "text_layer")
-# Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one.
+# Values that span this factor get a logarithmic axis, if the figure allows one.
 LOG_FACTOR = 20
-# Most points of a curve that have markers.
+# Maximum number of points with markers.
 MOST_MARKERS = 60
 # Opacities of bands of quantiles, the outermost first.
 FAN = (0.16, 0.3, 0.4)
-# Distance of points with names, as a part of the plot.
+# Smallest distance between named points, as a fraction of the plot.
 MOST_APART = 0.12
-# Tokens beyond which paths are fainter, and most of their letters.
+# Number of tokens above which paths are fainter, and maximum number of letters of a token.
 MOST_STRONG, LETTERS = 25, 14
 # A line at 0, for quantities of both signs.
 ZERO_LINE = {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "#888888"}
-# Opacities of a band and of its outline, which shows the interval of a point without neighbours.
+# Opacities of a band and of its outline; the outline shows the interval of a single point.
 FILL, OUTLINE = 0.16, 0.22
 
 
@@ -117,7 +117,7 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> N
     known = np.isfinite(ends.low) & np.isfinite(ends.high)
     for run in np.split(np.arange(len(known)), np.flatnonzero(np.diff(known)) + 1):
         if len(run) and known[run[0]]:
-            # Forth along the upper ends and back along the lower ones; None parts the runs.
+            # Forth along the upper ends and back along the lower ends; None separates runs.
             xs += [*(x[n] for n in run), *(x[n] for n in run[::-1]), None]
             ys += [*ends.high[run], *ends.low[run[::-1]], None]
     if not xs:
@@ -223,7 +223,7 @@ def lines(
             mode="lines+markers" if bands and len(names) <= MOST_MARKERS else "lines" if bands else "markers",
             line={"color": one.colour, "dash": one.dash},
             marker={"symbol": one.symbol, "color": one.colour},
-            # Markers at 0 stand on the axis, whole.
+            # Markers at 0 are drawn whole, across the axis.
             cliponaxis=False,
             **point_hover(list(one.names or names), one.ends, one.label),
             **({} if one.ends is None else {"legendgroup": one.label}),
@@ -279,7 +279,7 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
     least = (high - low) / 10
     if axis.rangemode == "tozero" and 0 < low < math.inf:
         span = (max(known, default=low) - low) or 1.0
-        # Of values far above the bound, a twentieth of the axis would reach below 0.
+        # Far above the bound, a twentieth of the axis would reach below 0.
         fig.update_yaxes(range=[max(0.0, low - 0.05 * span), low + 1.08 * span])
     elif axis.rangemode != "tozero" and math.isfinite(least) and known and max(known) - min(known) < least:
         middle = float(np.clip((max(known) + min(known)) / 2, low + least / 2, high - least / 2))
@@ -338,7 +338,7 @@ def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
     """
     places = list(fig.data[-1].x) or [0]
     if len([trace for trace in fig.data if trace.fill is None]) == 1 and baselines:
-        # The vertical axis names the curve: the legend is for such lines alone.
+        # The vertical axis names the curve; the legend names the reference lines.
         fig.update_traces(showlegend=False)
     for number, (name, value) in enumerate(baselines.items()):
         look = {"color": GREY, "width": 1.5, "dash": ("dash", "dot")[number % 2]}
@@ -367,7 +367,7 @@ def quantile_lines(
     fig = go.Figure()
     x = list(range(len(names)))
     words = [series_label("quantile", level) for level in levels]
-    # The outermost two first.
+    # From the outermost pair of quantiles inwards.
     for number in range(len(levels) // 2):
         lower, upper = number, len(levels) - 1 - number
         fill = {"fill": "tonexty", "fillcolor": FAINT.format(FAN[min(number, len(FAN) - 1)])}
@@ -418,7 +418,7 @@ def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends
     padded, series = [np.append(part, np.nan) for part in (values, *(ends or ()))], []
     for kind, label, colour, symbol in kinds:
         sites = [f"{block}.hook_{kind}_out" for block in blocks]
-        # A block without this sublayer has the last entry, NaN.
+        # NaN, the last entry, stands for blocks without this sublayer.
         at = [names.index(site) if site in names else len(names) for site in sites]
         if min(at) < len(names):
             own, *both = (part[at] for part in padded)
@@ -476,7 +476,7 @@ def named_points(
         for side, values, own in zip("xy", points, ends, strict=True)
         if own is not None
     }
-    # Points that are far enough from the last one with a name.
+    # Points far enough from the previous named point.
     places = np.stack(points) / np.maximum(np.ptp(np.nan_to_num(np.stack(points)), axis=1, keepdims=True), 1e-12)
     named = [0] if names else []
     for n in range(len(names)):

@@ -35,9 +35,9 @@ from .style import (
 if TYPE_CHECKING:
     import xarray
 
-# Numbers that span this factor or more stand on a logarithmic axis.
+# Numbers that span this factor get a logarithmic axis.
 WIDE = 100
-# Most lines with bands.
+# Maximum number of lines with bands.
 MOST_BANDS = 3
 # The two sides of a matrix of Jacobians.
 JACOBIANS = {"row_block", "column_block"}
@@ -96,7 +96,7 @@ def map_of_two(
         scale: the colour scale; None for one that fits the values.
     """
     drawn = _pairs(drawn, sites)
-    # Differences, whose scale is given, are shown at all sites.
+    # A given scale is the scale of differences, which are shown at all sites.
     for dim in set(over) & set(sites) if scale is None else ():
         drawn = drawn.dropna(dim, how="all", subset=["value"])
     drawn = drawn.transpose(over[1], over[0])
@@ -215,7 +215,7 @@ def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
     """Title of the field, with the horizontal dimension in lower case."""
     about = drawn["value"].attrs
     names = next((_labels(drawn, dim) for dim in sites), ())
-    # The title of a field is of its layers, which may have been selected or averaged away.
+    # A field's title is about its layers, which a selection or a mean may have removed.
     words = site_words(names, str((names and about.get("description")) or about.get("long_name", "Value")))
     return words + (f", by {inside_title(axis_title(by).partition(' (')[0])}" if by else "")
 
@@ -233,9 +233,9 @@ def _note(drawn: xarray.Dataset, more: str) -> str:
     return " · ".join(filter(None, [" and ".join(models), data, *selected, more]))
 
 
-# Distances of a model to itself are 0 up to this.
+# Largest distance of a model to itself.
 OWN_DISTANCE = 1e-9
-# Longest names below a heat map of models that are not turned; most letters side by side below a dendrogram.
+# Longest upright names below a heat map; most letters side by side below a dendrogram.
 UPRIGHT, ACROSS = 2, 70
 
 
@@ -327,7 +327,7 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
     further = [str(dim) for dim in found["mean"].dims[1:]]
     mean, sd = found["mean"].values, found["sd"].fillna(0).values
     labels = tuple(map(str, found[further[0]].values)) if further else tuple(names)
-    # A stitch point joins other layers in each model.
+    # Stitch points that join different layers of two models are numbered.
     joined = any("," in label for label in labels) and bool(further)
     if joined:
         labels = tuple(str(n + 1) for n in range(len(labels)))
@@ -370,10 +370,10 @@ def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
     """Add a legend of the groups, if there are any."""
     for group, colour in _colours(groups).items():
         marker = {"color": colour, "size": 10, "symbol": "square"}
-        # Dark pages find by `meta` that these colours are those of tick labels, and change both.
+        # Dark pages find these colours by `meta`, and change them with the tick labels.
         entry = {"name": html.escape(group), "marker": marker, "showlegend": True, "meta": "tick labels"}
         fig.add_scatter(x=[None], y=[None], mode="markers", **entry)
-    # There is nothing that a click could hide.
+    # A click on this legend would hide nothing.
     return fig.update_layout(showlegend=bool(groups), legend={"itemclick": False, "itemdoubleclick": False})
 
 
@@ -398,7 +398,7 @@ def stitch_lines(
     series = []
     for pair, look in zip(pairs + own, looks, strict=True):
         ends = Ends(low, high).at(pair)
-        # Ends that equal the values are those of a field without intervals.
+        # A field without intervals has equal ends.
         known = ends if bool((ends.low < ends.high).any()) else None
         label = html.escape(" into ".join(names[n] for n in pair))
         series.append(Series(label, values[pair], known, **look, names=seams))

@@ -12,7 +12,7 @@ from .lines_and_bars import Ends, hover_texts
 from .site_labels import short_names
 from .style import DARK, colour_bar, styled, with_subtitle
 
-# Edges of a similar strength are drawn as one trace: plotly is slow with thousands of traces.
+# Number of traces of edges: plotly is slow with thousands of traces.
 LEVELS = 20
 NAME_ONLY = "%{customdata}<extra></extra>"
 
@@ -58,7 +58,7 @@ def block_network(strength: Any, strongest: float, names: tuple[str, ...], title
         x=[edge[0] for edge in middle],
         y=[edge[1] for edge in middle],
         mode="markers",
-        # Invisible points that show the text of their edge, and bring the colour bar.
+        # Invisible points that carry the hover texts of edges and the colour bar.
         marker={"size": 9, "opacity": 0, "color": [edge[4] for edge in middle], "showscale": True, **colours},
         customdata=[edge[2:] for edge in middle],
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>"

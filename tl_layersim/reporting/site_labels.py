@@ -46,7 +46,7 @@ AXES = {
     "stage": "Stage",
     "token": "Token of the prompt",
 }
-# Names of lines, of which there is one for each label of an axis.
+# Names of lines, by axis.
 SERIES = {
     "direction": "direction {}",
     "k": "top {}",
@@ -56,7 +56,7 @@ SERIES = {
 }
 # Axes whose labels are names.
 NAMED = ("comparison", "model", "stage")
-# Titles of an axis whose sites are all of one kind, by the end of their TransformerLens name.
+# Titles of axes whose sites are of one kind, by the end of the TransformerLens name.
 FAMILY_TITLES = {
     "hook_resid_mid": "Between attention and MLP of block",
     "hook_attn_out": "Attention output of block",
@@ -78,7 +78,7 @@ HEAD_TITLES = {
     "attn.hook_k": "Head (keys)",
     "attn.hook_v": "Head (values)",
 }
-# Titles of an axis of residual layers, by the stack to which all of them belong and the title for a model of one stack.
+# Titles of axes of residual layers that belong to one stack.
 STACK_TITLES = {
     ("encoder", "Block"): "Encoder layer",
     ("encoder", "After block"): "After encoder layer",

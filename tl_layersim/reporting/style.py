@@ -19,10 +19,10 @@ from ..core.result_declarations import JOINT, Provenance
 from ..core.wording import amount
 from .site_labels import heads_in_block, short_names, site_axis_title
 
-# The mark of a trace that is the band of intervals.
+# Mark of the trace of a band of intervals.
 INTERVALS = "95 % intervals"
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
-# Okabe and Ito's colours that have a contrast of 3 or more on white, with a darker purple and a lighter black.
+# Okabe and Ito's colours with a contrast of 3 or more on white; purple is darker, and black is lighter.
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
 BLUE, ORANGE, GREEN, PURPLE, DARK = "#0072b2", "#d55e00", "#009e73", "#a8518a", "#222222"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, DARK)
@@ -31,29 +31,29 @@ FAINT = "rgba(0, 114, 178, {})"
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 GREY = "#666666"
-# Most series that are drawn as lines; more are a heat map.
+# Maximum number of lines; more series are drawn as a heat map.
 MOST_LINES = 5
-# Colours of lines in an order, such as by depth: the part of this scale that is dark enough on white.
+# Colours of ordered lines: the part of the scale that is dark enough on white.
 ORDERED, BRIGHTEST = "Plasma", 0.62
 # Sequential colours of values: uniform to the eye, and readable without colours.
 SEQUENTIAL = "Viridis"
 # Colours about 0.
 DIVERGING = "RdBu_r"
-# Pixels of a figure on the screen: all of it is readable in a column of 600 pixels.
+# Pixels of a figure on the screen, readable in a column of 600 pixels.
 WIDTH, HEIGHT = 600, 400
-# Most tick labels on an axis of sites.
+# Maximum number of tick labels on an axis of sites.
 MOST_TICKS = 24
-# Labels without room are skipped, not turned, if they are more than these and have at most so many letters, as "embed".
+# Labels without room are skipped, not turned, if there are more than FEW with at most SHORT letters.
 FEW, SHORT = 10, 5
-# Most heads with a label each; of more, the first head of a block has one.
+# Maximum number of heads with a label each; else each first head of a block has a label.
 MOST_HEADS = 16
-# Pixels above the title, where plotly shows its buttons; of a colour bar; and of a colour bar in a paper.
+# Pixels above the title, for plotly's buttons; of a colour bar; and of a colour bar in a paper.
 BUTTONS, BAR, PAPER_BAR = 24, 88, 72
-# Highest plot of square cells over its width; and in a paper, in pixels.
+# Largest height of a plot of square cells: over its width, and in pixels in a paper.
 HIGHEST, PAPER_HIGHEST = 1.6, 430
 # Axes of cells, which need no lines; invisible ticks keep labels away from the cells.
 CELL_AXIS = {"showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
-# Width of a letter over the size of its font.
+# Width of a letter, over the size of its font.
 LETTER = 0.55
 # Numbers on axes and colour bars: powers of 10 beyond 99,999 and below 0.0001, and no letters such as µ.
 TICK_NUMBERS = {"exponentformat": "power", "minexponent": 4, "separatethousands": True}
@@ -79,7 +79,7 @@ class Size(NamedTuple):
     shape: float = 0.0
 
 
-# Of `plot(width=...)`: 3.25 and 6.75 inches, with letters of 8 and titles of 9 points.
+# Sizes of `plot(width=...)`: 3.25 and 6.75 inches, with letters of 8 and titles of 9 points.
 PAPER_SIZES = {
     None: Size(SCREEN, WIDTH, 13, 17),
     "column": Size(PAPER, 312, 11, 12, 0.52),
@@ -300,7 +300,7 @@ def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
             longest = max((_letters(text) for row in trace.text for text in row), default=0)
             trace.textfont.size = size.font
             if longest * LETTER * size.font > cell:
-                # Dots are findings, and have room.
+                # Dots mark findings, and always have room.
                 trace.text = [["•" if "•" in text else "" for text in row] for row in trace.text]
 
 
