@@ -207,9 +207,3 @@ class TestCoupling:
         with pytest.raises(lsim.LayersimError, match=r"`result`.*normalize=False"):
             plot_adjacency(raw)
         assert raw.mean() < 0
-
-
-def test_columns_of_one_name_are_refused():
-    table = pandas.DataFrame([[1.0, 2.0], [2.0, 1.0], [3.0, 5.0], [4.0, 4.0]], columns=[1, "1"])
-    with pytest.raises(lsim.LayersimError, match="`values`"):
-        lsim.many.relate(table, [1.0, 2.0, 3.0, 5.0])

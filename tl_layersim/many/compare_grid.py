@@ -41,11 +41,11 @@ IDENTITY = "analyzer"
 class ModelGrid(Result):
     """Distances between all pairs of models; `grid["a", "b"]` is the result of one pair.
 
-    `tl_layersim.many.compare_groups` and `tl_layersim.many.dendrogram` take it.
+    Input of `tl_layersim.many.compare_groups` and `tl_layersim.many.dendrogram`.
 
     Attributes:
-        values: `row_model column_model`, float64; for CKA, `CKAResult.distance`. It may depend on the order of the two models.
-            NaN if it is not defined.
+        values: `row_model column_model`, float64; for CKA, `CKAResult.distance`. The order of the two models may matter. NaN
+            for an undefined distance.
         by_site: `row_model column_model site`, values of equal sites of every two models, such as CKA(H_l, H'_l). Empty if the
             models have different numbers of sites. For intervals see `grid["a", "b"].interval()`.
         models: names of the models.
@@ -371,14 +371,14 @@ def compare_grid(
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> ModelGrid | Report:
-    r"""Compare all pairs of several models on the same tokens: do they fall into groups?
+    r"""Compare all pairs of several models on the same tokens.
 
-    Each model runs once a batch, however many it is compared with, and every pair has the result that `compare` gives. For CKA
-    of minibatches, the centred Gram matrices of each model are computed once a batch and joined for all pairs; beside the
-    models' own memory a batch needs 8 n bytes for each token and site of each model, n = `minibatch`. The exact estimator, and
-    measures without such statistics, hold the activations of all models on one batch. Memory does not grow with the data.
+    Each model runs once per batch, and every pair has the same result as in `compare`. For minibatch CKA, the centred Gram
+    matrices of each model are computed once per batch and joined for all pairs. Beside the models' own memory, a batch then
+    needs 8 n bytes for each token and site of each model, n = `minibatch`. The exact estimator, and measures without such
+    statistics, hold the activations of all models on one batch. Memory does not grow with the data.
 
-    The distance of two models is that of the result, for CKA equation 2 of Brown et al.,
+    The distance of two models is the `distance` of their result; for CKA, equation 2 of Brown et al.,
 
     $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2},$$
 

@@ -46,8 +46,8 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
     r"""Fit an exponential $y = a e^{b l}$ and a line to a quantity over depth, such as the norm of the residual stream.
 
     Both fits minimise the sum of squared errors of y itself, so that their R² are comparable. Sites with large values therefore
-    weigh most. The line through the logarithms, which weighs all sites alike, is only the start of the search; how equal the
-    growth of a single token's norm is from block to block is `Trajectory`'s expodistance. The standard errors assume
+    weigh most. The line through the logarithms, which weighs all sites alike, only starts the search. `Trajectory`'s
+    expodistance measures how equal the growth of one token's norm is from block to block. The standard errors assume
     independent errors of equal size, and sites of one model are not independent.
 
     Args:
@@ -278,8 +278,8 @@ class Relation:
     def plot(self, predictor: str | None = None) -> plotly.graph_objects.Figure:
         """Draw the scores over one predictor, with the fit and its confidence band (Aubry et al. 2025, figures 1 a and 8).
 
-        Of several predictors, each score is moved along the fit to where the other predictors have their means, so that
-        the slope of the points is the coefficient and their scatter that of the residuals.
+        With several predictors, each score is adjusted to the means of the other predictors. The slope of the points is then
+        the coefficient, and their scatter is the scatter of the residuals.
 
         Args:
             predictor: name of the predictor; None for the first.

@@ -126,8 +126,8 @@ def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
 
     The distance of two models is the mean of both directions.
 
-    A direction below 0, such as the penalty of a stitch that gains, is taken as 0 before the mean: else penalties of +0.01 and
-    -0.01 would make two models equal. Links within one group have the colour of the group.
+    A distance below 0, such as the penalty of a stitch that gains, counts as 0: else penalties of +0.01 and -0.01 would make
+    two models equal. Links within one group have the colour of the group.
 
     Args:
         table: a `ModelGrid`, or distances `model model` as an xarray.DataArray or a pandas.DataFrame.

@@ -38,9 +38,9 @@ def plot(
     a matrix; over runs and two dimensions of layers, a matrix for each run, with one colour scale. Select a label of each
     further dimension first, such as `table.sel(quantile=0.5)`.
 
-    Numbers that span two decades or more stand on a logarithmic axis, at whose left end 0 stands. Runs with different sites are
-    drawn over relative depth. Bands of up to three lines are 95 % intervals, from `x_low` and `x_high` of the table; intervals
-    of more lines are shown where the pointer is.
+    Numbers that span two decades or more get a logarithmic axis, with 0 at its left end. Runs with different sites are drawn
+    over relative depth. Up to three lines have bands: 95 % intervals, from `x_low` and `x_high` of the table. With more lines,
+    the intervals are in the hover texts.
 
     Args:
         table: table of one analyzer, from `stack` or `to_xarray`; or a variable of it, which has no intervals. The tables of
@@ -140,8 +140,8 @@ def plot_adjacency(
 
     Args:
         result: result of `BlockCoupling` with `normalize=True`.
-        beyond_chance: whether the strength goes from 0 at the null to 1 at full coupling. If not, it is the coupling itself, as
-            in the paper.
+        beyond_chance: whether the strength goes from 0 at the null to 1 at full coupling. If False, the strength is the
+            coupling itself, as in the paper.
         strongest: coupling at which an edge is darkest, for figures that are compared. Default: the strongest edge of this
             figure.
         width: as in `Result.plot`.
