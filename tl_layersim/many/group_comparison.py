@@ -302,7 +302,7 @@ def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
 
 
 def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) -> Iterator[list[int]]:
-    """Yield the labels of each division into groups of these sizes."""
+    """Yield each division of models into groups of these sizes, as labels."""
     # The first model's group comes first, so that each division is found once.
     if not sizes:
         yield []

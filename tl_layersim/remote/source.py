@@ -89,7 +89,7 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
     def _ask_offer(self) -> ServerStatus:
-        """Ask for the server's limits, and probe the model with one row."""
+        """Ask the server for its limits, and run one row to find dtype and devices."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: dtype_and_devices(self.envoy, self.blocks, arguments, backend), patient=False)
@@ -242,7 +242,7 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """Pack the forward passes of a batch that have a counted position."""
+        """Pack each forward pass that has a counted position."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):

@@ -83,7 +83,7 @@ def known_view(unit: dict[str, Any]) -> View:
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Add the sums of one batch to the list of sums of a request.
+    """Add the sums of a batch to the list of a request.
 
     Args:
         stack: changed in place.

@@ -356,7 +356,7 @@ def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
-    """Rows (series) and columns (sites or numbers) of a heat map."""
+    """Rows and columns of a heat map: series, and sites or numbers."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])

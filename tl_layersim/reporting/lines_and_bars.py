@@ -242,7 +242,7 @@ def lines(
 
 
 def is_wide(values: Any) -> bool:
-    """Whether values span a factor that needs a logarithmic axis."""
+    """Whether values span a range that needs a logarithmic axis."""
     known = values[np.isfinite(values)]
     return bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
 

@@ -282,7 +282,7 @@ def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None
 
 
 def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequence[str]) -> go.Figure:
-    """Dendrogram of models; links within a group have its colour.
+    """Dendrogram of models; links within a group have the colour of the group.
 
     Args:
         array: distances `model model`, finite off the diagonal.
@@ -361,7 +361,6 @@ def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
 
 
 def _colours(groups: Sequence[str]) -> dict[str, str]:
-    """Colour of each group."""
     # By name, so that a group has the same colour in all figures.
     return {group: PALETTE[n % len(PALETTE)] for n, group in enumerate(sorted(set(groups)))}
 

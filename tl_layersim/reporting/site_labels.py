@@ -89,7 +89,7 @@ STREAM = ("hook_resid_pre", "hook_resid_post")
 
 
 def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:
-    """Parts of the name of each site; None if one is no TransformerLens name."""
+    """Parts of the name of each site; None unless all are TransformerLens names."""
     sites = [site for name in names if (site := parse_site(name)) is not None]
     return sites if len(sites) == len(names) else None
 

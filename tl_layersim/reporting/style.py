@@ -305,7 +305,6 @@ def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
 
 
 def _legend_height(fig: go.Figure, size: Size) -> int:
-    """Height of the legend, in pixels."""
     shown = [trace for trace in fig.data if trace.showlegend is not False and trace.type != "heatmap"]
     named = fig.layout.showlegend or (fig.layout.showlegend is None and len(shown) > 1)
     widths = [4 * size.font + LETTER * size.font * _letters(trace.name or "") for trace in shown] if named else []
