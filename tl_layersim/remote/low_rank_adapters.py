@@ -54,19 +54,15 @@ class Patch:
 
 
 def adapt(block: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Adapt the output of a block inside a trace; return the adapted residual."""
+    """Replace the output h of a block with h + (h A') B' inside a trace; return the new output."""
     output = block.output
-    own = first_tensor(output)
-    x = adapted(own, down, up)
-    block.output = (x, *output[1:]) if isinstance(output, tuple) else x
-    return x
-
-
-def adapted(h: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Residual h + (h A') B'; the product has the dtype of the adapter."""
+    h = first_tensor(output)
+    # The product has the dtype of the adapter.
     with torch.autocast(device_type=h.device.type, enabled=False):
         change: Tensor = h.to(down.dtype) @ down.to(h.device).T @ up.to(h.device).T
-        return h + change.to(h.dtype)
+        x = h + change.to(h.dtype)
+    block.output = (x, *output[1:]) if isinstance(output, tuple) else x
+    return x
 
 
 def loss_and_gradient(

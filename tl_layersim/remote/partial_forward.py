@@ -59,7 +59,8 @@ def _lower(
     import nnsight
 
     with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
-        found = read(residual_at(blocks, layer).detach())
+        residual = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
+        found = read(residual.detach())
         saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
     return saved
 
@@ -84,12 +85,6 @@ def _upper(
         found = score_of(logits, targets) if x is None or not gradient else loss_and_gradient_of(logits, targets, x)
         saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
     return saved
-
-
-def residual_at(blocks: list[Any], layer: int) -> Tensor:
-    """Residual at a layer, inside a trace."""
-    residual: Tensor = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
-    return residual
 
 
 def enter(blocks: list[Any], layer: int, x: Tensor) -> None:
