@@ -339,7 +339,7 @@ class NdifClient:
             if response.status_code in (502, 503, 504):
                 text = f"{self.name} is not ready ({response.status_code}): {response.text[:200]}"
                 raise TransientFailure(redacted(text, self.host))
-            if response.is_error:
+            if not response.is_success:
                 raise self.no_server(f"{path}: HTTP {response.status_code}")
             return response.json()
         except (httpx.TransportError, json.JSONDecodeError, UnicodeDecodeError) as error:
