@@ -269,8 +269,6 @@ def test_values_are_interpolated_at_relative_depths():
     holes = torch.tensor([[0.0, math.nan, 2.0, math.inf, 4.0]]).double()
     assert at_depths(holes, 1, 5, 3, "row").tolist() == [[0.0, 2.0, 4.0]]
     assert at_depths(values, 0, 6, 6, "row") is values
-    with pytest.raises(lsim.LayersimError, match="single site"):
-        at_depths(values, 0, 6, 1, "row")
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -18,7 +18,7 @@ ANALYZERS = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.LogitLens(
 def test_traces_equal_a_hooked_model(server, trust, scale, capsys):
     model, data = load("tests/llama"), rows(16, 40)
     probe = lsim.attach(lsim.open_model(model, remote=server.url), ANALYZERS)
-    backend = probe._source.ndif.backend(blocking=True)
+    backend = probe._source.ndif.backend()
     with model.trace(backend=backend) as tracer:
         with tracer.invoke(data):
             model.model.layers[1].mlp.output[:] = model.model.layers[1].mlp.output * scale

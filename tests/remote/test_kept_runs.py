@@ -91,8 +91,8 @@ def test_a_server_that_is_away_has_not_lost_the_job(small, sent, waited, tmp_pat
     path = sent().save(tmp_path / "run")
     run, plain = lsim.load_run(path), ndif.NdifClient.backend
 
-    def nowhere(self, blocking, job_id=None):
-        backend = plain(self, blocking, job_id)
+    def nowhere(self, job_id=None):
+        backend = plain(self, job_id)
         backend.host = "http://127.0.0.1:9"
         return backend
 

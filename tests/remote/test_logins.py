@@ -103,18 +103,17 @@ def test_a_login_stays_out_of_the_log_of_requests(server, caplog):
 
 RUNNING = {"application_state": "RUNNING", "model_key": "key", "execution_timeout_seconds": "soon"}
 REFUSED = [[], None, 3, "x", [[]], {}, {"deployments": None}, {"deployments": []}, {"deployments": {"a": RUNNING}}]
-REFUSED += [{"deployments": {}, "packages": [1], "python_version": 3}, {"deployments": {}, "packages": 3}, "deep", "no JSON"]
+REFUSED += [{"deployments": {}, "packages": [1], "python_version": 3}, {"deployments": {}, "packages": 3}, "no JSON"]
 READ = [{"deployments": {"a": 1}}, {"deployments": {"a": {"application_state": [], "model_key": {}}}}]
 READ += [{"deployments": {}, "packages": {"torch": None}}]
 
 
 @pytest.mark.parametrize(("answer", "readable"), [(a, False) for a in REFUSED] + [(a, True) for a in READ], ids=str)
 def test_a_status_of_another_form_is_refused_or_read(server, answer, readable):
-    deep = "[" * 100_000 + "]" * 100_000
-    server[0].answer = {"deep": deep, "no JSON": "<html>"}.get(str(answer), json.dumps(answer)).encode()
+    server[0].answer = b"<html>" if answer == "no JSON" else json.dumps(answer).encode()
     ndif = NdifClient(f"http://127.0.0.1:{server[1]}", "key", {})
     if readable:
         assert not ndif.status.dtype
         return
-    with pytest.raises(lsim.LayersimError, match=r"no NDIF server at this address"):
+    with pytest.raises(lsim.LayersimError, match=r"no NDIF server at"):
         _ = ndif.status

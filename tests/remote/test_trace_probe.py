@@ -87,7 +87,7 @@ def test_few_bytes_cross(small):
     probe = lsim.attach(model, QUICK)
     sizes = []
     for rows in (8, 24):
-        backend = probe._source.ndif.backend(blocking=True)
+        backend = probe._source.ndif.backend()
         with model.model.trace(backend=backend) as tracer:
             with tracer.invoke(TOKENS[:rows]):
                 pass

@@ -230,7 +230,7 @@ class TestRefusals:
             *((plain, plain, nothing, (0, 0), "`data`") for nothing in ([], torch.zeros(3, 1, dtype=torch.int64), [[5]])),
             (plain, broken, rows(), (0, 0), "is NaN, before anything is stitched"),
             (unread, unread, rows(4), (0, 0), r"steps\.0.*layers="),
-            (Own(), plain, rows(), (0, 0), "cannot run a part of the model"),
+            (Own(), plain, rows(), (0, 0), "`model` is an Own"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.stitch(front, back, data, at=at, adapter="identity")

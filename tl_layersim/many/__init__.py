@@ -1,4 +1,4 @@
-"""Many models, checkpoints or runs: all pairs, sweeps, groups, differences, relations to scores, and figures of tables."""
+"""Comparisons of many models, checkpoints or runs, and their figures."""
 
 import lazy_loader
 

@@ -1,11 +1,10 @@
-"""`compare_grid`: all pairs of many models, with one forward pass of each model per batch; their distances, and groups."""
+"""`compare_grid`: compares all pairs of many models; each model runs once per batch."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack, get_type_hints, overload
@@ -32,21 +31,21 @@ from ..engine.site_plan import DEFAULT, AtArgument
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 
-# Class attributes that are those of the measure.
+# Class attributes that are copied from the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
-# The option that identifies the analyzer in a checkpoint, and that results do not record.
+# Option that identifies the analyzer in a checkpoint; results do not record it.
 IDENTITY = "analyzer"
 
 
 @result_class
 class ModelGrid(Result):
-    """Distances between models, and for each pair the result of `compare`: `grid["a", "b"]`.
+    """Distances between all pairs of models; `grid["a", "b"]` is the result of one pair.
 
-    `tl_layersim.many.compare_groups` and `tl_layersim.many.dendrogram` take it.
+    Input of `tl_layersim.many.compare_groups` and `tl_layersim.many.dendrogram`.
 
     Attributes:
-        values: `row_model column_model`, float64; for CKA, `CKAResult.distance`. It may depend on the order of the two models.
-            NaN if it is not defined.
+        values: `row_model column_model`, float64; for CKA, `CKAResult.distance`. The order of the two models may matter. NaN
+            for an undefined distance.
         by_site: `row_model column_model site`, values of equal sites of every two models, such as CKA(H_l, H'_l). Empty if the
             models have different numbers of sites. For intervals see `grid["a", "b"].interval()`.
         models: names of the models.
@@ -107,7 +106,7 @@ class ModelGrid(Result):
         return {"smallest distance of two models": float(values.min()), "largest": float(values.max())}
 
     def __getitem__(self, pair: tuple[str, str]) -> Any:
-        """Result of comparing two models, as `compare` returns it.
+        """Result of `compare` for two models.
 
         Args:
             pair: names of the models that give the rows and the columns.
@@ -121,7 +120,7 @@ class ModelGrid(Result):
 
 
 def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:
-    """The result of a pair of models, transposed if only the other order is available.
+    """Result of a pair of models, transposed if only the other order is available.
 
     Args:
         results: results by the indices of the two models.
@@ -133,7 +132,7 @@ def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:
 
 
 def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
-    """The group of each model as text.
+    """Group of each model, as text.
 
     Args:
         groups: a mapping from names of models to groups, or groups in the order of the models.
@@ -146,30 +145,30 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
         groups = [groups[name] for name in models]
     if isinstance(groups, str) or not isinstance(groups, Sequence) or len(groups) != len(models):
         raise LayersimError(
-            f"`groups` is {brief(groups)}; it must name the group of each of the {len(models)} models, as a mapping from "
-            f"{', '.join(models[:6])}{', ...' if len(models) > 6 else ''}, or as a list in their order."
+            f"`groups` is {brief(groups)}; it must give the group of each of the {len(models)} models "
+            f"({', '.join(models[:6])}{', ...' if len(models) > 6 else ''}), as a mapping or as a list in this order."
         )
     labels = tuple(str(group) for group in groups)
     sizes = [labels.count(name) for name in dict.fromkeys(labels)]
     if len(sizes) < 2 or max(sizes) < 2:
         raise LayersimError(
-            f"`groups` has groups with {', '.join(map(str, sizes))} models; it must have two groups or more, one of them with "
-            "two models or more."
+            f"`groups` has groups with {', '.join(map(str, sizes))} models; at least two groups are needed, one with two "
+            "models or more."
         )
     return labels
 
 
 def _of_measure(name: str, default: Any = None) -> Any:
-    """A property of `AllPairs` that returns the attribute `name` of the measure."""
+    """Property that returns an attribute of the measure."""
     return property(lambda pairs: getattr(pairs.measure, name, default))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AllPairs(Analyzer):
-    """Applies an analyzer of two models to all pairs of many models, and to each model with itself.
+    """Applies an analyzer of two models to all pairs of many models.
 
-    Its kernel takes the views of all models, its sums are those of all pairs, and its result is a `ModelGrid`. Where the
-    measure has cross-model statistics, they are computed once for each model and batch.
+    The kernel takes the views of all models and sums over all pairs; the result is a `ModelGrid`. Cross-model statistics of the
+    measure are computed once for each model and batch.
 
     Attributes:
         measure: the analyzer of two models.
@@ -196,8 +195,8 @@ class AllPairs(Analyzer):
         object.__setattr__(self, "by_statistics", self.measure.exchange() is not None)
         if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
             raise LayersimError(
-                f"`distance` is None, and the result of {type(self.measure).__name__} has no distance of its own. Pass a "
-                "function of the result, such as lambda result: 1 - float(result.values.diagonal().mean())."
+                f"`distance` is None, but the result of {type(self.measure).__name__} has no distance. Pass a function of the "
+                "result, such as lambda result: 1 - float(result.values.diagonal().mean())."
             )
 
     def __repr__(self) -> str:
@@ -205,7 +204,7 @@ class AllPairs(Analyzer):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The pairs to sum: each pair once if the measure is symmetric, else in both orders."""
+        """Pairs of model indices: one order for a symmetric measure, else both orders."""
         numbers = range(len(self.models))
         return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
 
@@ -214,8 +213,8 @@ class AllPairs(Analyzer):
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
             sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
             raise LayersimError(
-                f"The models have different numbers of sites ({sites}), and their distance compares equal layers. Pass "
-                "`distance`, or the same number of sites of each model in `at`."
+                f"The models have different numbers of sites ({sites}), but the distance compares equal layers. Pass "
+                "`distance`, or name as many sites of each model in `at`."
             )
 
     def check(self, *models: Model) -> None:
@@ -259,8 +258,11 @@ class AllPairs(Analyzer):
         numbers = range(len(self.models))
         options = {name: value for name, value in run.provenance.options.items() if name != IDENTITY}
         run = replace(run, provenance=replace(run.provenance, options=options))
-        with _warned_once(self.models):
+        with recorded_warnings(issued=False) as warned:
             results = {f"{a} {b}": self._result(sums, run, (a, b)) for a, b in self.pairs}
+        if warned:
+            others = f" {len(warned) - 1} more warnings concern other pairs of the {len(numbers)} models."
+            warn(warned[0] + (others if len(warned) > 1 else ""))
         every = [[either_order(results, a, b) for b in numbers] for a in numbers]
         values = [[float(one.distance() if self.distance is None else self.distance(one)) for one in row] for row in every]
         sites = every[0][0].layers
@@ -282,7 +284,6 @@ class AllPairs(Analyzer):
         return first if self.first_without_model else sums_of_pair(first, pair)
 
     def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
-        """The result of one pair, as `compare` returns it."""
         models = [run.models[number] for number in pair]
         provenance = replace(run.provenance, **record_of_models(models))
         about = (provenance, self._first(run.first, pair), models[0].head, models[0].stream, tuple(models))
@@ -294,7 +295,7 @@ class AllPairs(Analyzer):
 
 
 def _result_class(analyzer: Analyzer) -> Any:
-    """The class of an analyzer's result, from the annotation of `compute`; None if not known."""
+    """Class of an analyzer's result, by the annotation of `compute`; None if unknown."""
     try:
         return get_type_hints(type(analyzer).compute).get("return")
     except NameError:
@@ -302,7 +303,9 @@ def _result_class(analyzer: Analyzer) -> Any:
 
 
 def all_pairs_kernel(*views: Any, kernels: Mapping[tuple[int, int], Callable[..., dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Sums for all pairs of several models, by a kernel of two models for each pair. Names begin with the indices of the pair.
+    """Sum over a batch for all pairs of models.
+
+    Names of sums begin with the indices of the pair.
 
     Args:
         *views: the view of each model on the same tokens, or its statistics of one batch.
@@ -318,7 +321,7 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Sums over a pool of samples for pairs of many models, see `all_pairs_kernel`.
+    """Sum over a pool of samples for all pairs of models, see `all_pairs_kernel`.
 
     Args:
         sides: samples of each model.
@@ -345,16 +348,6 @@ def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
     return Sums({name.removeprefix(start): value for name, value in sums.fields.items() if name.startswith(start)})
 
 
-@contextmanager
-def _warned_once(models: tuple[str, ...]) -> Iterator[None]:
-    """Context that collects warnings about the results of pairs, and issues the first one with the number of the others."""
-    with recorded_warnings(issued=False) as own:
-        yield
-    if own:
-        more = f" {len(own) - 1} more warnings concern other pairs of the {len(models)} models." if len(own) > 1 else ""
-        warn(own[0] + more)
-
-
 class _Grid(SharedKeywords, total=False):
     groups: Any
     distance: Callable[[Any], Any] | None
@@ -378,14 +371,14 @@ def compare_grid(
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> ModelGrid | Report:
-    r"""Compare all pairs of several models on the same tokens: do they fall into groups?
+    r"""Compare all pairs of several models on the same tokens.
 
-    Each model runs once a batch, however many it is compared with, and every pair has the result that `compare` gives. For CKA
-    of minibatches, the centred Gram matrices of each model are computed once a batch and joined for all pairs; beside the
-    models' own memory a batch needs 8 n bytes for each token and site of each model, n = `minibatch`. The exact estimator, and
-    measures without such statistics, hold the activations of all models on one batch. Memory does not grow with the data.
+    Each model runs once per batch, and every pair has the same result as in `compare`. For minibatch CKA, the centred Gram
+    matrices of each model are computed once per batch and joined for all pairs. Beside the models' own memory, a batch then
+    needs 8 n bytes for each token and site of each model, n = `minibatch`. The exact estimator, and measures without such
+    statistics, hold the activations of all models on one batch. Memory does not grow with the data.
 
-    The distance of two models is that of the result, for CKA equation 2 of Brown et al.,
+    The distance of two models is the `distance` of their result; for CKA, equation 2 of Brown et al.,
 
     $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2},$$
 

@@ -1,4 +1,4 @@
-"""`difference`: how two runs differ, with an interval and a p-value for every field of every result."""
+"""`difference`: the difference of two runs, with an interval and a p-value for every field."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..core.wording import with_article
 
 STATISTICS = ("first", "second", "difference", "low", "high", "se", "p_value", "p_adjusted")
 DEPTH = "Relative depth"
-# Options in which the runs of two models differ without a choice of the user.
+# Options that follow from the model or the data, not from a choice of the user.
 OF_MODEL_OR_DATA = (
     "tokenizer",
     "processor",
@@ -57,13 +57,12 @@ def difference(
     adjust: Correction = "holm",
     adjust_over: Literal["field", "call"] = "field",
 ) -> Any:
-    """How two runs differ: second minus first, with an interval and a p-value for every field.
+    """Difference of two runs, second minus first, with an interval and a p-value for every field.
 
-    Runs on the same data in the same blocks are paired, which the digest of the data and the tokens of each block tell: the
-    difference is computed again without each block (delete-one-block jackknife, Student's t with one degree of freedom fewer
-    than blocks). Other runs are taken for independent: their squared errors add up, with the degrees of freedom of Welch and
-    Satterthwaite. The p-value is that of the two-sided t test that the difference is 0. Where no block changes the difference,
-    as on the diagonal of a similarity, there is no test: p is NaN.
+    Runs on the same data in the same blocks are paired. Their difference is computed again without each block
+    (delete-one-block jackknife, Student's t with one degree of freedom fewer than blocks). Other runs count as independent:
+    their squared errors add up, with the degrees of freedom of Welch and Satterthwaite. The p-value is that of a two-sided t
+    test of a difference of 0. If no block changes the difference, as on the diagonal of a similarity, p is NaN.
 
     Args:
         first: a report or a result of a run with `intervals=True`.
@@ -135,7 +134,7 @@ def difference(
             family = "headline" if variable == "headline" else adjust_over == "call" or (name, variable)
             families.setdefault(family, []).append(array)
     for arrays_together in families.values():
-        # Whether a measure is symmetric is seen in its values; small p-values of both halves differ by more than rounding.
+        # Symmetry is seen in the values: small p-values of both halves may differ by more than rounding.
         p = [
             (
                 torch.tensor(array.sel(statistic="p_value").values),
@@ -151,7 +150,7 @@ def difference(
 
 
 def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Result]]:
-    """The results of two reports that are compared, by analyzer."""
+    """Results that two reports share, by analyzer."""
     alone = [name for report, other in ((first, second), (second, first)) for name in report if name not in other]
     names = [name for name in first if name in second]
     if not names:
@@ -160,20 +159,20 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
             f"`second` has {', '.join(second) or 'none'}."
         )
     if alone:
-        warn(f"Results of only one of the two reports are left out of the difference: {', '.join(map(repr, alone))}.")
+        warn(f"The difference leaves out the analyzers that only one of the two reports has: {', '.join(map(repr, alone))}.")
     if other := [name for name in names if type(first[name]) is not type(second[name])]:
         kinds = " and ".join(with_article(type(report[other[0]]).__name__) for report in (first, second))
         raise LayersimError(f"`first` and `second` hold results of different classes under {other[0]!r}: {kinds}.")
-    # An analyzer that is not defined without one of the blocks has no intervals, which its run said.
+    # A result that is undefined without some block has no intervals; its run warned of this.
     known = [name for name in names if first[name].has_intervals and second[name].has_intervals]
     if known and len(known) < len(names):
         without = ", ".join(repr(name) for name in names if name not in known)
-        warn(f"Results without intervals are left out of the difference: {without}.")
+        warn(f"The difference leaves out results without intervals: {without}.")
     return {name: (first[name], second[name]) for name in known or names}
 
 
 def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
-    """Whether two results were measured on the same blocks of rows. Raises an error if they cannot be compared."""
+    """Check that two results can be compared; return whether their blocks of rows are equal."""
     for result in (first, second):
         refuse_no_blocks(result)
     for axis in () if relative_depth else ("row", "column"):
@@ -181,34 +180,36 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
         if one != other:
             raise LayersimError(
                 f"`first` and `second` were measured at different sites ({first.provenance.model}: {_shown_labels(one)}; "
-                f"{second.provenance.model}: {_shown_labels(other)}). Pass relative_depth=True, or `at` in both runs."
+                f"{second.provenance.model}: {_shown_labels(other)}). Pass relative_depth=True, or the same `at` to both runs."
             )
     records = first.provenance, second.provenance
     same = records[0].data == records[1].data and first.block_tokens == second.block_tokens
     paired = same and len(first.replicates) == len(second.replicates)
     if not paired and len({(record.data, record.tokens) for record in records}) == 1:
         warn(
-            "Both runs used the same data, but in different blocks of rows, so the difference is not paired and its interval "
-            f"is wider than necessary. Blocks: {len(first.block_tokens)} and {len(second.block_tokens)}. Pass the same "
-            "batch_size= to both."
+            f"The runs used the same data in different blocks of rows ({len(first.block_tokens)} and "
+            f"{len(second.block_tokens)} blocks), so the difference is not paired, and its interval is wider than necessary. "
+            "Pass the same batch_size= to both runs."
         )
     return paired
 
 
 def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
-    """Warn of options in which two runs differ, unless they follow from the model or the data."""
+    """Warn if two runs differ in an option that the user chose."""
     other: dict[str, str] = {}
     for one, two in ([result.provenance.options for result in pair] for pair in pairs):
         names = [name for name in {**one, **two} if name not in OF_MODEL_OR_DATA and one.get(name) != two.get(name)]
         other |= {name: f"{name} ({one.get(name)!r} and {two.get(name)!r})" for name in names}
     if other:
-        warn(f"The two runs differ in their options, so the difference includes their effect: {', '.join(other.values())}.")
+        warn(f"The runs differ in options, which also contribute to the difference: {', '.join(other.values())}.")
 
 
 def _statistics(
     first: Any, second: Any, function: Callable[[Any, Any], Any], paired: bool, level: float, out_of: str = ""
 ) -> Tensor:
-    """Compare a number or tensor of two results: returns `STATISTICS` along a new last axis. P-values are not adjusted.
+    """Compare a number or a tensor of two results.
+
+    The last axis of the output is `STATISTICS`. P-values are not adjusted.
 
     Args:
         first: result of the first run, with its replicates.
@@ -229,7 +230,7 @@ def _statistics(
         errors = (standard_error(a, without_a), standard_error(b, without_b))
         error = (errors[0].square() + errors[1].square()).sqrt()
         degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a), degrees_of_freedom(b, without_b)))
-    # Ones on the diagonal of a similarity differ by rounding, which is no finding.
+    # Ones on the diagonal of a similarity differ by rounding only.
     rounding = ROUNDING_ERROR * torch.maximum(a.abs(), b.abs())
     is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
     error, b = error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
@@ -240,7 +241,9 @@ def _statistics(
 def _variables(
     first: Result, second: Result, what: Callable[[Any], Any] | None, paired: bool, relative_depth: bool, level: float
 ) -> dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Compare the fields that two results share with equal labels, and their headline numbers: statistics, labels and words.
+    """Compare the shared fields and the headline numbers of two results.
+
+    Returns statistics, labels and words of each field.
 
     With `what`, only its values are compared.
     """
@@ -249,7 +252,9 @@ def _variables(
     if what is not None:
         sizes = [tuple(torch.as_tensor(what(result)).shape) for result in (first, second)]
         if sizes[0] != sizes[1]:
-            raise LayersimError(f"`what` returns shapes {sizes[0]} and {sizes[1]} for the two results; they must be equal.")
+            raise LayersimError(
+                f"`what` returns shapes {sizes[0]} and {sizes[1]} for the two results; the shapes must be equal."
+            )
         return {
             "what": (
                 compare(lambda whole, one: what(one)),
@@ -283,7 +288,7 @@ def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, resu
 
 
 def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
-    """A field of a result or replicate. An axis in `grids` is interpolated at as many relative depths as `grids` gives it."""
+    """Read a field, interpolated at `grids[axis]` relative depths along each axis in `grids`."""
     values = aligned(result, whole, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
         if axis in grids:
@@ -292,14 +297,14 @@ def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> T
 
 
 def _shown_labels(names: tuple[Any, ...]) -> str:
-    """Labels for a message: all if there are few, else their number, the first and the last."""
+    """Labels as text for a message: all, or their number and both ends."""
     if len(names) < 4:
         return ", ".join(map(str, names)) or "none"
     return f"{len(names)} from {names[0]} to {names[-1]}"
 
 
 def sites_along(result: Result, axis: str) -> tuple[str, ...]:
-    """All sites of the model that an axis of sites belongs to, including sites that the axis leaves out.
+    """All sites of the model along an axis, including sites that the axis leaves out.
 
     Args:
         result: any result.
@@ -309,7 +314,7 @@ def sites_along(result: Result, axis: str) -> tuple[str, ...]:
 
 
 def depths(sites: int, axis: str) -> tuple[float, ...]:
-    """Relative depths of the entries of an axis of sites, from 0 to 1.
+    """Relative depths of the sites along an axis, from 0 to 1.
 
     Args:
         sites: number of sites of the model.
@@ -323,7 +328,7 @@ def depths(sites: int, axis: str) -> tuple[float, ...]:
 
 
 def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Tensor:
-    """Values along an axis of sites, interpolated linearly at the relative depths of a model with fewer sites.
+    """Interpolate values linearly at the relative depths of a model with fewer sites.
 
     Args:
         values: values with the axis at `dim`.
@@ -332,22 +337,15 @@ def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Ten
         grid: number of sites of the other model, at most `sites`.
         axis: name of the axis; an axis of blocks starts after the first site.
 
-    Raises:
-        LayersimError: the other model has a single site, whose relative depth is not defined.
-
     Examples:
         >>> at_depths(torch.tensor([0.0, 1.0, 4.0, 9.0, 16.0]).double(), 0, 5, 3, "residual")
         tensor([ 0.,  4., 16.], dtype=torch.float64)
     """
     if sites == grid:
         return values
-    if grid < 2:
-        raise LayersimError(
-            "The relative depth of a single site is not defined; `at` must name two sites or more of each model."
-        )
     first = int(axis in BLOCK_AXES)
     place = torch.arange(first, grid) * (sites - 1)
-    # Whole numbers: a depth at which both models have a site takes no part of its neighbour, which may be NaN.
+    # Integer arithmetic: at a depth of both models, a NaN of the next site must not enter.
     low, part = place // (grid - 1) - first, (place % (grid - 1)).double() / (grid - 1)
     high = (low + 1).clamp(max=values.shape[dim] - 1)
     part = part.view(-1, *[1] * (values.dim() - dim - 1))

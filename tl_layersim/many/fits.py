@@ -1,4 +1,4 @@
-"""Least-squares fits: `exponential_fit` of a quantity over depth, and `relate`, a regression of scores on measured values."""
+"""Least-squares fits: `exponential_fit` over depth, and `relate`, a regression of scores."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import xarray
 
 FITTED = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercept", "slope", "linear_r_squared")
-# Rates at which the search begins, beside that of the line through the logarithms, over the whole range of x.
+# Rates at which searches start, over the range of x; one more start is the line through the logarithms.
 STARTS = (-3.0, -0.5, 0.5, 3.0)
-# Largest rate of the grid, and the least gain of another optimum.
+# Largest rate of the grid, and the relative gain that another optimum needs.
 MOST_RATE, ROUNDING = 100.0, 1e-6
 
 
@@ -46,8 +46,8 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
     r"""Fit an exponential $y = a e^{b l}$ and a line to a quantity over depth, such as the norm of the residual stream.
 
     Both fits minimise the sum of squared errors of y itself, so that their R² are comparable. Sites with large values therefore
-    weigh most. The line through the logarithms, which weighs all sites alike, is only the start of the search; how equal the
-    growth of a single token's norm is from block to block is `Trajectory`'s expodistance. The standard errors assume
+    weigh most. The line through the logarithms, which weighs all sites alike, only starts the search. `Trajectory`'s
+    expodistance measures how equal the growth of one token's norm is from block to block. The standard errors assume
     independent errors of equal size, and sites of one model are not independent.
 
     Args:
@@ -114,7 +114,7 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
 
 
 def _array(result: Result, field: str) -> xarray.DataArray:
-    """A field of a result as a labelled array. If untrained models were measured, an axis `weights` holds their mean, too."""
+    """A field as a labelled array, with an axis `weights` if untrained models were measured."""
     import pandas
     import xarray
 
@@ -133,11 +133,11 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         y: `point`, values; at least three.
 
     Raises:
-        RuntimeError: the search does not converge from any start.
+        LayersimError: the search does not converge from any start.
     """
     from scipy.optimize import curve_fit
 
-    # In units of the range of x and of the largest y, about the middle: the search then meets no overflow.
+    # Centred, in units of the range of x and of the largest y, so that the search does not overflow.
     middle, span, size = (x.max() + x.min()) / 2, np.ptp(x), np.abs(y).max()
     z, scaled = (x - middle) / span, y / size
 
@@ -151,7 +151,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     if (scaled > 0).all() or (scaled < 0).all():
         slope, intercept = np.polyfit(z, np.log(np.abs(scaled)), 1)
         starts.insert(0, (float(np.sign(scaled[0]) * np.exp(intercept)), float(slope)))
-    # Last, the best rate of a grid with the best amplitude of each: values that change their sign have several optima.
+    # Last start: the best rate of a grid, because values of both signs have several optima.
     rates = np.linspace(-MOST_RATE, MOST_RATE, 401)
     each = np.exp(np.outer(rates, z) - np.abs(rates)[:, None] / 2)
     amplitudes = each @ scaled / (each**2).sum(1)
@@ -168,7 +168,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         if best is None or error < best[0] * (1 - ROUNDING if start is starts[-1] else 1):
             best = (error, found, covariance)
     if best is None:
-        raise RuntimeError("least squares did not converge")
+        raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.")
     error, (a, b), covariance = best
     # Back to the units of x and y: b / span, and a exp(-b middle / span) times the size.
     shift = np.exp(-b * middle / span) * size
@@ -178,16 +178,16 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
-    """Fit an exponential and a line to sites with a defined quantity. NaN for fewer than three, or without an optimum."""
+    """Fit an exponential and a line to the finite values; NaN if fewer than three are finite."""
     known = np.isfinite(y)
     x, y = x[known], y[known]
     if len(y) < 3 or not y.any():
         return (float("nan"),) * len(FITTED)
     try:
         fit = fit_exponential(x, y)
-    except RuntimeError:
+    except LayersimError:
         fit = LeastSquares(np.full(2, np.nan), np.full((2, 2), np.nan), np.nan)
-    # Of a curve that goes through one end alone, the variance of the amplitude is below the rounding.
+    # If the curve passes through one end alone, rounding makes the variance of the amplitude negative.
     with np.errstate(invalid="ignore"):
         errors = np.sqrt(np.diag(fit.covariance))
     slope, intercept = np.polyfit(x, y, 1)
@@ -199,7 +199,7 @@ def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Relation:
-    """Least-squares regression of scores on one predictor or several, as `relate` returns it.
+    """Least-squares regression of scores on one or more predictors, from `relate`.
 
     Attributes:
         predictors: `point predictor`, a table whose index has the names of the points.
@@ -220,7 +220,7 @@ class Relation:
 
     @property
     def intercept(self) -> float:
-        """The fitted score if all predictors are 0."""
+        """Fitted score at predictors of 0."""
         return float(self.fit.params[0])
 
     @property
@@ -233,7 +233,7 @@ class Relation:
         return f"Relation({self.scores.name}, {self.shape}, {len(self.scores)} points, R2 = {self.r_squared:.3g})\n{table}"
 
     def to_frame(self) -> pandas.DataFrame:
-        """A table with a row for each predictor.
+        """Table with a row for each predictor.
 
         Columns: `coefficient`, of an exponential the rate; its standard error `se`; the ends `low` and `high` of its interval;
         `p_value`, two-sided, under normal errors; `partial`, the correlation of predictor and score given the other predictors,
@@ -245,7 +245,7 @@ class Relation:
 
     @typed
     def band(self, predictor: str | None = None) -> pandas.DataFrame:
-        """The fit over one predictor, at the mean of the others, with the confidence interval of the mean score.
+        """Fit over one predictor with its confidence interval, at the mean of the others.
 
         Args:
             predictor: name of the predictor; None for the first.
@@ -265,7 +265,7 @@ class Relation:
             fit = self.intercept + points @ self.fit.params[1:]
             low, high = self.fit.get_prediction(add_constant(points, has_constant="add")).conf_int(alpha=1 - self.confidence).T
         else:
-            # From the covariance of a and b, to first order.
+            # To first order, from the covariance of a and b.
             a, b = self.fit.params
             fit = a * np.exp(b * grid)
             gradient = np.column_stack([np.exp(b * grid), grid * fit])
@@ -278,8 +278,8 @@ class Relation:
     def plot(self, predictor: str | None = None) -> plotly.graph_objects.Figure:
         """Draw the scores over one predictor, with the fit and its confidence band (Aubry et al. 2025, figures 1 a and 8).
 
-        Of several predictors, each score is moved along the fit to where the other predictors have their means, so that
-        the slope of the points is the coefficient and their scatter that of the residuals.
+        With several predictors, each score is adjusted to the means of the other predictors. The slope of the points is then
+        the coefficient, and their scatter is the scatter of the residuals.
 
         Args:
             predictor: name of the predictor; None for the first.
@@ -293,7 +293,9 @@ class Relation:
 def relate(
     values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
 ) -> Relation:
-    """Regress scores of models or prompts on measured values, and correlate the two: accuracy and coupling, for example.
+    """Regress scores of models or prompts on measured values, and correlate both.
+
+    For example, accuracy on coupling.
 
     Args:
         values: numbers by model: a mapping, a pandas Series, or a variable of a labelled table over one axis, such as
@@ -329,15 +331,11 @@ def relate(
     from statsmodels.api import OLS, add_constant
 
     table = values if isinstance(values, pandas.DataFrame) else _series(values, "Value").to_frame()
-    if len(set(map(str, table.columns))) < len(table.columns):
-        raise LayersimError(
-            f"`values` has several columns of the same name: {', '.join(map(str, table.columns))}. Give each its own name."
-        )
     table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
     targets = _series(scores, "Score")
     if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):
         raise LayersimError(
-            f"`values` and `scores` must name the same models; only one of them has {', '.join(unmatched[:8])}."
+            f"`values` and `scores` must name the same models; only one of the two has {', '.join(unmatched[:8])}."
         )
     count, size = table.shape
     if count < size + 2 or size == 0:
@@ -351,17 +349,14 @@ def relate(
     flat = any(np.ptp(v) <= 1e-9 * np.abs(v).max() for v in (*x.T, y))
     if flat or not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise LayersimError(
-            f"`values` and `scores` must be finite and differ between points; they are {brief(x.squeeze().round(4).tolist())} "
-            f"and {brief(y.tolist())}."
+            "`values` and `scores` must be finite and differ between points; `values` is "
+            f"{brief(x.squeeze().round(4).tolist())}, and `scores` is {brief(y.tolist())}."
         )
     if np.linalg.matrix_rank((x - x.mean(0)) / x.std(0)) < size:
         raise LayersimError(
-            f"One of the columns of `values`, {', '.join(table.columns)}, is a linear combination of the others."
+            f"The columns of `values` are linearly dependent: {', '.join(table.columns)}. Leave out one of the columns."
         )
-    try:
-        fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
-    except RuntimeError as error:
-        raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.") from error
+    fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
     errors = fit.bse if shape == "line" else np.sqrt(np.diag(fit.covariance))
     slopes, errors, degrees = fit.params[1:], errors[1:], count - size - 1
     margin = t.ppf(0.5 + confidence / 2, degrees) * errors
@@ -387,7 +382,7 @@ def relate(
 
 
 def _series(given: Any, default: str) -> pandas.Series[float]:
-    """Numbers by name or position; the name of the Series is the quantity in words."""
+    """Numbers as a Series, whose name is the quantity in words."""
     import pandas
 
     words = getattr(given, "attrs", {})
@@ -397,7 +392,5 @@ def _series(given: Any, default: str) -> pandas.Series[float]:
     if not isinstance(given, pandas.Series):
         numbers = dict(given) if isinstance(given, Mapping) else dict(enumerate(np.asarray(given).reshape(-1).tolist()))
         given = pandas.Series(list(numbers.values()), index=list(numbers), dtype=object)
-    if others := [one for one in given if isinstance(one, bool | str) or not hasattr(one, "__float__")]:
-        raise LayersimError(f"`values` and `scores` must be numbers; one of them is {brief(others[0])}.")
     numeric: pandas.Series[float] = given.map(float).astype(float).rename(label or given.name or default)
     return numeric

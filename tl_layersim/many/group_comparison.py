@@ -1,4 +1,4 @@
-"""Groups of models: distances within and between groups, a permutation test of their difference, and clusters of models."""
+"""Groups of models: distances within and between groups, permutation test, and dendrogram."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
     import xarray
 
-# Number of relabelings that are evaluated at once.
+# Number of relabelings in a chunk.
 AT_ONCE = 4096
 
 
@@ -29,7 +29,7 @@ AT_ONCE = 4096
 def compare_groups(
     table: Any, groups: Any = None, *, field: str = "values", relabelings: PositiveInt = 100_000, seed: int = 0
 ) -> xarray.Dataset:
-    """Compare distances within groups of models with distances between groups, with a permutation test of the difference.
+    """Compare distances within and between groups of models, with a permutation test.
 
     Distances of a pair that differ by direction, such as stitching penalties, count in both directions. The distances of one
     model are not independent of each other, so the standard deviations describe spread and are no standard errors. The test
@@ -88,13 +88,13 @@ def compare_groups(
     values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
     compared = pairs_by_groups(labels, not is_symmetric(values))
     sides, pairs = zip(*compared.values(), strict=True)
-    # Similarities of sites, such as CKA, are smaller where models differ more.
+    # Similarities of sites, such as CKA, are smaller between more different models.
     sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
     each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
     tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
 
     def statistics(distances: Tensor) -> Tensor:
-        """The mean distance of each comparison, then the difference between the means."""
+        """Mean distance of each comparison, and the difference of the first two means."""
         means = torch.stack([distances[tuple(index)].mean(0) for index in pairs])
         return torch.cat([means, means[1:2] - means[:1]])
 
@@ -122,10 +122,12 @@ def compare_groups(
 
 @typed
 def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
-    """Draw the hierarchical clustering of models, by average linkage on the mean distance of both directions.
+    """Draw the hierarchical clustering of models by average linkage.
 
-    A direction below 0, such as the penalty of a stitch that gains, is taken as 0 before the mean: else penalties of +0.01 and
-    -0.01 would make two models equal. Links within one group have the colour of the group.
+    The distance of two models is the mean of both directions.
+
+    A distance below 0, such as the penalty of a stitch that gains, counts as 0: else penalties of +0.01 and -0.01 would make
+    two models equal. Links within one group have the colour of the group.
 
     Args:
         table: a `ModelGrid`, or distances `model model` as an xarray.DataArray or a pandas.DataFrame.
@@ -159,12 +161,12 @@ def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
 
 
 def _known_groups(table: Any, groups: Any) -> Any:
-    """The given groups, or else the groups of a grid; None if there are none."""
+    """Return `groups`; by default the groups of a grid."""
     return getattr(table, "groups", ()) or None if groups is None and isinstance(table, Result) else groups
 
 
 def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArray, tuple[str, ...]]:
-    """A table of distances with its axes, `model model ...`, and the names of the models.
+    """Turn a grid or a table into an array `model model ...`; also return the names of the models.
 
     Args:
         table: a grid, a DataArray or a DataFrame.
@@ -204,7 +206,9 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
-    """The two groups of each comparison, and its pairs of different models as row and column indices, `2 pair`.
+    """List the two groups and the pairs of models of each comparison, by name.
+
+    Pairs are row and column indices, `2 pair`.
 
     The first two comparisons, within groups and between groups, are of all groups: "" stands for these.
 
@@ -222,13 +226,15 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
         chosen = (first == i) & (second == j) if directed else ((first == i) & (second == j)) | ((first == j) & (second == i))
         name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
         if name in found:
-            raise LayersimError(f"`groups` has the groups {', '.join(names)}; two comparisons would be named {name!r}.")
+            raise LayersimError(
+                f"`groups` has the groups {', '.join(names)}; two comparisons would be named {name!r}. Rename a group."
+            )
         found[name] = ((a, b), chosen)
     return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
 
 
 class Permutations(NamedTuple):
-    """A permutation test of the difference of means between and within groups, see `compare_groups`."""
+    """Result of a permutation test, see `compare_groups`."""
 
     difference: float
     p_value: float
@@ -238,7 +244,7 @@ class Permutations(NamedTuple):
 
 
 def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: int) -> Permutations:
-    """Test whether distances between groups exceed those within groups, by permuting the groups of the models.
+    """Permutation test: do distances between groups exceed distances within groups?
 
     Args:
         distances: `model model`, float64; the diagonal is not used.
@@ -277,7 +283,7 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
 
 
 def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
-    """Mean distance between groups minus mean distance within groups, for each row of group labels."""
+    """Mean distance between groups minus mean distance within groups, by row of labels."""
     apart = distances.clone().fill_diagonal_(0)
     members = torch.nn.functional.one_hot(labels, groups).to(apart)
     inside = torch.einsum("rmg,rmg->r", torch.einsum("mn,rng->rmg", apart, members), members)
@@ -289,14 +295,15 @@ def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
 
 
 def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
-    """Yields all divisions of models into groups of these sizes, each once, as rows of labels, in chunks."""
+    """Yield all divisions into groups of these sizes, as chunks of rows of labels."""
     rows = _divisions(tuple(range(sum(sizes))), tuple(sizes))
     while chunk := list(islice(rows, AT_ONCE)):
         yield torch.tensor(chunk)
 
 
 def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) -> Iterator[list[int]]:
-    """Yields the models' group labels for each division into groups of these sizes. The first model's group comes first."""
+    """Yield each division of models into groups of these sizes, as labels."""
+    # The first model's group comes first, so that each division is found once.
     if not sizes:
         yield []
         return
@@ -312,7 +319,7 @@ def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) 
 
 
 def _random_relabelings(labels: Tensor, number: int, seed: int) -> Iterator[Tensor]:
-    """Yields random permutations of the labels, as rows, in chunks."""
+    """Yield random permutations of the labels, as chunks of rows."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, AT_ONCE):
         order = torch.rand(min(AT_ONCE, number - start), len(labels), generator=generator).argsort(1)

@@ -1,4 +1,4 @@
-"""`sweep`: the same analysis of many models or checkpoints, each loaded, measured and freed in turn."""
+"""`sweep`: one analysis of many models or checkpoints in turn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
-from ..core.wording import brief
+from ..core.wording import counted
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
@@ -33,12 +33,12 @@ from ..engine.site_plan import DEFAULT, AtArgument
 from ..sources.open_local import is_nnsight
 from ..sources.out_of_memory import release_memory
 
-# Rows of the data that identify it, with its length: all of a large data set would have to be read.
+# Number of rows that identify the data, together with its length.
 CHECKED_ROWS = 1000
 
 
 def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, options: Mapping[str, Any]) -> None:
-    """Make the folder of a sweep if it does not exist, and record what the sweep measures.
+    """Make the folder of a sweep, or check that an existing folder holds this sweep.
 
     Raises:
         LayersimError: the folder cannot be written to, or holds another sweep.
@@ -61,13 +61,13 @@ def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, opti
 
 
 def _report_file(folder: Path, key: Any) -> Path:
-    """The file of a finished model's report. A digest in its name tells apart keys that differ in signs not allowed there."""
+    # The digest tells apart keys that differ only in characters that a file name cannot hold.
     name = re.sub(r"[^\w.-]", "_", str(key))[:60]
     return folder / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
 
 
 def data_digest(data: Any) -> str:
-    """Digest of data, 12 hex digits: SHA-256 of its length and its first rows.
+    """SHA-256 of the length and the first rows of data, 12 hex digits.
 
     Args:
         data: data as `analyze` takes it.
@@ -126,7 +126,7 @@ def sweep(
         The report of each model by its key; `stack` makes one labelled table of them.
 
     Raises:
-        LayersimError: `models` holds something else, the folder belongs to another sweep, or `data` can be read only once.
+        LayersimError: the folder belongs to another sweep, or `data` can be read only once.
         SweepError: a model could not be loaded or measured; `error.reports` holds the reports of the models before it.
 
     Warns:
@@ -143,14 +143,11 @@ def sweep(
     """
     chosen, data = choose_analyzers(analyzers), Data.of(data)
     options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
-    # A key of NumPy or torch is the same number.
+    # Keys of NumPy or torch become Python numbers.
     models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
     keys = list(models)
-    for key, model in models.items():
-        if isinstance(model, str | os.PathLike):
-            raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must hold models, or functions that load one.")
     if data.read_once:
-        raise LayersimError("`data` can be read only once, and a sweep reads it for each model. Pass list(data).")
+        raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
     files: dict[Any, Path | None] = dict.fromkeys(keys)
     if checkpoint is not None:
         _open_folder(Path(checkpoint), chosen, data, options)
@@ -163,11 +160,12 @@ def sweep(
             continue
         try:
             reports[key] = _measure_model(model, data, chosen, files[key], options)
-            # After the report is held: a full disk loses the file alone.
+            # The report is in memory already: a full disk loses only the file.
             _keep(reports[key], files[key])
         except BaseException as error:
             where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
-            kept = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}. Reports of {len(reports)} are kept{where}."
+            place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
+            kept = f"{place} The reports of {counted(len(reports), 'model')} are kept{where}."
             if not isinstance(error, Exception):
                 error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
                 raise
@@ -182,32 +180,33 @@ def sweep(
 
 
 def is_loader(model: Any) -> bool:
-    """Whether a value of `models` is a function that loads a model. A model can be called too, but is not a loader.
+    """Whether a value of `models` is a function that loads a model.
 
     Args:
         model: the value.
     """
+    # Models are callable too.
     return callable(model) and not isinstance(model, Module) and not is_nnsight(model)
 
 
 def _measure_model(
     model: Any, data: Data, analyzers: Mapping[str, Analyzer], file: Path | None, options: Mapping[str, Any]
 ) -> Report:
-    """The report of a model. A function is first called to load the model, which is freed after it is measured."""
+    """Measure a model; a function is called to load the model, which is freed afterwards."""
     loads = is_loader(model)
     if loads:
         model = model()
     partial = None if file is None else file.with_suffix(".partial")
     report: Report = analyze(model, data, analyzers, checkpoint=partial, **options)
     if loads:
-        # Models are in reference cycles, which plain counting does not free.
+        # Models have reference cycles, which reference counting does not free.
         del model
         release_memory()
     return report
 
 
 def _keep(report: Report, file: Path | None) -> None:
-    """Write the report of a model to its file, and remove the checkpoint of its analysis."""
+    """Write the report of a model, and remove the checkpoint of its analysis."""
     if file is None:
         return
     rank, partial = rank_and_size()[0], file.with_suffix(".partial")
@@ -217,7 +216,8 @@ def _keep(report: Report, file: Path | None) -> None:
 
 
 def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:
-    """Warn if functions load the same weights, as functions made in a loop do if they share a variable."""
+    """Warn if several functions load the same weights."""
+    # Lambdas that a loop makes share its variable.
     by_weights = defaultdict(list)
     for key in loaded:
         provenance = next(iter(found[key].values())).provenance
@@ -227,6 +227,6 @@ def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> Non
         if len(keys) > 1:
             shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
             warn(
-                f"The models {shown} of the sweep have the same weights. Lambdas that were made in a loop all load its "
-                "last step: use functools.partial(load, step)."
+                f"The models {shown} of the sweep have the same weights. Lambdas that a loop makes all load the last step; use "
+                "functools.partial(load, step)."
             )

@@ -1,56 +1,56 @@
-"""`NdifClient`: sends requests to an NDIF server, repeats them after transient failures, and explains other failures."""
+"""`NdifClient`: requests to an NDIF server, their retries and their error messages."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, TypeVar
 
 from ..core.errors import LOG, LayersimError, without_login
-from .server_status import ServerStatus, host_of, keep_logins_out_of_logs, parse_status, redacted
+from .server_status import ServerStatus, host_of, parse_status, redacted, remove_secrets
 
-# Words in a server's message that name a failure of the server. In a traceback only NO_SANDBOX does; others are the request's.
+# Words that name a failure of the server. In a traceback only NO_SANDBOX does: the request may use the other words.
 TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
 NO_SANDBOX = "waiting for the runner socket"
 TOO_LONG = "exceeded the execution timeout"
-# A LayersimError that a kernel raised on the server, as the last line of a traceback shows it.
+# Last line of the traceback of a LayersimError that a kernel raised on the server.
 REFUSAL = re.compile(r"LayersimError: (?P<message>.+)")
 
 
 class JobTooLong(Exception):
-    """The server ended a job that took longer than its operator allows."""
+    """A server ended a job at its time limit."""
 
 
 class TransientFailure(Exception):
-    """A failure of the network or the server that may not recur."""
+    """A failure of the network or the server; the request may be sent again."""
 
 
 class ModelNotRunning(TransientFailure):
-    """The server has not loaded the model and cannot load it now."""
+    """The server does not run the model and cannot start it now."""
 
 
-# Seconds between two looks for Ctrl-C.
-SECONDS_PER_LOOK = 1.0
+# Seconds between two checks for Ctrl-C.
+SECONDS_PER_CHECK = 1.0
 # Seconds without a message after which the connection is checked.
 SILENCE = 60.0
 
 
 @dataclass
 class JobDisplay:
-    """Replaces nnsight's progress bar: receives the status of a job, and checks the connection.
+    """Replaces nnsight's status display, and checks the connection to the server.
 
     Attributes:
         report: called with each status message of the server.
         ping: raises an error if the server does not respond.
-        enabled: whether nnsight calls `refresh` ten times a second.
+        enabled: whether nnsight calls `refresh` ten times a second, and shows its download bar.
         abandoned: whether the result of the job is not needed any more.
         seconds: how long the job ran, from status RUNNING to status COMPLETED.
     """
@@ -64,17 +64,19 @@ class JobDisplay:
     _started: float | None = None
 
     def update(self, response: Any) -> None:
-        """Record the time of a status message, and pass the message to `report`."""
+        """Pass a status message to `report`, and record its time."""
         self._last_message = time.monotonic()
         status = response.status.value
         if status == "RUNNING" and self._started is None:
             self._started = self._last_message
-        if status == "COMPLETED" and self._started is not None:
-            self.seconds = self._last_message - self._started
+        if status == "COMPLETED":
+            # Hides nnsight's download bar: the bar of the whole run is shown already.
+            self.enabled = False
+            self.seconds = 0.0 if self._started is None else self._last_message - self._started
         self.report(response)
 
     def refresh(self) -> None:
-        """Check the connection if no message has arrived for `SILENCE` seconds.
+        """Check the connection after `SILENCE` seconds without a message.
 
         Raises:
             ConnectionError: the server does not respond, or the result of the job is not needed any more.
@@ -84,7 +86,7 @@ class JobDisplay:
         if time.monotonic() - self._last_message < SILENCE:
             return
         try:
-            # A job may be queued for hours without a message; a server that is gone does not respond to a ping.
+            # A queued job may be silent for hours, but a running server responds to a ping.
             self.ping()
         except (LayersimError, TransientFailure) as error:
             raise ConnectionError(f"no message for {SILENCE:.0f} s, and no response to /ping") from error
@@ -92,16 +94,15 @@ class JobDisplay:
 
 
 def counting_backend() -> Any:
-    """A subclass of nnsight's remote backend that counts bytes. A function defines it, because nnsight is imported only when
-    needed.
-    """
+    """Return a subclass of nnsight's remote backend that counts bytes."""
+    # In a function, because nnsight is imported only when needed.
     from nnsight.intervention.backends.remote import RemoteBackend
     from nnsight.schema.request import RequestModel
 
     class CountingBackend(RemoteBackend):  # type: ignore[misc]  # nnsight has no types
         sent = 0
         received = 0
-        # Whether a trace is serialised only, and sent by `exchange` later.
+        # Whether a trace is serialised only; `exchange` sends it later.
         prepares = False
         payload: bytes | None = None
 
@@ -136,11 +137,6 @@ def counting_backend() -> Any:
                 raise ConnectionError("the server closed the connection")
             return RemoteBackend.parse(message)
 
-        def download_result(self, url: Any) -> Any:
-            # Hides nnsight's download bar: the bar of the whole run is shown already.
-            self.display.enabled = False
-            return super().download_result(url)
-
         def finalize(self, content: bytes) -> Any:
             self.received = len(content)
             return super().finalize(content)
@@ -157,16 +153,8 @@ def quiet(text: str) -> None:
     """Discard a message."""
 
 
-@cache
-def _tls() -> ssl.SSLContext:
-    """TLS context with the certificates that httpx trusts. It is cached, because httpx reads them at every call."""
-    import httpx
-
-    return httpx.create_ssl_context()
-
-
 class NdifClient:
-    """Client of one model on one NDIF server.
+    """Sends requests for one model to one NDIF server.
 
     Args:
         remote: True, or the server's address.
@@ -176,7 +164,8 @@ class NdifClient:
 
     def __init__(self, remote: bool | str, model_key: str, env: Mapping[str, Any]) -> None:
         self.host = host_of(remote)
-        keep_logins_out_of_logs()
+        # The logger of httpx logs the address of each request at level INFO.
+        logging.getLogger("httpx").addFilter(remove_secrets)
         self.name = without_login(self.host)
         self.model_key = model_key
         self.env = dict(env)
@@ -185,7 +174,7 @@ class NdifClient:
         self.seconds = 0.0
 
     def request(self, run: Callable[[Any], T], patient: bool = True) -> T:
-        """Send a request and return its result. After transient failures the request is sent again.
+        """Send a request and return its result; retry after transient failures.
 
         Sending again is safe, because a request computes sums and changes nothing on the server. Only results that arrived are
         counted.
@@ -201,26 +190,25 @@ class NdifClient:
         return self._repeated(lambda: self._attempt(run), patient)
 
     def _repeated(self, attempt: Callable[[], T], patient: bool = True) -> T:
-        """The result of an attempt. Transient failures are retried with growing pauses."""
+        """Call `attempt` until it succeeds; wait longer after each transient failure."""
         waits = WAITS if patient else WAITS[:2]
-        for number in range(len(waits) + 1):
+        number, most = 1, len(waits) + 1
+        while True:
             try:
                 return attempt()
             except TransientFailure as error:
-                if number == len(waits):
-                    raise self.given_up(error, len(waits) + 1) from None
-                if "could not be read" in str(error) and number == 2:
-                    # Three times the same failure of a payload is not the network's.
-                    raise self.given_up(error, 3) from None
-                reason, wait = last_line(str(error)), waits[number]
-                LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number + 2, len(waits) + 1, wait, reason)
-                for left in range(int(wait), 0, -1):
-                    self.say(f"attempt {number + 2} of {len(waits) + 1} in {left} s: {reason[:80]}")
-                    time.sleep(wait / int(wait))
-        raise AssertionError
+                # A payload that cannot be read three times is no failure of the network.
+                if number == most or ("could not be read" in str(error) and number == 3):
+                    raise self.given_up(error, number) from None
+                reason, seconds = last_line(str(error)), waits[number - 1]
+            number += 1
+            LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number, most, seconds, reason)
+            for left in range(int(seconds), 0, -1):
+                self.say(f"attempt {number} of {most} in {left} s: {reason[:80]}")
+                time.sleep(seconds / int(seconds))
 
     def _attempt(self, run: Callable[[Any], T], backend: Any = None) -> T:
-        backend = backend or self.backend(blocking=True)
+        backend = backend or self.backend()
         try:
             result = run(backend)
         except LayersimError:
@@ -238,7 +226,7 @@ class NdifClient:
         Args:
             run: see `request`; its traces return nothing.
         """
-        backend = self.backend(blocking=True)
+        backend = self.backend()
         backend.prepares = True
         run(backend)
         payload: bytes = backend.payload
@@ -246,7 +234,7 @@ class NdifClient:
 
     @contextmanager
     def sent(self, payload: bytes) -> Iterator[Callable[[], Any]]:
-        """A context in which another thread sends a prepared request, and downloads and decodes its result.
+        """Context manager: another thread sends a prepared request and downloads its result.
 
         The caller's thread traces and serialises, because nnsight reads its frames and changes global state.
 
@@ -273,8 +261,8 @@ class NdifClient:
                 backend.display.abandoned = True
 
     def _send(self, payload: bytes) -> tuple[Any, Future[Any]]:
-        """Send a prepared request in another thread; return its backend and its result."""
-        backend, answer = self.backend(blocking=True), Future[Any]()
+        """Send a prepared request in another thread; return its backend and its future result."""
+        backend, answer = self.backend(), Future[Any]()
         backend.payload = payload
 
         def exchange() -> None:
@@ -287,15 +275,14 @@ class NdifClient:
         threading.Thread(target=exchange, daemon=True, name="ndif-request").start()
         return backend, answer
 
-    def backend(self, blocking: bool, job_id: str | None = None) -> Any:
-        """An nnsight backend for one job on this server, which counts bytes and reports progress through `say`."""
-        backend = counting_backend()(self.model_key, host=self.host, env=self.env, blocking=blocking, job_id=job_id)
-        # Hides nnsight's download bar for non-blocking jobs.
-        backend.display = JobDisplay(self._report, lambda: self.get("/ping", timeout=10.0), enabled=blocking)
+    def backend(self, job_id: str | None = None) -> Any:
+        """An nnsight backend for one job on this server."""
+        backend = counting_backend()(self.model_key, host=self.host, env=self.env, job_id=job_id)
+        backend.display = JobDisplay(self._report, lambda: self.get("/ping", timeout=10.0))
         return backend
 
     def _report(self, response: Any) -> None:
-        """Show the server's report on a job in the run's progress bar."""
+        """Show the status of a job in the run's progress bar."""
         status = response.status.value
         if status in ("PROVISIONING", "DEPLOYING") or (status == "QUEUED" and "position 1." not in response.description):
             self.say(redacted(f"{status.lower()}: {response.description}", self.host)[:80])
@@ -312,7 +299,7 @@ class NdifClient:
         """
 
         def send(backend: Any) -> str:
-            backend.blocking = backend.display.enabled = False
+            backend.blocking = False
             run(backend)
             job_id: str = backend.job_id
             return job_id
@@ -320,12 +307,14 @@ class NdifClient:
         return self.request(send)
 
     def poll(self, job_id: str) -> tuple[str | None, Any]:
-        """The state of a non-blocking job, with its result or failure; the state is None if the server does not know the job.
+        """Return the state of a non-blocking job, and its result or failure.
+
+        The state is None if the server does not know the job.
 
         Raises:
             TransientFailure: the server cannot be reached, or the result cannot be downloaded now.
         """
-        backend = self.backend(blocking=False, job_id=job_id)
+        backend = self.backend(job_id)
         try:
             result = backend.poll()
         except Exception as error:
@@ -337,7 +326,7 @@ class NdifClient:
         return None if backend.status is None else backend.status.value, result
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
-        """The JSON at a path of the server.
+        """Return the JSON at a path of the server.
 
         Raises:
             TransientFailure: the server is not ready.
@@ -346,23 +335,19 @@ class NdifClient:
         import httpx
 
         try:
-            response = httpx.get(f"{self.host}{path}", timeout=httpx.Timeout(10.0, read=timeout), verify=_tls())
-            response.raise_for_status()
+            response = httpx.get(f"{self.host}{path}", timeout=httpx.Timeout(10.0, read=timeout))
+            if response.status_code in (502, 503, 504):
+                text = f"{self.name} is not ready ({response.status_code}): {response.text[:200]}"
+                raise TransientFailure(redacted(text, self.host))
+            if not response.is_success:
+                raise self.no_server(f"{path}: HTTP {response.status_code}")
             return response.json()
-        except httpx.HTTPStatusError as error:
-            code = error.response.status_code
-            if code in (502, 503, 504):
-                text = f"{self.name} is not ready ({code}): {error.response.text[:200]}"
-                raise TransientFailure(redacted(text, self.host)) from None
-            raise self.no_server(f"{path}: HTTP {code}") from None
-        except httpx.TransportError as error:
-            raise self.no_server(f"{type(error).__name__}: {error}") from None
-        except (ValueError, RecursionError):
-            raise self.no_server(f"{path}: a response that is not JSON") from None
+        except (httpx.TransportError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise self.no_server(f"{path}: {type(error).__name__}: {error}") from None
 
     @cached_property
     def status(self) -> ServerStatus:
-        """The status of the server; it is requested once.
+        """Status of the server, requested once.
 
         Raises:
             LayersimError: the server does not respond, or its JSON has another form.
@@ -379,11 +364,12 @@ class NdifClient:
             raise self.no_server(given) from error
 
     def classify(self, error: Exception) -> Exception:
-        """The class of a failure: `TransientFailure`, `JobTooLong`, or the error that ends the run."""
+        """Turn a failure into `TransientFailure`, `JobTooLong` or the error that ends the run."""
         import httpx
         import pydantic
         import websocket
         from nnsight.intervention.backends.remote import RemoteError
+        from nnsight.schema.config import CONFIG
 
         text = redacted(str(error), self.host)
         broken = (websocket.WebSocketException, httpx.HTTPError, pydantic.ValidationError, json.JSONDecodeError)
@@ -396,10 +382,13 @@ class NdifClient:
         lower = text.lower()
         if TOO_LONG in lower:
             return JobTooLong(text.strip())
-        # The HTTP status, where there is one, belongs to the cause of nnsight's own error.
+        # nnsight's own error has the HTTP status in its cause.
         code = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-        if refusal := self._refused_by_server(text, code):
-            return refusal
+        if code in (401, 403) or (code == 400 and "api key" in lower):
+            return LayersimError(
+                f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent): {last_line(text)}. Set "
+                "the environment variable NDIF_API_KEY before Python starts, or call nnsight.login()."
+            )
         if "error provisioning" in lower or "error starting model" in lower:
             return ModelNotRunning(text)
         if ours := re.search(REFUSAL, text):
@@ -410,65 +399,50 @@ class NdifClient:
             return TransientFailure(text)
         return self._failed_on_server(text)
 
-    def _refused_by_server(self, text: str, code: int | None) -> LayersimError | None:
-        """The error for a request that the server rejected because of its API key or its package versions."""
-        from nnsight.schema.config import CONFIG
-
-        if code in (401, 403) or (code == 400 and "api key" in text.lower()):
-            return LayersimError(
-                f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent): {last_line(text)}. Set "
-                "NDIF_API_KEY before Python starts, or call nnsight.login()."
-            )
-        if code == 400 and "version" in text.lower():
-            return LayersimError(
-                f"{self.name} rejects requests from the installed versions: {last_line(text)}. It runs "
-                f"{', '.join(f'{name} {version}' for name, version in self.status.versions.items())}."
-            )
-        return None
-
     def _failed_on_server(self, text: str) -> LayersimError:
-        """The error for a request that failed while it ran."""
         if "out of memory" in text.lower():
             return LayersimError(
-                f"A forward pass of this size does not fit into the free memory of the server: {last_line(text)}. Use a "
-                "smaller batch_size= or seq_len=."
+                f"{self.name} has too little free memory for this forward pass: {last_line(text)}. Use a smaller batch_size= "
+                "or seq_len=."
             )
-        do = "Try remote='local', which simulates the server in this process"
-        if self.status.differences:
-            do += f"; if that works, versions matter: {'; '.join(self.status.differences)}"
+        other = self.status.differences
+        versions = f" Versions differ: {'; '.join(other)}." if other else ""
         frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text)
         where = " (line {1} of {0}, in {2})".format(*frames[-1]) if frames else ""
-        return LayersimError(f"The request failed on {self.name}: {last_line(text)}{where}. {do}.")
+        return LayersimError(
+            f"The request failed on {self.name}: {last_line(text)}{where}. Try remote='local', which simulates the server in "
+            f"this process.{versions}"
+        )
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
-        """The error that ends a run after this many attempts."""
+        """Error that ends a run after its last attempt."""
         if isinstance(error, ModelNotRunning):
             running = ", ".join(self.status.running) or "none"
             return LayersimError(
-                f"{self.name} does not run this model, and could not start it: {self.model_key.partition(':')[2]}: "
-                f"{last_line(str(error))}. It runs {running}."
+                f"{self.name} does not run the model {self.model_key.partition(':')[2]} and could not start the model: "
+                f"{last_line(str(error))}. Running models: {running}."
             )
         return LayersimError(
             f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}: {last_line(str(error))}. "
-            "Repeat the call later; it continues from checkpoint= or a saved RemoteRun."
+            "Repeat the call later; the run continues from checkpoint= or from a saved RemoteRun."
         )
 
     def no_server(self, given: str) -> LayersimError:
-        """The error for an address at which no NDIF server responds."""
+        """Error for an address without an NDIF server."""
         return LayersimError(
-            f"There is no NDIF server at this address: {self.name}: {redacted(given, self.host)}. Check `remote`, "
-            "or nnsight's setting NDIF_HOST if remote=True."
+            f"There is no NDIF server at {self.name}: {redacted(given, self.host)}. Check `remote`, or nnsight's setting "
+            "NDIF_HOST if remote=True."
         )
 
 
 def _waited_for(answer: Future[T]) -> T:
-    # On some systems waiting without an end does not notice Ctrl-C.
+    # On some systems, a wait without a timeout does not notice Ctrl-C.
     while not answer.done():
-        wait([answer], SECONDS_PER_LOOK)
+        wait([answer], SECONDS_PER_CHECK)
     return answer.result()
 
 
 def last_line(text: str) -> str:
-    """The last line of a traceback or of a server's message. It names the failure."""
+    """Last line of a traceback or of a server's message, which names the failure."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return lines[-1][:300].rstrip(".") if lines else "nothing"

@@ -1,6 +1,6 @@
-"""Low-rank adapters in the residual stream of an nnsight model, and their training steps, in this process or on a server.
+"""Low-rank adapters in the residual stream of an nnsight model, and their training steps.
 
-Functions that run beside the model are shipped as source: they refer to local names and to functions that need torch alone.
+nnsight ships the source of functions that run beside the model; they use local names and torch alone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..architectures.unembed import Unembed
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..sources.nnsight import remote_lens
 
-# Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`, and of each the moments "mean" and
-# "square" of Adam.
+# Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`; and Adam's moments "mean" and "square" of
+# each.
 Parts = dict[str, Tensor]
-# The inputs of an optimiser step or an evaluation: tokens, positions with a target, targets, number of the step, rate; and the
-# attended positions for heads that read rows.
+# Inputs of a step or an evaluation: tokens, positions with a target, targets, step number, learning rate; and the attended
+# positions for heads that pool.
 Item = dict[str, Any]
 # Losses `layer`, summed over targets, and the number of targets.
 LossSums = tuple[Tensor, int]
-# Number of logits held at once.
+# Maximum number of logits in memory.
 LOGITS_AT_ONCE = 2**23
 # AdamW with torch's defaults.
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01
@@ -32,7 +32,7 @@ BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01
 
 @dataclass(frozen=True)
 class Patch:
-    """Adapters as they are sent to a server and applied in a trace.
+    """Trained adapters of some blocks, for use inside a trace.
 
     Attributes:
         paths: module paths of the blocks, one for each adapter.
@@ -45,7 +45,7 @@ class Patch:
     up: Tensor
 
     def apply(self, model: Any) -> None:
-        """Apply the adapters, inside a trace."""
+        """Apply the adapters inside a trace."""
         for number, path in enumerate(self.paths):
             block = model
             for name in path.split("."):
@@ -54,19 +54,15 @@ class Patch:
 
 
 def adapt(block: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Replace the output of a block by the adapted residual, inside a trace, and return that residual."""
+    """Replace the output h of a block with h + (h A') B' inside a trace; return the new output."""
     output = block.output
-    own = first_tensor(output)
-    x = adapted(own, down, up)
-    block.output = (x, *output[1:]) if isinstance(output, tuple) else x
-    return x
-
-
-def adapted(h: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """The adapted residual h + (h A') B', with the product in the adapter's dtype."""
+    h = first_tensor(output)
+    # The product has the dtype of the adapter.
     with torch.autocast(device_type=h.device.type, enabled=False):
         change: Tensor = h.to(down.dtype) @ down.to(h.device).T @ up.to(h.device).T
-        return h + change.to(h.dtype)
+        x = h + change.to(h.dtype)
+    block.output = (x, *output[1:]) if isinstance(output, tuple) else x
+    return x
 
 
 def loss_and_gradient(
@@ -79,7 +75,9 @@ def loss_and_gradient(
     up: Tensor,
     weights: list[float],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Cross-entropies of all layers, and the gradient of their weighted sum (the aligned loss), inside a trace.
+    """Cross-entropy of each layer, and the gradient of the aligned loss, inside a trace.
+
+    The aligned loss is the weighted sum of the cross-entropies.
 
     Only one chunk of logits of one layer is held at a time. Its gradient with respect to the residual is computed at once, and
     a single backward pass through the blocks starts from all these gradients.
@@ -120,9 +118,9 @@ def loss_and_gradient(
 
 
 def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
-    """Residuals of a layer at the positions that have a target, `token d_model`.
+    """Select the residuals of a layer at positions with a target, `token d_model`.
 
-    If the model's head makes one vector of several positions, the vectors after its final norm and its pooling.
+    If the head pools positions, select the vectors after its final norm and its pooling.
 
     Args:
         unembed: final norm and head.
@@ -137,8 +135,8 @@ def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
 
 
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy, float64, of the residuals from `read_at`; if `sloped`, with its gradient."""
-    # The vectors of rows have their norm.
+    """Sum the cross-entropies of residuals in float64; if `sloped`, also return the gradient."""
+    # Pooled vectors are normalised already.
     needs_norm = unembed.pool is None
     with torch.no_grad():
         rows = max(1, LOGITS_AT_ONCE // unembed(x[:1], needs_norm).shape[-1])
@@ -160,7 +158,7 @@ def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: b
 
 
 def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Parts:
-    """The state after one step of AdamW; `step` counts from 1.
+    """Make one step of AdamW; `step` counts from 1.
 
     Source:
         Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2; torch's defaults.
@@ -178,7 +176,10 @@ def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Pa
 def step_or_evaluate(
     blocks: list[Any], unembed: Unembed, is_remote: bool, at: list[int], item: Item, state: Parts, weights: list[float]
 ) -> tuple[Tensor, Parts]:
-    """Losses by layer before an AdamW step, and the state after it, inside a trace. Without a learning rate no step is made."""
+    """Evaluate all layers; with a learning rate, also make an AdamW step.
+
+    Returns the losses before the step, and the state after it. Runs inside a trace.
+    """
     learning = item["rate"] is not None
     with torch.set_grad_enabled(learning):
         down, up = (state[name].detach().clone().requires_grad_(learning) for name in ("down", "up"))
@@ -197,7 +198,7 @@ def run_here(
     weights: list[float],
     where: dict[str, Any],
 ) -> tuple[Tensor, Parts]:
-    """Run one step or evaluation in a trace, in this process or in nnsight's simulation of a server."""
+    """Run one step or evaluation in this process, or in nnsight's simulation of a server."""
     import nnsight
 
     with torch.set_grad_enabled(item["rate"] is not None), model.trace(item["tokens"].long(), **where, **item["options"]):
@@ -215,7 +216,10 @@ def run_on_server(
     weights: list[float],
     backend: Any,
 ) -> tuple[list[Tensor], Parts]:
-    """Run steps or evaluations in one request, a session with a trace for each; a trace passes its state to the next."""
+    """Run several steps or evaluations in one request.
+
+    The request is a session with a trace for each step; a trace passes its state to the next.
+    """
     import nnsight
 
     found: Any = None

@@ -1,4 +1,4 @@
-"""`open_model`: set where a model runs; and functions that open a model as a source or as a split model."""
+"""`open_model`, and functions that open a model as a source or as a split model."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def open_model(
     """
     opened = OpenedModel(model, layers, unembed, remote, verify, tokens_per_request)
     if layers is not None and not opened.on_server:
-        # Refused here, before data is read. A server is asked when a call needs it, and `at` of a call may name the blocks.
+        # Errors are raised here, before data is read. A server is asked by the first call, whose `at` may name the blocks.
         open_source(replace(opened, verify=None), either_stack=True)
     return opened
 
 
 def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> Source:
-    """Open the source of a model.
+    """Return the source that runs a model.
 
     Args:
         model: the model, an `OpenedModel`, or a source.
@@ -88,8 +88,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         layers = blocks_to_read(module, layers, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
-            f"`tokens_per_request` is {opened.tokens_per_request} with remote={shown(opened.remote)}, but it applies only to a "
-            "model on a server. Use batch_size= in this process."
+            f"`tokens_per_request` is {opened.tokens_per_request}, a limit for models on a server, but remote="
+            f"{shown(opened.remote)}. Use batch_size= in this process."
         )
     source: Source
     if opened.on_server and is_nnsight(model):
@@ -98,15 +98,15 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
     if not either_stack and layers is None and isinstance(source, HasModule) and encoder_and_decoder(source.module):
         raise LayersimError(
-            f"{source.model.name} is an encoder-decoder ({source.model.source}); this function reads one stack. Choose it by "
-            "its blocks: open_model(model, layers=[...])."
+            f"{source.model.name} is an encoder-decoder ({source.model.source}); this function reads one stack. Name the "
+            "blocks of one stack: open_model(model, layers=[...])."
         )
     verify_on_first_row(source, opened.verify)
     return source
 
 
 def on_server(source: Source) -> RemoteSource:
-    """Return a source, or raise an error if it does not send requests to an NDIF server.
+    """Check that a source sends requests to an NDIF server, and return the source.
 
     Raises:
         LayersimError: the model runs in this process.
@@ -120,7 +120,7 @@ def on_server(source: Source) -> RemoteSource:
 
 
 def open_split_model(model: Any) -> SplitModel:
-    """Open a model as a split model: `LocalSplitModel` if its modules run in this process, else `RemoteSplitModel`.
+    """Open a model as a split model, in this process or on a server.
 
     Args:
         model: the model, or an `OpenedModel`.
@@ -136,11 +136,11 @@ def open_split_model(model: Any) -> SplitModel:
         return LocalSplitModel(source, source.model)
     if not isinstance(source, NNsightSource):
         raise LayersimError(
-            f"`model` is {with_article(type(source).__name__)}, which cannot run a part of the model; stitching needs "
+            f"`model` is {with_article(type(source).__name__)}, which cannot run some blocks alone; stitching needs "
             f"{ACCEPTED_MODELS}."
         )
     if opened.remote:
         return RemoteSplitModel(source)
-    # A model that nnsight runs in this process has its modules in this process.
+    # nnsight runs this model here, so its modules can be hooked.
     hooked = HookedSource(source.module, source.paths if opened.layers else None)
     return LocalSplitModel(hooked, replace(source.model, calls=hooked.model.calls))

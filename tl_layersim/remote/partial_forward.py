@@ -1,4 +1,4 @@
-"""`RemoteSplitModel`: runs the lower or the upper part of a model on an NDIF server, with one request for each run."""
+"""`RemoteSplitModel`: runs the lower or the upper part of a model on an NDIF server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..sources.partial_forward import Moments, Reading, SplitModel, logits_of, l
 
 
 class RemoteSplitModel(SplitModel):
-    """A split model that runs inside nnsight's traces, on a server or in nnsight's simulation of one.
+    """Split model on an NDIF server, or in nnsight's simulation of a server.
 
-    Each method call is one request. The bodies of traces are shipped as source: they refer to local names and to functions that
-    need torch and the standard library alone.
+    Each method call is one request. nnsight ships the source of the traces, which use local names, torch and the standard
+    library alone.
 
     Args:
         source: source that runs the model.
@@ -44,7 +44,7 @@ class RemoteSplitModel(SplitModel):
         return super().moments(batch, layer, moments_of, h.cpu())
 
     def _narrowed(self, x: Tensor) -> Tensor:
-        """The residual in the dtype of the remote model, for a smaller request."""
+        """Cast a residual to the dtype of the remote model, for a smaller request."""
         return x.detach().cpu().to(self.model.torch_dtype)
 
     def _inputs(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], tuple[Tensor, ...], dict[str, Any]]:
@@ -58,7 +58,8 @@ def _lower(
     import nnsight
 
     with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
-        found = read(residual_at(blocks, layer).detach())
+        residual = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
+        found = read(residual.detach())
         saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
     return saved
 
@@ -85,14 +86,8 @@ def _upper(
     return saved
 
 
-def residual_at(blocks: list[Any], layer: int) -> Tensor:
-    """The residual at a layer, inside a trace."""
-    residual: Tensor = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
-    return residual
-
-
 def enter(blocks: list[Any], layer: int, x: Tensor) -> None:
-    """Replace the residual at a layer by `x`, inside a trace."""
+    """Replace the residual at a layer with `x`, inside a trace."""
     if layer < len(blocks):
         own = blocks[layer].input
         blocks[layer].input = x.to(device=own.device, dtype=own.dtype)

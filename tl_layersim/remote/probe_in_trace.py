@@ -1,7 +1,6 @@
-"""How a probe reads forward passes in a user's own nnsight trace.
+"""Probes that read forward passes in a user's own nnsight trace.
 
-nnsight ships `PassReader` and `ShippedProbe`. They refer to local names and to functions that need torch and the standard
-library alone.
+nnsight ships the source of `PassReader` and `ShippedProbe`, which use local names, torch and the standard library alone.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from ..data.positions import Positions
 from ..sources.nnsight import TraceReader
 from .traces import add_batch_sums, add_leaves
 
-# Rows whose sums are added within one call of a kernel, as in `analyze`.
+# Rows whose sums a kernel adds within one call, as in `analyze`.
 LEAF = 16
 
 
 @dataclass
 class PassReader:
-    """Reads one forward pass inside a trace, and returns sums over it.
+    """Reads a forward pass inside a trace, and returns sums over its positions.
 
     Attributes:
         reader: the sites, the modules that are read and the lens.
@@ -52,16 +51,21 @@ class PassReader:
     first: int
 
     def read(self) -> dict[str, Any]:
-        """The sums over the current forward pass.
+        """Return the sums over the current forward pass.
 
         Returns:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
             counts, its sums.
         """
-        # Without torch.no_grad: it would hold for the model, which goes on while a module's output is awaited.
+        # No torch.no_grad here: the model would go on under it while a module's output is awaited.
         args, kwargs = self.reader.model.inputs
-        if self.reader.on_server and any(hasattr(value, "get_seq_length") for value in kwargs.values()):
-            self._refuse_sandbox()
+        has_cache = any(hasattr(value, "get_seq_length") for value in kwargs.values())
+        # A sandboxed model would continue the generation with a copy of its cache.
+        if self.reader.on_server and has_cache and next(self.reader.model._module.parameters()).device.type == "meta":
+            raise LayersimError(
+                "`probe.read()` cannot read a cached generation on a sandboxed server, because reading would change later "
+                "tokens. Trace the finished rows, or pass use_cache=False."
+            )
         tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
         counted = self.rule.select_rows(tokens, attended, continued)
         if self.whole_rows and (continued or tokens.shape[1] == 1):
@@ -94,17 +98,9 @@ class PassReader:
         add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
         return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
 
-    def _refuse_sandbox(self) -> None:
-        """Raise an error on a sandboxed server, whose model would continue a generation with a copy of its cache."""
-        if next(iter(self.reader.model._module.parameters())).device.type == "meta":
-            raise LayersimError(
-                "`probe.read()` cannot read a generation on a sandboxed server, because it would change the later steps. Trace "
-                "the finished rows, or pass use_cache=False."
-            )
-
 
 def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Tensor, bool]:
-    """The tokens and the attended positions of a forward pass, on the CPU.
+    """Tokens and attended positions of a forward pass, on the CPU.
 
     Args:
         args: positional arguments of the model's forward.
@@ -121,7 +117,7 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
     whole = [value for value in given if not value.is_floating_point()]
     tokens = kwargs.get("input_ids", whole[0] if whole else None)
     if tokens is None:
-        raise LayersimError("The trace runs the model without token ids, so `probe.read()` cannot tell its positions.")
+        raise LayersimError("This trace runs the model without token ids, which `probe.read()` needs.")
     mask, pos = kwargs.get(mask_name), tokens.shape[1]
     caches = [value for value in kwargs.values() if hasattr(value, "get_seq_length")]
     continued = any(int(cache.get_seq_length()) > 0 for cache in caches)
@@ -129,19 +125,21 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
         return tokens.cpu().long(), torch.ones(tokens.shape, dtype=torch.bool), continued
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != tokens.shape[0] or mask.shape[1] < pos:
         shape = tuple(getattr(mask, "shape", ()))
-        raise LayersimError(f"`{mask_name}` has shape {shape}; `probe.read()` needs one of shape {tuple(tokens.shape)}.")
+        raise LayersimError(f"`{mask_name}` has shape {shape}; `probe.read()` needs shape {tuple(tokens.shape)}.")
     return tokens.cpu().long(), mask[:, -pos:].bool().cpu(), continued or mask.shape[1] > pos
 
 
 class ReceivingFunction:
-    """Placeholder for `receive` in the result of a request. It holds the name of the function, which the server lacks."""
+    """Placeholder for `receive` in a result, because servers lack this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, ("tl_layersim.remote.probe_in_trace:receive",)
 
 
 class ShippedProbe:
-    """Placeholder for a probe on a server. Saved as a result, it becomes that probe in the user's process, with the sums.
+    """Placeholder for a probe on a server.
+
+    When nnsight loads the result, the placeholder becomes the user's probe, with the sums.
 
     Args:
         key: key of the probe.
@@ -158,7 +156,7 @@ class ShippedProbe:
         import nnsight
 
         self.passes.append(self.reader.read())
-        # Steps of generation and further invokes read again.
+        # Steps of generation and further invokes call `read` again.
         self.reader.first += self.passes[-1]["rows"]
         saved: ShippedProbe = nnsight.save(self)
         return saved
@@ -167,13 +165,15 @@ class ShippedProbe:
         return operator.call, (ReceivingFunction(), self.key, self.ticket, self.passes)
 
 
-# Probes by key. `sent` of a probe holds the tickets of the requests whose results have not arrived; `add` takes the output of
+# Probes by key. `sent` of a probe holds the tickets of requests without a result so far; `add` takes an output of
 # `PassReader.read`.
 PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def receive(key: str, ticket: str, passes: list[dict[str, Any]]) -> Any:
-    """Add the sums of a request to their probe, and return the probe. nnsight calls it when it loads a result.
+    """Add the sums of a request to their probe, and return the probe.
+
+    nnsight calls this function when it loads a result.
 
     Args:
         key: key of the probe.

@@ -1,4 +1,4 @@
-"""Requests to a server: their number of batches, their size in bytes, and the source text of functions that they ship."""
+"""Requests to a server: number of batches, size in bytes, and shipped source code."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..data.batches import Batch
 from ..sources.nnsight import own_function, shippable
 from .traces import submit
 
-# Seconds that a request may take where the operator's limit is not known; where it is, a quarter of the limit at most.
+# Seconds of a request; at most a quarter of the operator's limit, if that is known.
 SECONDS_PER_REQUEST = 10.0
-# Batches that a request holds at most, a power of two.
+# Maximum number of batches in a request, a power of two.
 MOST_BATCHES = 64
 
 
 class RequestSchedule:
-    """Chooses the number of batches per request, from a limit of positions or from the measured time of a batch.
+    """Chooses the number of batches per request, by a token limit or by time.
 
     Args:
         most_tokens: maximum number of positions in a request; None to choose the number of batches by time.
@@ -50,8 +50,8 @@ class RequestSchedule:
             width = positions // rows
             fits = self.most_tokens // width
             raise LayersimError(
-                f"`tokens_per_request` is {self.most_tokens}, smaller than one forward pass, {rows} rows of {width} tokens; "
-                f"it must be at least {positions}{f', or use batch_size={fits}' if fits else ''}."
+                f"`tokens_per_request` is {self.most_tokens}, but one forward pass has {rows} rows of {width} tokens. Use at "
+                f"least {positions}{f', or batch_size={fits}' if fits else ''}."
             )
 
     def groups(
@@ -63,7 +63,9 @@ class RequestSchedule:
         first_block: int | None,
         returned: deque[Batch],
     ) -> Iterator[list[Batch]]:
-        """Group batches into requests: each takes all remaining batches, or 2^k of them. Empty if no batches are left.
+        """Group batches into requests of 2^k batches; the last request may hold fewer.
+
+        Yields an empty list if no batches are left.
 
         Args:
             batches: the batches, in order.
@@ -101,7 +103,7 @@ class RequestSchedule:
             index += taken
 
     def affordable(self, job_limit: float | None) -> int:
-        """The maximum number of batches in the next request.
+        """Maximum number of batches in the next request.
 
         Args:
             job_limit: the operator's time limit for a job in seconds; None if unknown.
@@ -114,21 +116,21 @@ class RequestSchedule:
         return max(1, min(self.most_batches, int(seconds / self._seconds_per_batch)))
 
     def measure(self, seconds: float, count: int) -> None:
-        """Record the time of a completed job with this number of batches."""
+        """Record how long a job with this number of batches took."""
         self._seconds_per_batch = max(seconds, 1e-3) / count
 
     def lower(self, most_batches: int) -> None:
-        """Limit later requests to this number of batches, after a job took too long."""
+        """Limit later requests to fewer batches, after a job took too long."""
         if most_batches < self.most_batches:
             self.most_batches, self.lowered = most_batches, self.lowered + 1
 
 
-# Levels of Zstandard at which nnsight packs requests and NDIF packs results.
+# Zstandard levels of nnsight's requests and of NDIF's results.
 REQUEST_LEVEL, RESULT_LEVEL = 6, 3
 
 
 def packed_request(kernels: Mapping[str, AnyKernel]) -> int:
-    """Size in bytes of the fixed part of a request: the source of the kernels and their values.
+    """Size in bytes of a request without batches: source and values of its kernels.
 
     Args:
         kernels: kernels of the data pass, by name.
@@ -160,7 +162,7 @@ def _packed(data: bytes, level: int) -> int:
 
 
 class ShippedSource:
-    """Source text of the files of shipped functions. Each file is read once, and every request of a run ships this text."""
+    """Source code of shipped functions, the same in all requests of a run."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, None, list[str], str]] = {}
@@ -168,7 +170,7 @@ class ShippedSource:
 
     @contextmanager
     def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """A context in which `linecache` holds this text; its previous entries are restored at the end.
+        """Context manager: `linecache` holds this source code.
 
         Args:
             kernels: functions that are shipped, by name.
@@ -186,7 +188,7 @@ class ShippedSource:
                 self._entries[path] = (sum(map(len, lines)), None, lines, path)
         for name, function in functions.items():
             self._refuse_other_code(name, function)
-        # An entry without a modification time is never compared with the file again.
+        # `linecache` never compares an entry without a modification time with its file.
         before = {path: linecache.cache.get(path) for path in self._entries}
         linecache.cache.update(self._entries)
         try:
@@ -217,8 +219,8 @@ class ShippedSource:
             if mine.co_filename != code.co_filename or _same(mine, on_disk.get((mine.co_qualname, mine.co_firstlineno))):
                 continue
             raise LayersimError(
-                f"The file of the kernel of {name!r} has changed since it was imported: {each.__qualname__} in "
-                f"{code.co_filename}. Use importlib.reload(module), or restart Python."
+                f"The file {code.co_filename} has changed since it was imported; the kernel of {name!r} uses "
+                f"{each.__qualname__} in this file. Use importlib.reload(module), or restart Python."
             )
 
 

@@ -1,4 +1,4 @@
-"""Address, API key and status of an NDIF server. Messages show neither the key nor a login."""
+"""Address and status of an NDIF server, and messages without its secrets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..core.errors import LayersimError, is_address, shown, without_login, witho
 
 
 def host_of(remote: bool | str) -> str:
-    """The server's address: nnsight's setting NDIF_HOST if `remote` is True, else `remote`.
+    """Return the address of the server that `remote` names.
+
+    True stands for nnsight's setting NDIF_HOST.
 
     Raises:
         LayersimError: `remote` is not an address.
@@ -29,23 +31,14 @@ def host_of(remote: bool | str) -> str:
     return host
 
 
-class WithoutSecrets(logging.Filter):
+def remove_secrets(record: logging.LogRecord) -> bool:
     """Log filter that removes logins and signatures from addresses."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = without_secrets(record.getMessage()), None
-        return True
-
-
-def keep_logins_out_of_logs() -> None:
-    """Add the filter to the logger of httpx, which logs the address of each request at level INFO."""
-    logger = logging.getLogger("httpx")
-    if not any(isinstance(known, WithoutSecrets) for known in logger.filters):
-        logger.addFilter(WithoutSecrets())
+    record.msg, record.args = without_secrets(record.getMessage()), None
+    return True
 
 
 def redacted(text: str, host: str = "") -> str:
-    """A server's message without API key and login, which some servers repeat."""
+    """Remove the API key and the login from a server's message."""
     from nnsight.schema.config import CONFIG
 
     for secret in (CONFIG.API.APIKEY, urlsplit(host).password):
@@ -60,7 +53,7 @@ CRITICAL = ("nnsight", "transformers", "torch")
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """Status of an NDIF server and of one model on it, as reported by the server or found by a request of one row.
+    """Status of an NDIF server and of one model on the server.
 
     Attributes:
         running: names of the loaded models.
@@ -114,9 +107,9 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
     )
 
 
+# Cached, because nnsight reads the files of every installed package.
 @cache
 def _local_env() -> dict[str, Any]:
-    """Versions of Python and packages in this process. Cached, because nnsight reads the files of every installed package."""
     from nnsight.ndif import get_local_env
 
     env: dict[str, Any] = get_local_env()

@@ -1,9 +1,8 @@
-"""`RemoteSource`: a model on an NDIF server, whose requests hold batches and return sums over them."""
+"""`RemoteSource`: runs a model on an NDIF server, which returns sums alone."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import site_map
-from ..core.errors import LOG, LayersimError, shown
+from ..core.errors import LOG, LayersimError
 from ..data.batches import Batch
 from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, smallest_arguments
 from ..sources.identity import edits_of
@@ -29,14 +28,14 @@ from ..sources.without_weights import without_values
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus
-from .traces import dtype_and_devices, narrowed, partial_sums, submit
+from .traces import dtype_and_devices, partial_sums, submit
 
 T = TypeVar("T")
-# The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
+# Order of hook points as indices, and the width of each; no widths if no forward pass could run.
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 # Positional and keyword arguments of a forward pass.
 Arguments = tuple[tuple[Tensor, ...], dict[str, Any]]
-# What forward passes without weights raise where they depend on values.
+# Errors of forward passes on the meta device that depend on values.
 FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -65,10 +64,10 @@ class RemoteSource(NNsightSource, OnServer):
         tokens_per_request: int | None,
     ) -> None:
         self.schedule = RequestSchedule(tokens_per_request)
-        # The models of a source that `beside` made.
+        # Models that run together, see `beside`.
         self._together: tuple[RemoteSource, ...] = ()
         super().__init__(model, layers, unembed, remote)
-        self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
+        self.ndif = NdifClient(remote, model.to_model_key(), model._remoteable_get_env())
         self._frozen = ShippedSource()
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
@@ -85,12 +84,12 @@ class RemoteSource(NNsightSource, OnServer):
             # Hooks stay in this process.
             changes=edits_of(model),
             calls="gradients" if self.offer.trusted else "values",
-            # Modules of unknown layouts are tested only for models in this process.
+            # Modules of unknown layouts are tested in this process only.
             stream="none" if self._model.stream == "unknown" else self._model.stream,
         )
 
     def _ask_offer(self) -> ServerStatus:
-        """Limits and properties of the server for this model, from its status and from a request with one row."""
+        """Ask the server for its limits, and run one row to find dtype and devices."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: dtype_and_devices(self.envoy, self.blocks, arguments, backend), patient=False)
@@ -168,7 +167,7 @@ class RemoteSource(NNsightSource, OnServer):
         failed: Exception | None = None
 
         def next_request() -> tuple[list[Batch], bytes] | None:
-            """Read and serialise the next request. A failure is raised after the results of earlier requests."""
+            """Read and serialise the next request; a failure is kept until earlier results are in."""
             nonlocal failed
             try:
                 group = None if failed else next(groups)
@@ -197,11 +196,11 @@ class RemoteSource(NNsightSource, OnServer):
             if failed is not None:
                 raise failed
         finally:
-            # The progress bar that it wrote to has ended.
+            # The progress bar of the run has ended.
             self.ndif.say = quiet
 
     def _lower(self, group: list[Batch], error: JobTooLong) -> None:
-        """After a job that took too long, limit requests to fewer batches than it held, a power of two.
+        """Limit requests to fewer batches, a power of two, after a job took too long.
 
         Raises:
             LayersimError: the job held one batch.
@@ -230,7 +229,7 @@ class RemoteSource(NNsightSource, OnServer):
             return take(lambda backend: submit(*about, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """The content of a request: for each batch, its forward passes and the groups of rows to sum over."""
+        """Pack the forward passes and the row groups of each batch for a request."""
         return [
             {
                 "starts": batch.starts,
@@ -243,19 +242,16 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """Each forward pass with a counted position: its number, the model's inputs, and the data of its positions."""
+        """Pack each forward pass that has a counted position."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):
                 continue
             args, options = forward_arguments(self.module, batch, self._model)
             keep, kept = kept_of(batch)
-            # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
-            small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
-            inputs = {name: narrowed(value) for name, value in options.items()} | fewest_logits(self.module)
-            call = {"args": tuple(map(narrowed, args)), "options": inputs, "shape": tuple(batch.counted.shape)}
-            more = {"number": number, "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": small}
-            work.append(call | more | {"keep": keep.to(torch.int32)})
+            call = {"args": args, "options": {**options, **fewest_logits(self.module)}, "shape": tuple(batch.counted.shape)}
+            more = {"number": number, "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": kept}
+            work.append(call | more | {"keep": keep})
         return work
 
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
@@ -266,29 +262,10 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
 
-def _model_key(model: Any, remote: bool | str) -> str:
-    """The name of the model on servers.
-
-    Raises:
-        LayersimError: the model was loaded from a local folder, which a server cannot read.
-    """
-    name = getattr(model, "repo_id", None)
-    try:
-        key: str = model.to_model_key()
-    except Exception as error:
-        if not isinstance(name, str) or not (os.path.isdir(name) or os.path.isabs(name)):
-            raise
-        raise LayersimError(
-            f"`model` was loaded from the folder {name!r}; remote={shown(remote)} needs a model loaded by its hub name, such "
-            f"as 'org/{os.path.basename(name.rstrip('/')) or 'name'}'."
-        ) from error
-    return key
-
-
 def order_without_weights(
     module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], arguments: Arguments
 ) -> Order:
-    """The order of hook points in a forward pass, and their widths, from a forward pass on the meta device.
+    """Find the order and widths of hook points by a forward pass on the meta device.
 
     If no such pass can run, the order is the order of `lsim.sites`, and the widths are empty.
 
@@ -319,7 +296,7 @@ def order_without_weights(
 def _listed_order(
     module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
 ) -> tuple[int, ...]:
-    """The hook points in the order of `lsim.sites`, the order of computation.
+    """Sort hook points as `lsim.sites` lists them, in the order of computation.
 
     Raises:
         LayersimError: a point is not a listed site, so its place in the order is unknown.

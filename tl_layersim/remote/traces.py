@@ -1,7 +1,7 @@
 """Traces on an NDIF server that return sums.
 
-nnsight ships the bodies of traces and the functions that these call. They refer to local names and to functions that need
-torch and the standard library alone.
+nnsight ships the source of the traces and of the functions that these call, which use local names, torch and the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def submit(
     joined: bool,
     backend: Any,
 ) -> None:
-    """Submit one request: a session with a trace for each forward pass and model, and pairwise sums of the kernels' results.
+    """Send a request: a session with one trace for each forward pass and model.
 
-    Forward passes run to the end of the model, not to the last block, because a sandbox fails if a trace follows a stopped one.
-    The backend does not wait for the result, the local variable `found`: row counts, each with the sums over these rows in the
-    form of `Reduced`.
+    The server adds the kernels' results pairwise.
+
+    Forward passes run to the end of the model, because a sandbox fails if a trace follows a stopped one. The result is the
+    local variable `found`: row counts, each with the sums over these rows in the form of `Reduced`.
 
     Args:
         readers: the model; or several edits of one model, whose views the kernels take together.
@@ -51,16 +52,13 @@ def submit(
             plan = plan_batch(known_view(unit), unit["starts"], unit["leaf"], unit["density"], kernels)
             outputs: list[Any] = []
             for item in unit["passes"]:
-                args = [widened(value) for value in item["args"]]
-                options = {name: widened(value) for name, value in item["options"].items()}
+                args, options = item["args"], item["options"]
                 views: list[Any] = []
                 for reader in readers:
                     with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
                         with gradients(differentiated):
-                            keep = item["keep"].long()
-                            buffer = SiteBuffer(reader.names, keep, item["shape"], item["pooled"], item["has_tokens"])
-                            kept = {name: ids.long() for name, ids in item["kept"].items()}
-                            views.append(reader.read(buffer, kept, calling))
+                            about = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
+                            views.append(reader.read(SiteBuffer(reader.names, *about), item["kept"], calling))
                             if len(views) == len(readers):
                                 with torch.no_grad():
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))
@@ -70,22 +68,22 @@ def submit(
 
 
 def known_view(unit: dict[str, Any]) -> View:
-    """The view of a batch before its forward passes, without activations.
+    """View of a batch before its forward passes, without activations.
 
     Args:
         unit: the batch, packed by `RemoteSource.pack`.
     """
     sequence = []
     for item in unit["passes"]:
-        buffer = SiteBuffer((), item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
+        buffer = SiteBuffer((), item["keep"], item["shape"], item["pooled"], item["has_tokens"])
         sequence.append(buffer.samples // item["shape"][1] + unit["starts"][item["number"]])
-    tokens, row = (torch.cat([item["kept"][name].long() for item in unit["passes"]]) for name in ("tokens", "row"))
+    tokens, row = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row"))
     rows = torch.cat(sequence)
     return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row)
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Add the sums of a batch's leaves (groups of rows) to the list of sums of a request.
+    """Add the sums of a batch to the list of a request.
 
     Args:
         stack: changed in place.
@@ -101,23 +99,13 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
             stack.append((leaf, on_cpu(own)))
 
 
-def narrowed(value: Any) -> Any:
-    """Integers as int32 if they fit, for a smaller request; anything else is unchanged."""
-    if not isinstance(value, Tensor) or value.dtype != torch.int64:
-        return value
-    small = value.to(torch.int32)
-    return small if torch.equal(small.long(), value) else value
-
-
-def widened(value: Any) -> Any:
-    """The inverse of `narrowed`."""
-    return value.long() if isinstance(value, Tensor) and value.dtype == torch.int32 else value
-
-
 def dtype_and_devices(
     model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], dict[str, Any]], backend: Any
 ) -> dict[str, Any]:
-    """Dtype and devices of the activations of one row, and whether the weights are on the meta device, from one request."""
+    """Find the dtype and the devices of activations by a request with one row.
+
+    Also returns whether the weights are on the meta device.
+    """
     import nnsight
 
     args, options = arguments
@@ -142,41 +130,33 @@ def on_cpu(reduced: Any) -> Any:
 
 
 def add_batch_sums(a: Any, b: Any) -> Any:
-    """Add the sums of two groups of batches: integers as int64, floats as float64.
+    """Add the sums of two groups of batches, in int64 and float64.
 
-    If tensors cannot be added, a message replaces the sums. If activations are not finite, only the counts are kept.
+    If activations are not finite, only the counts are kept.
+
+    Raises:
+        LayersimError: sums of a kernel have different shapes.
     """
     counts = [x + y for x, y in zip(a[0], b[0], strict=True)]
     if any(bool(count.any()) for count in counts):
         return counts, {}
-    for out in (a[1], b[1]):
-        if isinstance(out, str):
-            return counts, out
     total: dict[str, dict[str, Tensor]] = {}
     for name, one in a[1].items():
         other = b[1][name]
-        # A leaf without samples, or in which no pool ends, has no sums.
+        # A leaf has no sums if it has no samples, or if no pool ends in the leaf.
         total[name] = {**one, **other}
         for key in one.keys() & other.keys():
             x, y = one[key], other[key]
             if x.shape != y.shape:
-                return counts, f"{name}: sum {key!r} has shape {tuple(x.shape)} and {tuple(y.shape)}"
+                raise LayersimError(
+                    f"The kernel of {name!r} returned {key!r} of shape {tuple(x.shape)} and {tuple(y.shape)}; the shapes must "
+                    "be equal. Sum over the token axis inside the kernel."
+                )
             wide = torch.float64 if x.is_floating_point() else torch.int64
             total[name][key] = x.to(wide) + y.to(wide)
     return counts, total
 
 
 def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
-    """The partial sums in the result of a request.
-
-    Raises:
-        LayersimError: the sums of a kernel for two batches cannot be added.
-    """
-    for _, (_, out) in result:
-        if isinstance(out, str):
-            name, _, what = out.partition(": ")
-            raise LayersimError(
-                f"The kernel of {name!r} returned sums that cannot be added across batches: {what}. Sum over the token axis "
-                "inside the kernel."
-            )
+    """Partial sums in the result of a request."""
     return [PartialSums(count, not_finite, out) for count, (not_finite, out) in result]

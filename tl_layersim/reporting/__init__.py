@@ -1,1 +1,1 @@
-"""Figures, made from five primitives (heat map, lines, bars, network, token grid), and the HTML page of a report."""
+"""Figures of results and tables, and the HTML page of a report."""

@@ -1,4 +1,4 @@
-"""Figures of differences between two results, and of regressions with confidence bands."""
+"""Figures of differences between runs, of regressions and of exponential fits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from ..many.fits import Relation
 
-# Colour of cells without a difference, which no colour of the scale resembles.
+# Colour of cells without a difference, unlike any colour of the scale.
 UNDEFINED = "#c8c8c8"
 
 
 def difference_figure(array: xarray.DataArray) -> go.Figure:
-    """Plot the difference of two reports in one field: curves with intervals as bands, or a heat map.
+    """Plot the difference of two runs in one field: curves with bands, or a heat map.
 
     A dot in a heat map marks an adjusted p-value below 1 minus the confidence level. Cells that are equal in all blocks of the
     data, such as the diagonal of a similarity, are grey.
@@ -54,7 +54,7 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     parts = {name: array.sel(statistic=name, drop=True) for name in array["statistic"].values.tolist()}
     drawn = xarray.Dataset({"value": parts["difference"], "low": parts["low"], "high": parts["high"]})
     drawn["value"].attrs = about | {"long_name": f"Difference: {about.get('long_name', 'Difference')}"}
-    # Sites stand at relative depths where they have no names.
+    # Sites without names stand at relative depths.
     sites = [axis for axis in axes if axis in SITE_AXES and array[axis].dtype.kind not in "if"]
     if len(axes) == 1 or (tuple(axes) not in MATRICES and len(array) <= MOST_LINES):
         fig = line_plot(drawn, axes[-1], sites, MOST_LINES).update_yaxes(ZERO_LINE).update_layout(title_subtitle_text="")
@@ -73,12 +73,12 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
     return with_subtitle(fig, html.escape(note, quote=False))
 
 
-# Most points that carry their names.
+# Maximum number of points with names.
 MOST_NAMES = 24
 
 
 def regression(found: Relation, predictor: str) -> go.Figure:
-    """Scatter plot of scores over one predictor with named points, the regression line and its confidence band.
+    """Scatter plot of scores over one predictor, with the fit and its confidence band.
 
     Args:
         found: a result of `relate`.
@@ -90,7 +90,7 @@ def regression(found: Relation, predictor: str) -> go.Figure:
     fig = go.Figure()
     add_band(fig, band["value"].to_numpy(), Ends(band["low"].to_numpy(), band["high"].to_numpy()), BLUE)
     fig.add_scatter(x=band["value"], y=band["fit"], mode="lines", line={"color": BLUE}, hoverinfo="skip")
-    # Names of neighbours stand above and below their points in turn, so that fewer of them overlap.
+    # Names stand above and below neighbouring points in turn, so that fewer overlap.
     fig.add_scatter(
         x=own,
         y=y,
@@ -116,7 +116,9 @@ def regression(found: Relation, predictor: str) -> go.Figure:
 
 
 def fit_figure(fit: xarray.Dataset) -> go.Figure:
-    """Plot a quantity over depth, with its exponential and linear fit. Untrained models have points and an exponential only.
+    """Plot a quantity over depth, with its exponential and its linear fit.
+
+    Untrained models have points and an exponential only.
 
     In the equations of the legend, l is the depth.
 

@@ -1,4 +1,4 @@
-"""`figure`: the figure of a result's field, chosen by its axes and its declaration; `panels`: figures side by side."""
+"""`figure`: the figure of one field of a result; `panels`: several figures side by side."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ from .many_model_figures import model_heatmap
 from .site_labels import axis_title, series_label, short_names, site_words
 from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, series_look, with_provenance, with_size
 
-# Axes along which a few series have an order.
+# Axes whose series are ordered.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
 
 def figure(result: Result, field: str | None = None, width: str | None = None, title: str | None = None) -> go.Figure:
-    """The figure of one field with its intervals, and with model and tokens below the title.
+    """Draw one field of a result with its intervals.
+
+    Model and number of tokens stand below the title.
 
     Args:
         result: the result.
@@ -57,17 +59,17 @@ def figure(result: Result, field: str | None = None, width: str | None = None, t
         return with_size(_untrained_figure(result, field.removeprefix(UNTRAINED)), width, title)
     held = field_named(result, field)
     if bool(getattr(result, held).isnan().all()):
-        raise LayersimError(f"`field` is {field!r}, which has no defined value: this run did not measure it.")
+        raise LayersimError(f"`field` is {field!r}, which this run did not measure: all values are NaN.")
     fig = widen_axis(_field_figure(result, held, width), bounds_of(result).get(held) or (-math.inf, math.inf))
     return with_size(with_provenance(fig, result.provenance, result.measured_on(held)), width, title)
 
 
 def _untrained_figure(result: Result, field: str) -> go.Figure:
-    """The figure of a field's mean over untrained models."""
+    """Draw the mean of a field over untrained models."""
     held = field_named(result, field)
     twins = result.of_untrained(held)
     if twins is None:
-        raise LayersimError(f"`untrained {field}` was not measured; baseline='untrained' of `analyze` measures it.")
+        raise LayersimError(f"`untrained {field}` was not measured; pass baseline='untrained' to `analyze`.")
     own: dict[str, Any] = {held: twins.mean(0)}
     fig = figure(replace(result, **own, replicates=(), block_tokens=(), untrained=()), field)
     return fig.update_layout(title_text=f"{fig.layout.title.text}, untrained, mean of {len(twins)} seeds")
@@ -90,7 +92,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if declared.drawn == "lines":
         return _many_lines(result, axes, labels, values, titles)
     if declared.drawn:
-        # Over another field, a point for each label of their axis.
+        # One field over another, with a point for each label of their axis.
         other = result.declared(declared.drawn)
         sides = getattr(result, declared.drawn).numpy(), values
         names = [f"{label:g}" for label in labels[0]]
@@ -107,7 +109,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if axes[0] == "quantile":
         return quantile_lines(labels[0], labels[1], values, titles, axes[1], ends)
     if axes[1] == "direction":
-        # By depth, a line for each of a few directions: the first, the last, and some between.
+        # Lines over depth for a few directions: the first, the last, and some between.
         shown = sorted({round(n) for n in np.geomspace(1, len(labels[1]), min(len(labels[1]), MOST_LINES))})
         axes, labels = axes[::-1], [tuple(shown), labels[0]]
         values, ends = values.T[np.array(shown) - 1], ends and Ends(*(end.T[np.array(shown) - 1] for end in ends))
@@ -122,7 +124,9 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
 
 
 def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values: Any, titles: tuple[str, str]) -> go.Figure:
-    """Lines over the last axis of a field, on a logarithmic scale: a colour for each label of the first axis.
+    """Draw lines over the last axis of a field, on a logarithmic scale.
+
+    Each label of the first axis has a colour.
 
     Labels of further axes differ in their dashes.
     """
@@ -138,7 +142,7 @@ def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values
 
 
 def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """The figure of a field over one axis."""
+    """Draw a field over its only axis."""
     declared, names, baselines = result.declared(field), result.coordinates(axis), result.baselines(field)
     if axis == "sublayer":
         blocks = list(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
@@ -148,7 +152,7 @@ def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str
         fig = lines(sites, sublayer_series(names, blocks, values, ends), *titles, "layer", wide)
         return fig if fig.layout.yaxis.type == "log" else fig.update_yaxes(ZERO_LINE)
     twins = result.of_untrained(field)
-    # Beside a reference line, the legend has no room for the unit, which stands on the axis.
+    # With reference lines, the legend has no room for the unit.
     own = Series(declared.label if baselines else declared.words, values, ends)
     series = [own]
     if twins is not None:
@@ -160,7 +164,7 @@ def _curve(result: Result, field: str, axis: str, values: Any, titles: tuple[str
     return with_baselines(fig, baselines)
 
 
-# Pixels between the panels of a row, and of the line above all panels.
+# Pixels between panels of a row, and of the title above all panels.
 BETWEEN, LINE = 16, 24
 AXIS = re.compile(r"([xy])(?:axis)?(\d*)( domain)?")
 # Properties of an axis that name another axis.
@@ -168,7 +172,7 @@ REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")
 
 
 def panels(figures: list[go.Figure], width: str | None = None, title: str = "") -> go.Figure:
-    """Combine several figures as the panels of one figure.
+    """Combine figures as panels of one figure.
 
     Args:
         figures: the figures, in order.
@@ -240,7 +244,7 @@ def _add_panel(whole: go.Figure, figure: go.Figure, x: float, y: float) -> None:
 
 
 def _renamed(axis: str, offset: list[int]) -> str:
-    """The name of a panel's axis in the combined figure: `x2` or `xaxis2` with a higher number."""
+    """Name of a panel's axis in the combined figure, such as `x2` or `xaxis2`."""
     match = AXIS.fullmatch(axis)
     if match is None:
         return axis

@@ -1,4 +1,4 @@
-"""Heat maps: layers by layers, series by layers, predictions by tokens; their colour scales, and numbers in their cells."""
+"""Heat maps, their colour scales, and the numbers in their cells."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from .style import (
     with_subtitle,
 )
 
-# Standard deviations have a scale of their own, so that their figure is not taken for one of the values.
+# Colours of standard deviations, unlike those of values.
 SPREAD = "Magma"
-# End of the scale of p-values: 0.05 is its middle.
+# End of the scale of p-values; 0.05 is in the middle.
 HIGHEST_P = 0.1
-# Most decimals of a number in a cell.
+# Maximum number of decimals in a cell.
 MOST_CELL_DECIMALS = 4
-# Similarities below this are more than noise about 0, and need a scale about 0.
+# Similarities below this value are more than noise, and need a scale about 0.
 NEGATIVE = -0.1
-# Numbers at which a scale may end, times a power of ten.
+# Round ends of scales, times a power of ten.
 ENDS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-# Most rows and columns of a heatmap with its values in the cells.
+# Maximum number of rows or columns with numbers in the cells.
 MOST_NUMBERS = 12
 
 
 class ColourScale(NamedTuple):
-    """The colour scale of a heat map.
+    """Colour scale of a heat map.
 
     Attributes:
         name: name of plotly's scale.
@@ -60,13 +60,9 @@ class ColourScale(NamedTuple):
     high: float
     note: str = ""
 
-    def trace(self) -> dict[str, Any]:
-        """The arguments that give a plotly heatmap this colour scale."""
-        return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
-
 
 def scale_of(result: Result, field: str, values: Any) -> ColourScale:
-    """The colour scale of a field: with fixed ends if the field has bounds, else with ends that fit the values.
+    """Choose the colour scale of a field, by its bounds and its values.
 
     Args:
         result: the result.
@@ -84,7 +80,7 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
 
 
 def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
-    """The colour scale of values whose field has these bounds.
+    """Choose the colour scale of values with known bounds.
 
     Clearly negative similarities get a scale from -1 to 1. Other scales begin at 0 or at the lowest value.
 
@@ -107,7 +103,7 @@ def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
 
 
 def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
-    """A colour scale from the smallest to the largest of the values, not to the bounds of what is possible.
+    """Colour scale from the smallest to the largest of the values.
 
     Args:
         values: the values in the figure.
@@ -118,14 +114,14 @@ def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
 
 
 def about_zero(values: Any) -> ColourScale:
-    """The colour scale of differences, centred at 0."""
+    """Colour scale of differences, centred at 0."""
     low, high = _limits(values)
     far = end_above(max(high, -low))
     return ColourScale(DIVERGING, -far, far)
 
 
 def end_above(value: float) -> float:
-    """The smallest round number at or above a value, for the end of a scale.
+    """Smallest round number at or above a value, as the end of a scale.
 
     Examples:
         >>> end_above(0.113), end_above(17.0), end_above(0.0)
@@ -138,7 +134,7 @@ def end_above(value: float) -> float:
 
 
 def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, Any]:
-    """Settings of a plotly heatmap that write each value into its cell if there is room.
+    """Numbers in the cells of a small heat map, as plotly settings.
 
     Narrow scales get more decimals, so that the numbers in different cells differ.
 
@@ -156,19 +152,19 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
         ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
         for row in np.asarray(values).tolist()
     ]
-    # Long numbers in narrow cells.
+    # Smaller letters for long numbers.
     size = 9 if decimals > 3 else 11
     return {"text": texts, "texttemplate": "%{text}", "textfont": {"size": size, "shadow": "auto"}}
 
 
 def _limits(values: Any) -> tuple[float, float]:
-    """The smallest and the largest finite value; 0 and 1 if there is none."""
+    """Smallest and largest finite value; 0 and 1 if no value is finite."""
     known = np.asarray(values, dtype=float)
     known = known[np.isfinite(known)]
     return (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
 
 
-# Axes of matrices whose two sides are of one kind.
+# Axes of matrices with two sides of one kind.
 MATRICES = (
     ("row", "column"),
     ("row_block", "column_block"),
@@ -178,18 +174,18 @@ MATRICES = (
     ("vision_layer", "other_vision_layer"),
     ("text_layer", "other_text_layer"),
 )
-# Axes of matrices in which an entry of one with itself says nothing: a Jacobian in its own basis is diagonal by definition.
+# Axes of Jacobians, without their diagonal: a Jacobian is diagonal in its own basis by definition.
 OF_JACOBIANS = ("row_block", "connection")
-# Of coupling, the attribute that holds what random vectors give.
+# Attribute with the value for random vectors, by field.
 NULLS = {"coupling": "null_coupling", "miscoupling": "null"}
-# Rows or columns of a heat map without lines between its cells.
+# Maximum number of rows or columns with lines between the cells.
 MOST_GAPS = 24
-# Most letters of a token in a label.
+# Maximum number of letters of a token in a label.
 LETTERS = 9
 
 
 class HeatMapAxis(NamedTuple):
-    """The rows or the columns of a heat map.
+    """Rows or columns of a heat map.
 
     Attributes:
         names: name of each row or column, for hover texts.
@@ -203,7 +199,7 @@ class HeatMapAxis(NamedTuple):
 
     @property
     def shown(self) -> list[str]:
-        """The labels of all rows or columns."""
+        """Labels of all rows or columns."""
         return short_names(self.names) if self.labels is None else self.labels
 
 
@@ -237,7 +233,9 @@ def heat_map(
             colorbar=colour_bar(titles[1]),
             xgap=1 if len(columns.names) <= MOST_GAPS else 0,
             ygap=1 if len(rows.names) <= MOST_GAPS else 0,
-            **scale.trace(),
+            colorscale=scale.name,
+            zmin=scale.low,
+            zmax=scale.high,
             **({} if decimals is None else cell_numbers(values, scale, decimals)),
             **cell_hover(rows.names, columns.names, ends, html.escape(titles[1], quote=False)),
         )
@@ -252,7 +250,7 @@ def heat_map(
 
 
 def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, quantity: str) -> dict[str, Any]:
-    """Data and template of the hover text at a cell: row, column, value, and interval if there is one.
+    """Hover texts of cells, as plotly settings: row, column, value and interval.
 
     Args:
         rows: names of the rows.
@@ -271,7 +269,9 @@ def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, q
 
 
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of layers by layers, of one or two models. Outer rows and columns without values are left out.
+    """Heat map of layers by layers, of one or two models.
+
+    Outer rows and columns without values are left out.
 
     Args:
         result: the result.
@@ -280,7 +280,10 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
         titles: titles of the figure and of the colour bar.
         ends: ends of the confidence intervals; None without intervals.
     """
-    values = _drawn_values(result, field, axes)
+    values = getattr(result, field).numpy()
+    if len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field)):
+        # An entry of a block with itself, or the p-value of a layer with itself, is no finding.
+        values = np.where(np.eye(len(values), dtype=bool), np.nan, values)
     scale = _matrix_scale(result, field, axes, values)
     words = _axis_titles(result, axes)
     sides = [HeatMapAxis(result.coordinates(axis), title) for axis, title in zip(axes, words, strict=True)]
@@ -296,7 +299,7 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of many series over layers or dimensions, one row for each series.
+    """Heat map of many series over layers or dimensions, with a row for each series.
 
     Args:
         result: the result.
@@ -312,7 +315,7 @@ def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
-    """Heat map of counts as fractions of their row sum; cells with count 0 are white.
+    """Heat map of counts, as fractions of the sum of their row; white cells have count 0.
 
     Args:
         result: the result.
@@ -331,28 +334,18 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
     return with_subtitle(fig, "white: none")
 
 
-def _drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
-    """The values of a matrix as an array, without entries of a block with itself and p-values of a layer with itself."""
-    values = getattr(result, field).numpy()
-    # The p-value of a layer with itself is no finding.
-    own = len(values) > 1 and (axes[0] in OF_JACOBIANS or _of_own_layers(result, field))
-    return np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
-
-
 def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:
-    """The colour scale of the drawn values of a matrix."""
     scale = scale_of(result, field, values)
     if axes[0] in OF_JACOBIANS:
         return narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
     if axes[0] == "skipped":
-        # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
+        # A relative change of 1 or more leaves nothing in common; few outliers would hide the rest.
         beyond = bool((np.nan_to_num(values) > 1).any())
         return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
     return scale
 
 
 def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
-    """Titles of the rows and of the columns of a matrix."""
     if axes[0] == "connection":
         return "Jacobian of connection", "Singular vectors of connection"
     if axes[0] in ("row_block", "skipped", "vision_layer", "text_layer"):
@@ -363,7 +356,7 @@ def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
-    """Rows and columns of `series_heat_map`: series, and sites or numbers."""
+    """Rows and columns of a heat map: series, and sites or numbers."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])
@@ -372,7 +365,7 @@ def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, H
 
 
 def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
-    """Notes on a matrix: entries left out, value for random vectors, smallest possible p-value; empty for other fields."""
+    """Note on left-out entries, random vectors or permutations; empty for other fields."""
     if axes[0] in OF_JACOBIANS and len(result.coordinates(axes[0])) > 1:
         null = getattr(result, NULLS.get(field, ""), None)
         found = "" if null is None else f"; random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}"
@@ -384,19 +377,19 @@ def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
 
 
 def _of_own_layers(result: Result, field: str) -> bool:
-    """Whether a field holds p-values between the layers of one model."""
+    """Whether a field holds p-values between layers of one model."""
     return field == "p_values" and JOINT not in result.provenance.model
 
 
 def _left_out(sides: list[HeatMapAxis], shown: list[slice]) -> str:
-    """A note on the rows and columns that are not shown; empty if all are shown."""
+    """Note on rows and columns without values; empty if all are shown."""
     outside = [[label for label in side.shown if label not in side.shown[own]] for side, own in zip(sides, shown, strict=True)]
     words = list(dict.fromkeys(label for labels in outside for label in labels))
     return f"without {', '.join(words)}, where no value is defined" if words else ""
 
 
 def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) -> list[str]:
-    """Labels of connections "block: t_in > t_out" with only the parts that differ: the block, one token or both tokens."""
+    """Shorten labels "block: t_in > t_out" to the parts that differ."""
     parts = [[int(part) for part in re.split(": | > ", one)] for one in connections]
     blocks, starts, ends = (len(set(column)) > 1 for column in zip(*parts, strict=True))
     labels = []
@@ -407,15 +400,17 @@ def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) ->
     return labels
 
 
-# Pixels of a cell, which has room for so many letters of a word; below a line of cells, and around all of them.
+# Pixels of a cell, letters in a cell, pixels below a line of cells, and pixels around all lines.
 CELL, WORD, BELOW_LINE, AROUND = 60, 8, 46, 150
-# Pixels of a row of cells, and of a row where there are more than so many layers.
+# Pixels of a row and of a low row, and the number of layers above which rows are low.
 ROW, LOW_ROW, MOST_LAYERS = 24, 18, 16
 PROBABILITY = {"colorscale": "Blues", "cmin": 0.0, "cmax": 1.0}
 
 
 def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> go.Figure:
-    """Heat map of each layer's top-1 prediction after each token, coloured by probability; bold from the saturation layer on.
+    """Heat map of the top prediction of each layer after each token.
+
+    Colours are probabilities. Predictions are bold from the saturation layer on.
 
     Args:
         grid: a `PredictionGrid`.
@@ -423,7 +418,10 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
         width: "column", "text" or None; sets the number of tokens in a line.
     """
     layers, tokens = grid.layers[1:], grid.tokens
-    lines = _lines(len(tokens), (PAPER_SIZES[width].width - 110) // CELL)
+    count = max(1, -(-len(tokens) // ((PAPER_SIZES[width].width - 110) // CELL)))
+    # Lines of nearly equal length.
+    length = -(-len(tokens) // count)
+    lines = [range(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
     cells = (ROW if len(layers) <= MOST_LAYERS else LOW_ROW) * len(layers)
     room = cells * len(lines) + BELOW_LINE * (len(lines) - 1)
     fig = make_subplots(rows=len(lines), cols=1, vertical_spacing=BELOW_LINE / room if len(lines) > 1 else 0)
@@ -460,15 +458,8 @@ def _shown(token: str, letters: int | None = None) -> str:
     return html.escape(visible_token(token, letters), quote=False)
 
 
-def _lines(tokens: int, longest: int) -> list[range]:
-    """Token indices of each line; lines have nearly equal length."""
-    count = max(1, -(-tokens // longest))
-    length = -(-tokens // count)
-    return [range(start, min(start + length, tokens)) for start in range(0, tokens, length)]
-
-
 def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
-    """Draw the cells of one line of tokens."""
+    """Heat map of one line of tokens."""
     layers = range(grid.values.shape[1])
     probability = grid.values.numpy()[line.start : line.stop].T
     words = [
@@ -495,7 +486,7 @@ def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
 
 
 def _at_pointer(grid: Any, token: int, layer: int) -> str:
-    """The hover text of a cell: its position, the next token of the prompt, the likeliest tokens, and the entropy."""
+    """Hover text of a cell: position, next token, likeliest tokens and entropy."""
     lines = [f"after token {token} <b>{_shown(grid.tokens[token])}</b>, {html.escape(grid.layers[layer + 1], quote=False)}"]
     if token + 1 < len(grid.tokens):
         lines.append(f"next in the prompt: <b>{_shown(grid.tokens[token + 1])}</b>")

@@ -1,4 +1,4 @@
-"""The self-contained HTML page of a report, with summary, tables and explained figures; and HTML for notebooks."""
+"""HTML page of a report, and HTML of results for notebooks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..core.results import UNTRAINED, Report, Result
 from .site_labels import axis_title, is_stream, listed_sites, series_label
 from .style import FONT, names_of_models
 
-# Headline numbers in a sentence of a result that has no words of its own.
+# Maximum number of headline numbers in a sentence.
 MOST_HEADLINES = 2
-# Quantities in a sentence about several models.
+# Maximum number of quantities in a sentence about several models.
 MOST_CHANGES = 3
 
 
 def finding(result: Result) -> str:
-    """One sentence with the main numbers of a result; empty for a result without numbers.
+    """Sentence with the main numbers of a result; empty if there are none.
 
     Args:
         result: a result. Its own `finding` comes first.
@@ -42,7 +42,7 @@ def finding(result: Result) -> str:
 
 
 def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headline numbers of a result of several models: a row for each quantity and a column for each model.
+    """Headline numbers of several models: a row for each quantity, a column for each model.
 
     Returns:
         Names of the models; and rows of a quantity, its value for each model and, for two models, the difference. Empty for a
@@ -61,12 +61,12 @@ def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 
 def _difference_text(result: Result, before: str, after: str) -> str:
-    """The second headline number minus the first, with its sign and its margin for paired data."""
+    """Second headline number minus the first, with sign and margin."""
     text = with_margin(result, lambda one: one.headline()[after] - one.headline()[before])
     return text if text.startswith("-") else f"+{text}"
 
 
-# Colours are those of the notebook, light or dark.
+# Colours follow the notebook, light or dark.
 NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""
 <div style="font-family: system-ui, sans-serif; font-size: 13px; line-height: 1.45; max-width: 900px">
 <div><b>{{ title }}</b>{% if about %} <span style="opacity: 0.7">{{ about }}</span>{% endif %}</div>
@@ -88,25 +88,25 @@ NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=Tru
 
 
 def result_html(result: Result) -> str:
-    """A result as HTML: a table of its headline numbers, and a line with model and data."""
+    """HTML of a result: a table of headline numbers, and a line with model and data."""
     size = " x ".join(map(str, result.values.shape))
     title = f"{type(result).__name__}" + (f" ({size})" if size else "")
     return _html(title, {"": result}, (".plot()", ".to_frame()", ".save(path)"))
 
 
 def report_html(report: Report) -> str:
-    """A report as HTML: one table of the headline numbers of all results."""
+    """HTML of a report: one table of the headline numbers of all results."""
     return _html("Report", report, (".plot()", f'["{next(iter(report), "")}"].plot()', ".to_html(path)", ".save(path)"))
 
 
 def measured_on(provenance: Provenance) -> str:
-    """The model and the data of a run in one line."""
+    """Model and data of a run in one line."""
     rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
     return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
 
 
 def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> str:
-    """The headline numbers of results by name, as HTML for a notebook. A single result has no name."""
+    """HTML of the headline numbers of results, for a notebook."""
     rows: list[tuple[str, ...]] = [(name, *line) for name, result in results.items() for line in headline_texts(result).items()]
     first = next(iter(results.values()), None)
     margin = " (± half of the 95 % interval)" if any(result.has_intervals for result in results.values()) else ""
@@ -117,13 +117,13 @@ def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> 
     return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
 
 
-# Findings at the top of the page; those of further analyzers are in their sections.
+# Maximum number of findings at the top of the page.
 MOST_FINDINGS = 6
-# Larger tables are left to `to_frame`.
+# Maximum size of a table on the page.
 MOST_LINES, MOST_COLUMNS = 300, 7
-# Elements of the page that its script and its contents find by these names, which results may have too.
+# Names of the page's own elements, which results may have too.
 OWN_NAMES = ("summary", "numbers", "figures")
-# Names of the parts of a provenance in words.
+# Fields of a provenance in words.
 RECORD = {
     "model": "Model",
     "config_hash": "Configuration (SHA-256, first digits)",
@@ -143,7 +143,9 @@ RECORD = {
 
 
 def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Path:
-    """Write the HTML page of a report. It holds all of plotly.js (4.5 MB), so it opens without a network.
+    """Write the HTML page of a report.
+
+    The page holds plotly.js (4.5 MB), so it opens without a network.
 
     Raises:
         OSError: the file cannot be written.
@@ -175,7 +177,7 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
         intervals=_intervals(report),
         style=Markup(style.replace("FONT", FONT)),
         script=Markup(script),
-        # No text of a result can end the element.
+        # No text of a result can close the script element.
         figures=Markup(f"[{','.join(figures)}]".replace("<", "\\u003c")),
         plotly=Markup(get_plotlyjs() if figures else ""),
     )
@@ -185,12 +187,11 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
 
 
 def _anchor(name: str) -> str:
-    """The anchor of a result's section."""
     return f"{name}/" if name in OWN_NAMES else name
 
 
 def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
-    """The section of one result as HTML. Its figures are appended to a list as JSON."""
+    """Build the section of one result; append its figures to a list as JSON."""
     plots = []
     for picture in result.pictures:
         shown = [(picture.name, picture.title)]
@@ -217,7 +218,7 @@ def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
 
 
 def _numbers(result: Result, field: str) -> dict[str, Any]:
-    """The values of a figure as a table of texts, with a row for each site; empty for matrices and large tables."""
+    """Values of a figure as a table of texts; empty for matrices and large tables."""
     axes = result.declared(field).axes
     if len(axes) not in (1, 2) or (len(axes) == 2 and axes[0] in COLUMNS):
         return {}
@@ -232,7 +233,7 @@ def _numbers(result: Result, field: str) -> dict[str, Any]:
 
 
 def _warnings(report: Mapping[str, Result]) -> list[tuple[str, str]]:
-    """The warnings of the run, each once, with the names of its results."""
+    """Warnings of the run, each once, with the names of its results."""
     about: dict[str, list[str]] = {}
     for name, result in report.items():
         for text in result.provenance.warnings:
@@ -241,7 +242,7 @@ def _warnings(report: Mapping[str, Result]) -> list[tuple[str, str]]:
 
 
 def _provenance(run: Provenance) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The record of a run as titled tables of names and values."""
+    """Record of a run, as titled tables of names and values."""
     record = [(words, getattr(run, name)) for name, words in RECORD.items()]
     return [
         (
@@ -262,7 +263,7 @@ def _option(value: Any) -> str:
 
 
 def _intervals(report: Mapping[str, Result]) -> str:
-    """A description of the report's intervals; empty without intervals."""
+    """Description of the report's intervals; empty without intervals."""
     blocks = {name: len(result.block_tokens) for name, result in report.items() if result.has_intervals}
     if max(blocks.values(), default=0) < 2:
         return ""
@@ -278,13 +279,13 @@ def _intervals(report: Mapping[str, Result]) -> str:
 
 
 def _sites(result: Result) -> str:
-    """The sites of a result, in words; empty for a result without sites, such as one of many models."""
+    """Sites of a result in words; empty for a result without sites."""
     if not result.layers:
         return ""
     further = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))
     axes = {axis for own in result.tensor_fields().values() for axis in own}
     labels = {label for axis in axes for label in result.coordinates(axis)}
-    # A lens has no numbers at the input of block 0, which is a site of the run.
+    # A lens has no numbers at the input of block 0, although the run reads this site.
     measured = [name for name in result.layers if name in labels] or result.layers
     own = listed_sites(tuple(dict.fromkeys((*measured, *further))))
     columns = result.coordinates("column")

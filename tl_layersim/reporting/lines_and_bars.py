@@ -1,4 +1,4 @@
-"""Lines over layers or numbers, quantiles, bars, named points and paths, with intervals as bands, whiskers or hover texts."""
+"""Lines, bars, quantiles, named points and paths, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -27,42 +27,40 @@ from .style import (
     ORANGE,
     colour_bar,
     layer_axis,
-    log_axis,
     ordered_colour,
     styled,
 )
 
 # Axes of residual layers or blocks that have no title of their own.
 STREAM_AXES = ("row", "column", "residual", "layer", "sublayer", "site")
-# Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one.
+# Values that span this factor get a logarithmic axis, if the figure allows one.
 LOG_FACTOR = 20
-# Most points of a curve that have markers.
+# Maximum number of points with markers.
 MOST_MARKERS = 60
 # Opacities of bands of quantiles, the outermost first.
 FAN = (0.16, 0.3, 0.4)
-# Distance of points with names, as a part of the plot.
+# Smallest distance between named points, as a fraction of the plot.
 MOST_APART = 0.12
-# Tokens beyond which paths are fainter, and most of their letters.
+# Number of tokens above which paths are fainter, and maximum number of letters of a token.
 MOST_STRONG, LETTERS = 25, 14
 # A line at 0, for quantities of both signs.
 ZERO_LINE = {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "#888888"}
-# Opacities of a band and of its outline, which shows the interval of a point without neighbours.
+# Opacities of a band and of its outline; the outline shows the interval of a single point.
 FILL, OUTLINE = 0.16, 0.22
 
 
 class Ends(NamedTuple):
-    """Lower and upper ends of 95 % intervals, two arrays in the shape of the values; NaN for unknown ends."""
+    """Lower and upper ends of 95 % intervals; NaN for unknown ends."""
 
     low: Any
     high: Any
 
     def at(self, index: Any) -> Ends:
-        """The ends at an index of both arrays."""
         return Ends(self.low[index], self.high[index])
 
 
 def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | None:
-    """The ends of the intervals of a field; None for a result or a field without intervals.
+    """Ends of the intervals of a field; None without intervals.
 
     Args:
         result: the result.
@@ -75,7 +73,7 @@ def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | No
 
 
 def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
-    """Intervals as text after a value, such as " (0.29 to 0.33)"; empty if an end is unknown.
+    """Intervals as text, such as " (0.29 to 0.33)"; empty if an end is unknown.
 
     Args:
         ends: ends of the intervals, arrays of any shape.
@@ -89,7 +87,7 @@ def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
 
 
 def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str, Any]:
-    """Data and template of the hover text at a point: its name, its value, and its interval if there is one.
+    """Hover texts of points, as plotly settings: name, value and interval.
 
     Args:
         names: names of the points.
@@ -103,7 +101,9 @@ def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str
 
 
 def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> None:
-    """Add a shaded band to a figure. Lines that are added later lie above it; points without an interval leave a gap.
+    """Add a shaded band to a figure; points without an interval leave a gap.
+
+    Lines that are added later lie above the band.
 
     Args:
         fig: the figure.
@@ -117,7 +117,7 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> N
     known = np.isfinite(ends.low) & np.isfinite(ends.high)
     for run in np.split(np.arange(len(known)), np.flatnonzero(np.diff(known)) + 1):
         if len(run) and known[run[0]]:
-            # Forth along the upper ends and back along the lower ones; None parts the runs.
+            # Forth along the upper ends and back along the lower ends; None separates runs.
             xs += [*(x[n] for n in run), *(x[n] for n in run[::-1]), None]
             ys += [*ends.high[run], *ends.low[run[::-1]], None]
     if not xs:
@@ -138,7 +138,7 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> N
 
 
 def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
-    """Error bars for `error_x` or `error_y` of a trace; none if an end is unknown."""
+    """Error bars, as plotly settings; no bar if an end is unknown."""
     return {
         "type": "data",
         "symmetric": False,
@@ -184,7 +184,9 @@ def lines(
     most_bands: int = MOST_LINES,
     joined: bool = False,
 ) -> go.Figure:
-    """Line plot of one or more series over layers, numbers or names. Intervals are bands, or whiskers if the axis has names.
+    """Line plot over layers, numbers or names.
+
+    Intervals are bands, or whiskers if the axis has names.
 
     Args:
         names: labels along the axis.
@@ -221,7 +223,7 @@ def lines(
             mode="lines+markers" if bands and len(names) <= MOST_MARKERS else "lines" if bands else "markers",
             line={"color": one.colour, "dash": one.dash},
             marker={"symbol": one.symbol, "color": one.colour},
-            # Markers at 0 stand on the axis, whole.
+            # Markers at 0 are drawn whole, across the axis.
             cliponaxis=False,
             **point_hover(list(one.names or names), one.ends, one.label),
             **({} if one.ends is None else {"legendgroup": one.label}),
@@ -229,7 +231,9 @@ def lines(
         )
     label_axis(fig, names, axis)
     if log:
-        fig.update_yaxes(title=quantity, **log_axis(float(known.min()), float(known.max())))
+        # Labels 1, 2, 5, 10 and so on below three decades, else powers of 10.
+        labels = {"tickformat": "~g", "dtick": "D2"} if known.max() < 1000 * known.min() else {}
+        fig.update_yaxes(title=quantity, type="log", **labels)
     else:
         # A few curves without negative values start at 0: a cut axis makes a ripple look like a fall.
         from_zero = bool((np.nan_to_num(values) >= 0).all()) and len(series) < 4
@@ -238,13 +242,15 @@ def lines(
 
 
 def is_wide(values: Any) -> bool:
-    """Whether values span so large a factor that they need a logarithmic axis."""
+    """Whether values span a range that needs a logarithmic axis."""
     known = values[np.isfinite(values)]
     return bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
 
 
 def known_columns(values: Any) -> slice:
-    """The columns from the first to the last with a finite value; all columns if none has one.
+    """Slice from the first to the last column with a finite value.
+
+    All columns if no value is finite.
 
     Args:
         values: the matrix, `row column`.
@@ -254,7 +260,9 @@ def known_columns(values: Any) -> slice:
 
 
 def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
-    """Widen the vertical axis to at least a tenth of the quantity's range, so that noise does not look like a dip.
+    """Widen the vertical axis to a tenth of the quantity's range or more.
+
+    Noise then does not look like a dip.
 
     If the lower bound is positive, such as 1 for a ratio, an axis from 0 begins a little below this bound instead.
 
@@ -271,7 +279,7 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
     least = (high - low) / 10
     if axis.rangemode == "tozero" and 0 < low < math.inf:
         span = (max(known, default=low) - low) or 1.0
-        # Of values far above the bound, a twentieth of the axis would reach below 0.
+        # Far above the bound, a twentieth of the axis would reach below 0.
         fig.update_yaxes(range=[max(0.0, low - 0.05 * span), low + 1.08 * span])
     elif axis.rangemode != "tozero" and math.isfinite(least) and known and max(known) - min(known) < least:
         middle = float(np.clip((max(known) + min(known)) / 2, low + least / 2, high - least / 2))
@@ -280,12 +288,14 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
-    """Whether the labels of an axis are positions along it. Class labels are names, even if they are numbers."""
+    """Whether the labels of an axis are numbers along the axis."""
     return axis not in (*LAYER_AXES, "label") and all(isinstance(name, int | float) for name in names)
 
 
 def layer_title(names: tuple[str, ...], axis: str) -> str:
-    """The title of an axis. Of residual layers or blocks: "After block" if the first one is an input of a block, else "Block".
+    """Title of an axis; for residual layers or blocks, "After block" or "Block".
+
+    The title is "After block" if the first label is an input of a block.
 
     Args:
         names: labels of the axis.
@@ -311,7 +321,10 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
-    """Ends of intervals for a logarithmic axis: a lower end at or below 0 becomes half the smallest positive value."""
+    """Ends of intervals for a logarithmic axis.
+
+    A lower end at or below 0 becomes half the smallest positive value.
+    """
     above = [number for number in (*values, *ends.low) if number > 0]
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 
@@ -325,7 +338,7 @@ def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
     """
     places = list(fig.data[-1].x) or [0]
     if len([trace for trace in fig.data if trace.fill is None]) == 1 and baselines:
-        # The vertical axis names the curve: the legend is for such lines alone.
+        # The vertical axis names the curve; the legend names the reference lines.
         fig.update_traces(showlegend=False)
     for number, (name, value) in enumerate(baselines.items()):
         look = {"color": GREY, "width": 1.5, "dash": ("dash", "dot")[number % 2]}
@@ -337,7 +350,9 @@ def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
 def quantile_lines(
     levels: tuple[float, ...], names: tuple[Any, ...], values: Any, titles: tuple[str, str], axis: str, ends: Ends | None
 ) -> go.Figure:
-    """Quantiles over tokens as bands around the median, over layers. Intervals of the median are whiskers.
+    """Quantiles over tokens as bands around the median.
+
+    Intervals of the median are whiskers.
 
     Args:
         levels: quantile levels.
@@ -352,18 +367,17 @@ def quantile_lines(
     fig = go.Figure()
     x = list(range(len(names)))
     words = [series_label("quantile", level) for level in levels]
-    shade = f"rgba({', '.join(map(str, hex_to_rgb(BLUE)))}, {{}})"
-    # The outermost two first.
+    # From the outermost pair of quantiles inwards.
     for number in range(len(levels) // 2):
         lower, upper = number, len(levels) - 1 - number
-        fill = {"fill": "tonexty", "fillcolor": shade.format(FAN[min(number, len(FAN) - 1)])}
+        fill = {"fill": "tonexty", "fillcolor": FAINT.format(FAN[min(number, len(FAN) - 1)])}
         for n in (lower, upper):
             fig.add_scatter(
                 x=x,
                 y=values[n],
                 name=f"{100 * levels[lower]:g} to {100 * levels[upper]:g} % of tokens" if n == upper else words[n],
                 mode="lines",
-                line={"width": 0.5, "color": shade.format(0.4)},
+                line={"width": 0.5, "color": FAINT.format(0.4)},
                 **(fill if n == upper else {}),
                 legendgroup=f"{number}",
                 showlegend=n == upper,
@@ -388,7 +402,7 @@ def quantile_lines(
 
 
 def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends: Ends | None) -> list[Series]:
-    """Lines over blocks, one for each kind of sublayer: attention, cross-attention and MLP.
+    """Lines over blocks: one each for attention, cross-attention and MLP.
 
     Args:
         names: names of the sublayers' sites, such as `blocks.0.hook_attn_out`.
@@ -404,7 +418,7 @@ def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends
     padded, series = [np.append(part, np.nan) for part in (values, *(ends or ()))], []
     for kind, label, colour, symbol in kinds:
         sites = [f"{block}.hook_{kind}_out" for block in blocks]
-        # A block without this sublayer has the last entry, NaN.
+        # NaN, the last entry, stands for blocks without this sublayer.
         at = [names.index(site) if site in names else len(names) for site in sites]
         if min(at) < len(names):
             own, *both = (part[at] for part in padded)
@@ -446,7 +460,9 @@ def named_points(
     kind: str,
     titles: tuple[str, str, str],
 ) -> go.Figure:
-    """A line through named points, with whiskers in both directions. Some names are written beside their points.
+    """Line through named points, with whiskers in both directions.
+
+    Some names are written beside their points.
 
     Args:
         points: x and y of the points.
@@ -460,7 +476,7 @@ def named_points(
         for side, values, own in zip("xy", points, ends, strict=True)
         if own is not None
     }
-    # Points that are far enough from the last one with a name.
+    # Points far enough from the previous named point.
     places = np.stack(points) / np.maximum(np.ptp(np.nan_to_num(np.stack(points)), axis=1, keepdims=True), 1e-12)
     named = [0] if names else []
     for n in range(len(names)):
@@ -491,7 +507,7 @@ def named_points(
 def paths(
     coordinates: Any, explained: list[float], tokens: tuple[str, ...], layers: tuple[str, ...], title: str, skipped: int = 0
 ) -> go.Figure:
-    """Paths of tokens through the layers in the plane of two principal components, coloured by position.
+    """Paths of tokens through the layers, in the plane of two principal components.
 
     Both axes have the same scale. The first and the last path are thick.
 

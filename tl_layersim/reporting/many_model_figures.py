@@ -1,4 +1,4 @@
-"""Figures of many models and runs: lines, heat maps, matrices side by side, dendrograms, group means, and stitches.
+"""Figures of many models: lines, heat maps, dendrograms, group means and stitches.
 
 Figures of a labelled table take an `xarray.Dataset` with the variables `value` and, for intervals, `low` and `high`.
 """
@@ -36,16 +36,16 @@ from .style import (
 if TYPE_CHECKING:
     import xarray
 
-# Numbers that span this factor or more stand on a logarithmic axis.
+# Numbers that span this factor get a logarithmic axis.
 WIDE = 100
-# Most lines with bands.
+# Maximum number of lines with bands.
 MOST_BANDS = 3
 # The two sides of a matrix of Jacobians.
 JACOBIANS = {"row_block", "column_block"}
 
 
 def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str], most_bands: int = MOST_BANDS) -> go.Figure:
-    """Lines over one dimension, one for each label of the other.
+    """Line plot over one dimension, with a line for each label of the other.
 
     Args:
         drawn: table over one or two dimensions.
@@ -88,7 +88,7 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str], most_bands
 def map_of_two(
     drawn: xarray.Dataset, over: tuple[str, str], sites: Sequence[str], scale: ColourScale | None = None
 ) -> go.Figure:
-    """A heat map over two dimensions of a table of runs: a cell is the value of one run or one site.
+    """Heat map over two dimensions of a table.
 
     Args:
         drawn: table over two dimensions.
@@ -97,7 +97,7 @@ def map_of_two(
         scale: the colour scale; None for one that fits the values.
     """
     drawn = _pairs(drawn, sites)
-    # Differences, whose scale is given, are shown at all sites.
+    # A given scale is the scale of differences, which are shown at all sites.
     for dim in set(over) & set(sites) if scale is None else ():
         drawn = drawn.dropna(dim, how="all", subset=["value"])
     drawn = drawn.transpose(over[1], over[0])
@@ -114,7 +114,9 @@ def map_of_two(
 
 
 def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[list[go.Figure], str]:
-    """A heat map of layers by layers for each run, all with one colour scale; and a title for all.
+    """Heat maps of layers by layers, one for each run, and a title for all.
+
+    All have one colour scale.
 
     Args:
         drawn: table over `sides` and `runs`.
@@ -135,12 +137,15 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
 
 
 def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
-    """The table without the entries of a block with itself."""
+    """Remove the entries of a block with itself."""
     return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(sides) >= JACOBIANS else drawn
 
 
 def _scale(values: Any, narrow: bool) -> ColourScale:
-    """The colour scale. It starts at 0. If `narrow`, it starts at the smallest value, or, with both signs, is centred at 0."""
+    """Colour scale from 0, or from the smallest value if `narrow`.
+
+    A narrow scale of values of both signs is centred at 0.
+    """
     if narrow:
         return about_zero(values) if np.nanmin(values) < 0 < np.nanmax(values) else narrow_scale(values)
     return scale_within(values, (-math.inf, math.inf))
@@ -159,7 +164,10 @@ def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapA
 
 
 def _axis(dim: str, sites: Sequence[str]) -> str:
-    """The name of a figure's axis for a dimension of a table. Layers without site names are relative depths."""
+    """Name of a figure's axis for a dimension of a table.
+
+    Layers without site names are relative depths.
+    """
     if dim in LAYER_AXES:
         return dim if dim in sites else "relative_depth"
     return "site" if dim in sites else dim
@@ -184,7 +192,7 @@ def _places(labels: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _short(value: float) -> str:
-    """A number as a short text, such as "1k" or "135M"."""
+    """Number as a short text, such as "1k" or "135M"."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
@@ -205,16 +213,16 @@ def _words(drawn: xarray.Dataset) -> str:
 
 
 def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
-    """The title: the field's title or name, and the horizontal dimension in lower case."""
+    """Title of the field, with the horizontal dimension in lower case."""
     about = drawn["value"].attrs
     names = next((_labels(drawn, dim) for dim in sites), ())
-    # The title of a field is of its layers, which may have been selected or averaged away.
+    # A field's title is about its layers, which a selection or a mean may have removed.
     words = site_words(names, str((names and about.get("description")) or about.get("long_name", "Value")))
     return words + (f", by {inside_title(axis_title(by).partition(' (')[0])}" if by else "")
 
 
 def _note(drawn: xarray.Dataset, more: str) -> str:
-    """The note below a title: model and number of tokens if all runs share them, selected labels, and further words."""
+    """Note below a title: model, tokens, selected labels and further words."""
     about = drawn.attrs
     models = names_of_models(str(about.get("model", "")))
     data = f"{about['tokens']:,} tokens" if "tokens" in about else "different data" if about else ""
@@ -226,14 +234,14 @@ def _note(drawn: xarray.Dataset, more: str) -> str:
     return " · ".join(filter(None, [" and ".join(models), data, *selected, more]))
 
 
-# Distances of a model to itself are 0 up to this.
+# Largest distance of a model to itself.
 OWN_DISTANCE = 1e-9
-# Longest names below a heat map of models that are not turned; most letters side by side below a dendrogram.
+# Longest upright names below a heat map; most letters side by side below a dendrogram.
 UPRIGHT, ACROSS = 2, 70
 
 
 def clusters(distances: Any) -> Any:
-    """Average-linkage clustering of models, `merge 4`, in the format of `scipy.cluster.hierarchy.linkage`.
+    """Average-linkage clustering of models, `merge 4`, in scipy's linkage format.
 
     The distance between two models is the mean over both directions, after negative distances are set to 0.
 
@@ -248,7 +256,9 @@ def clusters(distances: Any) -> Any:
 
 
 def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Heat map of models by models, ordered by similarity. Names have the colours of their groups.
+    """Heat map of models by models, with similar models side by side.
+
+    Names have the colours of their groups.
 
     Args:
         grid: a `ModelGrid`.
@@ -273,7 +283,7 @@ def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None
 
 
 def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequence[str]) -> go.Figure:
-    """Dendrogram of models. Links within a group have the colour of the group.
+    """Dendrogram of models; links within a group have the colour of the group.
 
     Args:
         array: distances `model model`, finite off the diagonal.
@@ -303,8 +313,9 @@ def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequen
 
 
 def group_figure(found: xarray.Dataset) -> go.Figure:
-    """Means within and between groups of models: lines over sites with bands, or points with whiskers, of one standard
-    deviation.
+    """Means within and between groups of models, with one standard deviation.
+
+    Drawn as lines over sites with bands, or as points with whiskers.
 
     A mean within a group has the colour of the group; a mean between groups is dark or grey.
 
@@ -317,7 +328,7 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
     further = [str(dim) for dim in found["mean"].dims[1:]]
     mean, sd = found["mean"].values, found["sd"].fillna(0).values
     labels = tuple(map(str, found[further[0]].values)) if further else tuple(names)
-    # A stitch point joins other layers in each model.
+    # Stitch points that join different layers of two models are numbered.
     joined = any("," in label for label in labels) and bool(further)
     if joined:
         labels = tuple(str(n + 1) for n in range(len(labels)))
@@ -351,7 +362,7 @@ def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
 
 
 def _colours(groups: Sequence[str]) -> dict[str, str]:
-    """The colour of each group, by its index among the sorted groups."""
+    # By name, so that a group has the same colour in all figures.
     return {group: PALETTE[n % len(PALETTE)] for n, group in enumerate(sorted(set(groups)))}
 
 
@@ -359,17 +370,17 @@ def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
     """Add a legend of the groups, if there are any."""
     for group, colour in _colours(groups).items():
         marker = {"color": colour, "size": 10, "symbol": "square"}
-        # Dark pages find by `meta` that these colours are those of tick labels, and change both.
+        # Dark pages find these colours by `meta`, and change them with the tick labels.
         entry = {"name": html.escape(group), "marker": marker, "showlegend": True, "meta": "tick labels"}
         fig.add_scatter(x=[None], y=[None], mode="markers", **entry)
-    # There is nothing that a click could hide.
+    # A click on this legend would hide nothing.
     return fig.update_layout(showlegend=bool(groups), legend={"itemclick": False, "itemdoubleclick": False})
 
 
 def stitch_lines(
     values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], titles: tuple[str, str]
 ) -> go.Figure:
-    """Line plot of a value of each stitch over stitch points, with intervals.
+    """Line plot over stitch points, with a line for each stitch.
 
     Each direction between two models has its own colour; self-stitches are dashed and grey.
 
@@ -387,7 +398,7 @@ def stitch_lines(
     series = []
     for pair, look in zip(pairs + own, looks, strict=True):
         ends = Ends(low, high).at(pair)
-        # Ends that equal the values are those of a field without intervals.
+        # A field without intervals has equal ends.
         known = ends if bool((ends.low < ends.high).any()) else None
         label = html.escape(" into ".join(names[n] for n in pair))
         series.append(Series(label, values[pair], known, **look, names=seams))

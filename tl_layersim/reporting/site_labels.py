@@ -1,4 +1,4 @@
-"""Words in figures: names of axes and lines, tick labels and titles for sites, and lists of sites."""
+"""Words in figures: titles of axes, names of lines, and labels of sites."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ AXES = {
     "stage": "Stage",
     "token": "Token of the prompt",
 }
-# Names of lines, of which there is one for each label of an axis.
+# Names of lines, by axis.
 SERIES = {
     "direction": "direction {}",
     "k": "top {}",
@@ -56,7 +56,7 @@ SERIES = {
 }
 # Axes whose labels are names.
 NAMED = ("comparison", "model", "stage")
-# Titles of an axis whose sites are all of one kind, by the end of their TransformerLens name.
+# Titles of axes whose sites are of one kind, by the end of the TransformerLens name.
 FAMILY_TITLES = {
     "hook_resid_mid": "Between attention and MLP of block",
     "hook_attn_out": "Attention output of block",
@@ -78,7 +78,7 @@ HEAD_TITLES = {
     "attn.hook_k": "Head (keys)",
     "attn.hook_v": "Head (values)",
 }
-# Titles of an axis of residual layers, by the stack to which all of them belong and the title for a model of one stack.
+# Titles of axes of residual layers that belong to one stack.
 STACK_TITLES = {
     ("encoder", "Block"): "Encoder layer",
     ("encoder", "After block"): "After encoder layer",
@@ -89,13 +89,15 @@ STREAM = ("hook_resid_pre", "hook_resid_post")
 
 
 def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:
-    """The parts of the name of each site; None if one of the names is not a TransformerLens name."""
+    """Parts of the name of each site; None unless all are TransformerLens names."""
     sites = [site for name in names if (site := parse_site(name)) is not None]
     return sites if len(sites) == len(names) else None
 
 
 def short_names(names: tuple[str, ...]) -> list[str]:
-    """Tick labels of sites: the block's number; `embed` for the input of block 0, and `into 3` for the input of a later one.
+    """Tick labels of sites, such as the number of the block.
+
+    `embed` is the input of block 0, and `into 3` the input of block 3.
 
     Heads are `L3H5`. Labels hold the family's name if there are several families. Sites without a TransformerLens name keep
     their path, without its common prefix.
@@ -151,7 +153,7 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
 
 
 def site_words(names: tuple[str, ...], text: str) -> str:
-    """Adapt a text to its sites: "layer" becomes "head" if all sites are heads, and "site" if one is not a residual layer.
+    """Replace "layer" in a text by "head" or "site", if the sites are no residual layers.
 
     Args:
         names: names of the sites.
@@ -170,7 +172,7 @@ def site_words(names: tuple[str, ...], text: str) -> str:
 
 
 def heads_in_block(names: tuple[str, ...]) -> int:
-    """Number of heads in the first block if every site is a head, else 0."""
+    """Number of heads in the first block; 0 unless every site is a head."""
     sites = _parse_sites(names)
     return sum(site[:3] == sites[0][:3] for site in sites) if sites and all(site.head for site in sites) else 0
 
@@ -203,7 +205,7 @@ def _short_paths(names: tuple[str, ...]) -> list[str]:
 
 
 def axis_title(axis: str) -> str:
-    """The title of an axis, with its unit.
+    """Title of an axis, with its unit.
 
     Examples:
         >>> axis_title("length"), axis_title("head_number")
@@ -213,7 +215,7 @@ def axis_title(axis: str) -> str:
 
 
 def series_label(axis: str, label: object) -> str:
-    """The name of the line for one label of an axis.
+    """Name of the line that shows one label of an axis.
 
     Examples:
         >>> series_label("k", 5), series_label("look", 1000), series_label("model", "before"), series_label("head_group", 2)
@@ -230,7 +232,7 @@ def _words(name: str) -> str:
 
 
 def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
-    """The quantity of a labelled array with its unit.
+    """Quantity of a labelled array, with its unit.
 
     Args:
         attrs: attributes of the array.
@@ -245,7 +247,7 @@ def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
 
 
 def inside_title(words: str) -> str:
-    """Words for the middle of a title: the first letter in lower case, except in initialisms.
+    """Lower the first letter of words for the middle of a title, except in initialisms.
 
     Examples:
         >>> inside_title("Training step"), inside_title("CKA of layers")
@@ -261,7 +263,9 @@ def is_stream(names: tuple[str, ...]) -> bool:
 
 
 def listed_sites(names: tuple[str, ...]) -> str:
-    """The number of sites and their names; names that differ in numbers alone are shortened to the first and the last.
+    """Number and names of sites, as text.
+
+    Names that differ only in numbers are shortened to the first and the last.
 
     Examples:
         >>> listed_sites(("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(32))))
@@ -275,7 +279,7 @@ def listed_sites(names: tuple[str, ...]) -> str:
 
 
 def visible_token(token: str, letters: int | None = None) -> str:
-    """A token as one line of plain text in which outer spaces are visible.
+    """Token as one line of plain text with visible outer spaces.
 
     Args:
         token: text of the token.

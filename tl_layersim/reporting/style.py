@@ -19,40 +19,41 @@ from ..core.result_declarations import JOINT, Provenance
 from ..core.wording import amount
 from .site_labels import heads_in_block, short_names, site_axis_title
 
-# The mark of a trace that is the band of intervals.
+# Mark of the trace of a band of intervals.
 INTERVALS = "95 % intervals"
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
-# Okabe and Ito's colours that have a contrast of 3 or more on white, with a darker purple and a lighter black.
+# Okabe and Ito's colours with a contrast of 3 or more on white; purple is darker, and black is lighter.
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
 BLUE, ORANGE, GREEN, PURPLE, DARK = "#0072b2", "#d55e00", "#009e73", "#a8518a", "#222222"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, DARK)
+# Blue with an opacity.
+FAINT = "rgba(0, 114, 178, {})"
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
-FAINT = "rgba(0, 114, 178, {})"
 GREY = "#666666"
-# Most series that are drawn as lines; more are a heat map.
+# Maximum number of lines; more series are drawn as a heat map.
 MOST_LINES = 5
-# Colours of lines in an order, such as by depth: the part of this scale that is dark enough on white.
+# Colours of ordered lines: the part of the scale that is dark enough on white.
 ORDERED, BRIGHTEST = "Plasma", 0.62
 # Sequential colours of values: uniform to the eye, and readable without colours.
 SEQUENTIAL = "Viridis"
 # Colours about 0.
 DIVERGING = "RdBu_r"
-# Pixels of a figure on the screen: all of it is readable in a column of 600 pixels.
+# Pixels of a figure on the screen, readable in a column of 600 pixels.
 WIDTH, HEIGHT = 600, 400
-# Most tick labels on an axis of sites.
+# Maximum number of tick labels on an axis of sites.
 MOST_TICKS = 24
-# Labels without room are skipped, not turned, if they are more than these and have at most so many letters, as "embed".
+# Labels without room are skipped, not turned, if there are more than FEW with at most SHORT letters.
 FEW, SHORT = 10, 5
-# Most heads with a label each; of more, the first head of a block has one.
+# Maximum number of heads with a label each; else each first head of a block has a label.
 MOST_HEADS = 16
-# Pixels above the title, where plotly shows its buttons; of a colour bar; and of a colour bar in a paper.
+# Pixels above the title, for plotly's buttons; of a colour bar; and of a colour bar in a paper.
 BUTTONS, BAR, PAPER_BAR = 24, 88, 72
-# Highest plot of square cells over its width; and in a paper, in pixels.
+# Largest height of a plot of square cells: over its width, and in pixels in a paper.
 HIGHEST, PAPER_HIGHEST = 1.6, 430
 # Axes of cells, which need no lines; invisible ticks keep labels away from the cells.
 CELL_AXIS = {"showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
-# Width of a letter over the size of its font.
+# Width of a letter, over the size of its font.
 LETTER = 0.55
 # Numbers on axes and colour bars: powers of 10 beyond 99,999 and below 0.0001, and no letters such as µ.
 TICK_NUMBERS = {"exponentformat": "power", "minexponent": 4, "separatethousands": True}
@@ -61,7 +62,7 @@ SCREEN, PAPER = "tl_layersim", "tl_layersim_paper"
 
 
 class Size(NamedTuple):
-    """The size of a figure and its letters, in pixels of 1/96 inch.
+    """Size of a figure and of its letters, in pixels of 1/96 inch.
 
     Attributes:
         template: name of plotly's template.
@@ -78,7 +79,7 @@ class Size(NamedTuple):
     shape: float = 0.0
 
 
-# Of `plot(width=...)`: 3.25 and 6.75 inches, with letters of 8 and titles of 9 points.
+# Sizes of `plot(width=...)`: 3.25 and 6.75 inches, with letters of 8 and titles of 9 points.
 PAPER_SIZES = {
     None: Size(SCREEN, WIDTH, 13, 17),
     "column": Size(PAPER, 312, 11, 12, 0.52),
@@ -134,7 +135,7 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT) -> go.Figure:
 
 
 def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
-    """Add a line below the title: model, number of tokens, and how intervals are marked.
+    """Add model, number of tokens and kind of intervals below the title.
 
     Args:
         fig: a figure with a title that `styled` returned.
@@ -145,7 +146,7 @@ def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -
 
 
 def intervals_in_words(fig: go.Figure) -> str:
-    """How a figure marks its intervals, in words; empty if it draws none.
+    """Describe the bands and whiskers of a figure; empty without intervals.
 
     Args:
         fig: a figure with bands from `add_band` and error bars from `whiskers`.
@@ -170,11 +171,13 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
     if not text:
         return fig
     fig.layout.title.subtitle.text = "<br>".join(filter(None, (fig.layout.title.subtitle.text, text)))
-    return _with_layout(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), plot_height(fig))
+    return with_size(fig, None, None)
 
 
 def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int = 0) -> go.Figure:
-    """Set the title of a figure, and its size for the screen or for a paper. A figure for a paper has no subtitle.
+    """Set the title of a figure, and its size for the screen or a paper.
+
+    A figure for a paper has no subtitle.
 
     Args:
         fig: a figure that `styled` returned.
@@ -186,32 +189,23 @@ def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int 
         fig.layout.title.text = html.escape(title, quote=False)
     if width or title == "":
         fig.layout.title.subtitle.text = ""
-    size = PAPER_SIZES[width]
-    return _with_layout(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), plot_height(fig))
+    size, plot = PAPER_SIZES[width], fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
+    return _with_layout(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), plot)
 
 
 def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
-    """Set the title of the legend, and make the figure higher if the legend has several rows.
+    """Set the title of the legend, and make room for all its rows.
 
     Args:
         fig: a figure that `styled` returned.
         title: title of the legend; "" for none.
     """
     fig.update_layout(legend_title={"text": title, "side": "top center"})
-    return _with_layout(fig, PAPER_SIZES[None]._replace(width=fig.layout.width), plot_height(fig))
-
-
-def plot_height(fig: go.Figure) -> float:
-    """Pixels between the horizontal axis and the upper edge of the plot.
-
-    Args:
-        fig: a figure that `styled` returned.
-    """
-    return float(fig.layout.height - fig.layout.margin.t - fig.layout.margin.b)
+    return with_size(fig, None, None)
 
 
 def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
-    """Lay out a figure in a size: broken title and subtitle, margins, ticks, and a plot of this height in pixels."""
+    """Set margins, ticks, broken titles and height of a figure, for a plot of this height."""
     layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
     bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
     bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
@@ -278,7 +272,8 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
 
 
 def _fit_ticks(axis: Any, room: float, size: Size) -> None:
-    """If labels would overlap, turn long or few ones below an axis, else skip some. In a paper, skip some on any axis."""
+    """Turn or skip the labels of an axis that would overlap."""
+    # Below an axis on the screen, long or few labels are turned; other labels are skipped.
     texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
     letters = [_letters(text) for text in texts]
 
@@ -297,7 +292,7 @@ def _fit_ticks(axis: Any, room: float, size: Size) -> None:
 
 
 def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
-    """Adapt a figure to a paper: one font size, and numbers in cells if they have room."""
+    """Adapt a figure to a paper: one font size, and numbers only in cells with room."""
     fig.update_xaxes(tickfont_size=None).update_yaxes(tickfont_size=None)
     fig.update_annotations(font_size=size.font)
     for trace in fig.data:
@@ -305,12 +300,11 @@ def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
             longest = max((_letters(text) for row in trace.text for text in row), default=0)
             trace.textfont.size = size.font
             if longest * LETTER * size.font > cell:
-                # Dots are findings, and have room.
+                # Dots mark findings, and always have room.
                 trace.text = [["•" if "•" in text else "" for text in row] for row in trace.text]
 
 
 def _legend_height(fig: go.Figure, size: Size) -> int:
-    """Height in pixels of the legend below the axes."""
     shown = [trace for trace in fig.data if trace.showlegend is not False and trace.type != "heatmap"]
     named = fig.layout.showlegend or (fig.layout.showlegend is None and len(shown) > 1)
     widths = [4 * size.font + LETTER * size.font * _letters(trace.name or "") for trace in shown] if named else []
@@ -321,7 +315,7 @@ def _legend_height(fig: go.Figure, size: Size) -> int:
 
 
 def _tick_texts(fig: go.Figure, name: str) -> list[str]:
-    """Known labels along the axes "x" or "y": ticks, or names of rows, columns and bars."""
+    """Labels along the axes "x" or "y"."""
     axes = fig.select_xaxes() if name == "x" else fig.select_yaxes()
     texts = [str(text) for axis in axes for text in axis.ticktext or ()]
     if texts:
@@ -360,7 +354,7 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
 
 
 def names_of_models(model: str) -> tuple[str, ...]:
-    """The distinct names of a run's models.
+    """Distinct names of the models of a run.
 
     Args:
         model: name in the provenance, of one model or of several.
@@ -369,7 +363,7 @@ def names_of_models(model: str) -> tuple[str, ...]:
 
 
 def model_name(model: str) -> str:
-    """A model's name on the hub, or the last part of a folder's path.
+    """Name of a model on the hub, or the last part of a folder's path.
 
     Args:
         model: name in the provenance.
@@ -379,7 +373,7 @@ def model_name(model: str) -> str:
 
 
 def _broken(text: str, letters: float) -> str:
-    """Break markup between words into lines of a maximum length. Lines with tags are not changed."""
+    """Break markup between words into lines; lines with tags stay whole."""
     parts: list[str] = []
     for line in text.split("<br>"):
         wrapped = textwrap.wrap(line, max(int(letters), 12), break_long_words=False, break_on_hyphens=False)
@@ -398,7 +392,7 @@ def ordered_colours(count: int) -> list[str]:
 
 
 def ordered_colour(position: float) -> str:
-    """The colour of an ordered line.
+    """Colour of an ordered line.
 
     Args:
         position: relative position in the order, from 0 (darkest) to 1.
@@ -419,23 +413,13 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
     return [{"colour": colours[n], "dash": dashes[n], "symbol": SYMBOLS[n % len(SYMBOLS)]} for n in range(count)]
 
 
-def log_axis(low: float, high: float) -> dict[str, Any]:
-    """A logarithmic axis. Its labels are 1, 2, 5, 10 and so on if it spans fewer than three decades, else powers of 10.
-
-    Args:
-        low: smallest value on the axis, above 0.
-        high: largest value.
-    """
-    return {"type": "log"} | ({"tickformat": "~g", "dtick": "D2"} if high < 1000 * low else {})
-
-
 def colour_bar(title: str) -> dict[str, Any]:
-    """A colour bar with its title along its side."""
+    """Colour bar with its title along its side, as plotly settings."""
     return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[Any, ...], title: str, labels: list[str] | None = None) -> None:
-    """Label the sites or other names along an axis, and skip labels that would overlap.
+    """Label the sites along an axis; skip labels that would overlap.
 
     Args:
         update: `update_xaxes` or `update_yaxes` of a figure with positions 0, 1, 2, ...
