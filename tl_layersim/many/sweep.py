@@ -25,7 +25,7 @@ from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
-from ..core.wording import counted
+from ..core.wording import amount
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
@@ -165,7 +165,7 @@ def sweep(
         except BaseException as error:
             where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
             place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
-            kept = f"{place} The reports of {counted(len(reports), 'model')} are kept{where}."
+            kept = f"{place} The reports of {amount(len(reports), 'model')} are kept{where}."
             if not isinstance(error, Exception):
                 error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
                 raise
