@@ -88,7 +88,7 @@ def measured(analyzer: Analyzer, views: list[tuple[View, int]], intervals: bool 
     for block in each[1:]:
         total = total + block
     names = tuple(f"site {number}" for number in range(len(views[0][0].activations)))
-    run = sites_run(names, first)
+    run = sites_run(names, first=first)
     result = analyzer.compute(with_pools(total.sums, "k"), run)
     return replicated(result, analyzer, run, "k", blocks_of(each, "k")) if intervals else result
 

@@ -26,7 +26,7 @@ from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, in_words
 from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
-from ..core.wording import duration_in_words, with_article
+from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.non_token_inputs import ROW_AXES
@@ -278,11 +278,6 @@ def _traffic(run: MeteredBatch, rows: int, tokens_per_request: int | None) -> Tr
 def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Module]:
     """The source of a model or a configuration, and the module that the source runs."""
     model = opened.model
-    if isinstance(model, Source):
-        raise LayersimError(
-            f"`model_or_config` is {with_article(type(model).__name__)}; it must be a model, such as the one that this source "
-            "runs, or a configuration."
-        )
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)

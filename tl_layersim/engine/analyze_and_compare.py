@@ -75,7 +75,7 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None)
         analysis.analyzers,
         analysis.plan.models(),
         replace(tally, seconds=sum(one.seconds for one in tallies.values())),
-        done.first,
+        done.first_sums,
         analysis.provenance,
         (total, blocks),
     )
@@ -214,7 +214,7 @@ def analyze(
             makes the report from all files.
         save_to: the file for the sums of the shard, which is also its checkpoint: the same call continues from it, and returns
             without running if the shard is complete.
-        first: with `shard`, if an analyzer needs a first pass with the model: the files of the first stage, which the same
+        first: with `shard`, if an analyzer needs a first pass with the model: the files of the first pass, which the same
             calls without `first` wrote for all shards. Also a folder or a pattern.
 
     Returns:
@@ -233,15 +233,15 @@ def analyze(
     data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
     how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
     refuse_contradictions(how, blocking, opened[0])
-    stage = None if first is None else merged_first(paths_of(first, "first"))
+    first_pass = None if first is None else merged_first(paths_of(first, "first"))
     prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
     if not blocking:
         return start(prepare(opened))
     if shard is None or save_to is None:
         return run_with_baseline(opened, data, prepare, baseline, checkpoint)
     analysis = prepare(opened)
-    path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), stage)
-    if stage is None and analysis.first_needs_model:
+    path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), first_pass)
+    if first_pass is None and analysis.first_needs_model:
         names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
         tqdm.write(
             f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. When the first pass over all "

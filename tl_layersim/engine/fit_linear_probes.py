@@ -103,35 +103,14 @@ class LogisticProbe(ProbeAnalyzer):
         return torch.bincount(targets, minlength=size), torch.bincount(test, minlength=size)
 
     def fit(self, first: Sums, control: bool = False) -> ProbeWeights:
-        train = self.counts(first)[0]
-        target = control_classes(train)[torch.cat(self._kept.control)] if control else torch.cat(self._kept.targets)
-        return self._fit(target, len(train))
-
-    def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        kept = self._kept
-        warn_of_constant([run.layers[site] for site in kept.constant])
-        if kept.stopped:
-            stopped = [run.layers[site] for site in dict.fromkeys(kept.stopped)]
-            warn(
-                f"The logistic regression stopped at max_iter={self.max_iter} before it converged, at {', '.join(stopped[:4])}"
-                f"{' and other sites' if len(stopped) > 4 else ''}. Pass a larger max_iter=, or a smaller C=."
-            )
-        return self.result(sums, run, "logistic", max(kept.widths))
-
-    def _fit(self, target: Tensor, classes: int) -> ProbeWeights:
-        """Fit logistic regressions to the kept training samples, one for each site.
-
-        Args:
-            target: `sample`, the class of each training sample.
-            classes: a number above every class.
-        """
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
         from sklearn.preprocessing import StandardScaler
 
-        kept = self._kept
-        weight = torch.zeros(len(kept.widths), max(kept.widths), classes, dtype=torch.float64)
-        offset = torch.full((len(kept.widths), classes), -math.inf, dtype=torch.float64)
+        kept, train = self._kept, self.counts(first)[0]
+        target = control_classes(train)[torch.cat(kept.control)] if control else torch.cat(kept.targets)
+        weight = torch.zeros(len(kept.widths), max(kept.widths), len(train), dtype=torch.float64)
+        offset = torch.full((len(kept.widths), len(train)), -math.inf, dtype=torch.float64)
         kept.constant = []
         for site, width in enumerate(kept.widths):
             x = torch.cat([batch[site, :, :width] for batch in kept.activations]).double().numpy()
@@ -153,6 +132,17 @@ class LogisticProbe(ProbeAnalyzer):
             weight[site, :width, known] = scores.T
             offset[site, known] = torch.tensor(probe.intercept_) - scores @ torch.tensor(scaler.mean_)
         return weight, offset
+
+    def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
+        kept = self._kept
+        warn_of_constant([run.layers[site] for site in kept.constant])
+        if kept.stopped:
+            stopped = [run.layers[site] for site in dict.fromkeys(kept.stopped)]
+            warn(
+                f"The logistic regression stopped at max_iter={self.max_iter} before it converged, at {', '.join(stopped[:4])}"
+                f"{' and other sites' if len(stopped) > 4 else ''}. Pass a larger max_iter=, or a smaller C=."
+            )
+        return self.result(sums, run, "logistic", max(kept.widths))
 
 
 def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:

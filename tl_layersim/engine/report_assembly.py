@@ -21,7 +21,6 @@ from ..core.result_declarations import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.results import Report, Result
 from ..core.site_names import site_in_words
 from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
-from ..core.wording import brief
 from ..sources.model_description import Model
 
 # docs/traps.md has the measurements behind both.
@@ -297,12 +296,9 @@ def make_report(
         options = {**analyzer.options(), **data_options}
         models = models_of[name]
         provenance = record(models, tally, options, getattr(analyzer, "seed", None))
-        about = (first.get(name, Sums()), models[0].head, models[0].stream, tuple(models))
-        run = Run(models[0].layers, models[-1].layers, provenance, *about)
+        run = Run(tuple(models), provenance, first.get(name, Sums()))
         with recorded_warnings() as said[name]:
             result = analyzer.compute(with_pools(sums, name), run)
-            if not isinstance(result, Result):
-                raise LayersimError(f"{type(analyzer).__name__}.compute returned {brief(result)}; it must return a Result.")
             if name in own_blocks:
                 result = replicated(result, analyzer, run, name, own_blocks[name])
         results[name] = result

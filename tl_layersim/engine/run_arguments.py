@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
-
-from torch.nn import Module
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
@@ -24,8 +21,6 @@ from ..sources.open_local import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000
-# Keys beside the names of analyzers in the costs that `estimate` returns.
-COSTS = ("forward", "head")
 
 if TYPE_CHECKING:
     AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
@@ -45,11 +40,13 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
     chosen: dict[str, Analyzer] = {}
     if isinstance(analyzers, Mapping):
         for name, item in analyzers.items():
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+                raise LayersimError(
+                    f"`analyzers` has the name {brief(name)}; names start with a letter, followed by letters, digits or _."
+                )
             chosen[name] = _analyzer_of(item)
-            _check_name(name, chosen[name])
     else:
-        items = list(analyzers) if is_several(analyzers) else [analyzers]
-        for item in map(_analyzer_of, items):
+        for item in map(_analyzer_of, analyzers if is_several(analyzers) else [analyzers]):
             if item.name in chosen:
                 raise LayersimError(
                     f"`analyzers` holds {item.name!r} twice. Pass a mapping from different names to the analyzers."
@@ -66,51 +63,20 @@ def is_several(analyzers: Any) -> bool:
 
 
 def _analyzer_of(item: Any) -> Analyzer:
-    """The analyzer for an entry of `analyzers`, which is an analyzer or a name."""
     if isinstance(item, str):
         known = find_analyzers()
         if item not in known:
             raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(known))}.")
-        item = known[item]()
-    _check_analyzer(item)
-    return cast(Analyzer, item)
-
-
-def _check_name(name: Any, analyzer: Analyzer) -> None:
-    """Raise an error if a name belongs to another analyzer, or if files, tables or the command line cannot hold it."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        return known[item]()
+    if not isinstance(item, Analyzer):
         raise LayersimError(
-            f"`analyzers` has the name {brief(name)}; a name must start with a letter, followed by letters, digits or _."
+            f"`analyzers` contains {brief(item)}; it must contain analyzers such as lsim.Cosine(), or their names."
         )
-    if name in COSTS:
+    if clash := item.options().keys() & set(DATA_OPTIONS):
         raise LayersimError(
-            f"`analyzers` has the name {name!r}, which `estimate` uses for a part of the model. Choose another name."
+            f"{type(item).__name__} has the option {', '.join(sorted(clash))}, which is also an option of `Data`. Rename it."
         )
-    other = find_analyzers().get(name)
-    if other is not None and not isinstance(analyzer, other):
-        raise LayersimError(
-            f"`analyzers` gives {type(analyzer).__name__} the name {name!r}, which is the name of {other.__name__}. Choose "
-            "another name."
-        )
-
-
-def _check_analyzer(analyzer: Any) -> None:
-    """Raise an error if an entry of `analyzers` is no analyzer, or has a name or option that cannot be recorded."""
-    if isinstance(analyzer, type) or not isinstance(analyzer, Analyzer):
-        raise LayersimError(
-            f"`analyzers` contains {brief(analyzer)}; it must contain analyzers such as lsim.Cosine(), or their names."
-        )
-    name = getattr(analyzer, "name", None)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise LayersimError(
-            f"`name` of {type(analyzer).__name__} is {brief(name)}; it must be lower-case letters, digits and _."
-        )
-    clash = analyzer.options().keys() & set(DATA_OPTIONS)
-    if clash:
-        raise LayersimError(
-            f"{type(analyzer).__name__} has the option {', '.join(sorted(clash))}, a name that is reserved for an option of "
-            "`Data`. Rename the option."
-        )
+    return item
 
 
 def refuse_large_heads(analyzer: Analyzer) -> None:
@@ -136,7 +102,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
         return replace(model, tokenizer=getattr(tokenizer, "tokenizer", None), processor=tokenizer.image_processor)
     if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
         return replace(model, processor=tokenizer)
-    if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType | Module):
+    if not callable(tokenizer):
         raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or a processor of images.")
     return replace(model, tokenizer=tokenizer)
 
@@ -211,19 +177,14 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: Open
         LayersimError: two arguments exclude each other, one lacks another, or no file can be written at `save_to`.
     """
     shard = given["shard"]
-    if not blocking and shard is not None:
-        raise LayersimError("`blocking=False` cannot be combined with `shard`.")
-    if not blocking and not opened.on_server:
-        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
-    kind, why = ("`shard`", "the file `save_to` is the checkpoint") if shard else ("`blocking=False`", "use run.save(path)")
-    for name in ("checkpoint", "baseline"):
-        if given[name] is not None and (shard is not None or not blocking):
-            raise LayersimError(f"`{name}` cannot be combined with {kind}" + (f": {why}." if name == "checkpoint" else "."))
+    if not blocking:
+        if not opened.on_server:
+            raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
+        _refuse(given, ("shard", "checkpoint", "baseline"), "cannot be combined with `blocking=False`")
     if shard is None:
-        for name in ("save_to", "first"):
-            if given[name] is not None:
-                raise LayersimError(f"`{name}` is {brief(given[name])}; it needs `shard`, such as shard=(0, 64).")
+        _refuse(given, ("save_to", "first"), "needs `shard`, such as shard=(0, 64)")
         return
+    _refuse(given, ("checkpoint", "baseline"), "cannot be combined with `shard`")
     if not 0 <= shard[0] < shard[1]:
         raise LayersimError(
             f"`shard` is {shard}; it must be (i, n): the index i of a shard, from 0 to n - 1, and the number n of shards."
@@ -235,3 +196,10 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: Open
             f"`shard` is {shard}; it cannot be used in a torch.distributed group, whose {ranks} ranks divide the data already."
         )
     refuse_unwritable(given["save_to"], "save_to")
+
+
+def _refuse(given: Mapping[str, Any], names: Sequence[str], why: str) -> None:
+    """Raise an error if one of the named arguments is given."""
+    for name in names:
+        if given[name] is not None:
+            raise LayersimError(f"`{name}` is {brief(given[name])}; it {why}.")

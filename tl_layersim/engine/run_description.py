@@ -74,13 +74,13 @@ class DataPart:
         deal: the batches that this rank measures.
         counts: counts of all data; None if the data was not counted before.
         within: range of this part among the batches with a counted position; None for all batches of this rank.
-        stage: "first" to end after the first pass; else "main".
+        last_pass: "first" to end after the first pass; else "main".
     """
 
     deal: Deal = ALONE
     counts: DataCounts | None = None
     within: range | None = None
-    stage: str = MAIN
+    last_pass: str = MAIN
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,14 @@ class Analysis:
         return any(isinstance(source, OnServer) for source in self.sources)
 
     @cached_property
-    def together(self) -> Source | None:
-        """Source that runs several models in one trace or request; None if they run one after the other.
+    def single_source(self) -> Source | None:
+        """Source that runs all models at once: the only model, or edits of one model on one server; None for other models.
 
         On servers only for analyzers without cross-model statistics, as one model in a request is the smaller job.
         """
-        if len(self.sources) == 1 or (self.is_remote and all(one.exchange() is not None for one in self.analyzers.values())):
+        if len(self.sources) == 1:
+            return self.sources[0]
+        if self.is_remote and all(one.exchange() is not None for one in self.analyzers.values()):
             return None
         return self.sources[0].beside(self.sources[1:])
 

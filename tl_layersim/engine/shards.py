@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ..core.arguments import typed
 from ..core.errors import LayersimError
-from ..core.file_format import MALFORMED, checksum, refuse_other_types
+from ..core.file_format import checksum, refuse_other_types
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile, differences
 from ..core.sums import SumTree, Tally
@@ -64,17 +64,17 @@ class ShardPart:
         path: path of the file.
         number: index of the shard, from 0.
         of: number of shards of the run.
-        stage: "first" for the sums of a first pass, which the main pass continues from; "main" for the sums of a report.
+        pass_name: "first" or "main", the pass whose sums the file is for.
         identity: model, analyzers, options and version as plain data; the same in all shards of a run.
         counts: counts of all data.
-        tallies: tallies by pass. The first pass is that of all data, unless `stage` is "first".
+        tallies: tallies by pass. In a file of the main pass, the tally of the first pass is that of all shards.
         notes: the header of the file, from which the report is made.
     """
 
     path: str
     number: int
     of: int
-    stage: str
+    pass_name: str
     identity: Mapping[str, Any]
     counts: DataCounts
     tallies: Mapping[str, Tally]
@@ -83,12 +83,12 @@ class ShardPart:
     @property
     def is_done(self) -> bool:
         """Whether the shard was measured to its end."""
-        return self.stage in self.tallies and self.tally.done
+        return self.pass_name in self.tallies and self.tally.done
 
     @property
     def tally(self) -> Tally:
         """Tally of the pass whose sums the file holds."""
-        return self.tallies[self.stage]
+        return self.tallies[self.pass_name]
 
     def refuse_other_counts(self, given: str, counts: DataCounts) -> None:
         """Raise an error if the shard was measured on other data.
@@ -105,7 +105,7 @@ class ShardPart:
 
 
 def run_shard(
-    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first: ShardPart | None
+    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first_pass: ShardPart | None
 ) -> Path:
     """Measure one shard of the data, and write its sums to a file that is also the shard's checkpoint.
 
@@ -114,44 +114,34 @@ def run_shard(
         identity: identity of the run as plain data, see `Analysis.identity`. A forward pass may change the model's description.
         shard: index of the shard and number of shards.
         path: path of the file.
-        first: the first stage of all shards; None in the first stage, or if there is none.
+        first_pass: the first pass over all shards; None to measure the first pass, or if no first pass runs the model.
 
     Returns:
         Path of the file.
 
     Raises:
-        LayersimError: an analyzer cannot use the model or the data, or the file or the first stage belongs to another run.
+        LayersimError: an analyzer cannot use the model or the data, or the file or the first pass belongs to another run.
         OSError: the file cannot be written.
     """
-    if analysis.batches.one_shot:
-        raise LayersimError(
-            "`data` can be read only once, and a shard reads it twice. Pass list(data), or "
-            "datasets.Dataset.from_generator(...)."
-        )
     analysis.check()
-    if first is not None:
-        if not analysis.first_needs_model:
-            raise LayersimError(
-                "`first` is given, but no analyzer of this call runs the model in a first pass. Leave `first` out."
-            )
-        if words := differing_entries(identity, first.identity):
-            raise LayersimError(f"`first` holds the first pass of another run: {words}.")
+    if first_pass is not None and (words := differing_entries(identity, first_pass.identity)):
+        raise LayersimError(f"`first` holds the first pass of another run: {words}.")
     # A first pass without the model is a part of each shard.
-    stage = FIRST if analysis.first_needs_model and first is None else MAIN
-    digest = "" if first is None else checksum("", sums_snapshot(FIRST, first.tally.tree.total().sums))
-    file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "stage": stage})
+    pass_name = FIRST if analysis.first_needs_model and first_pass is None else MAIN
+    digest = "" if first_pass is None else checksum("", sums_snapshot(FIRST, first_pass.tally.tree.total().sums))
+    file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "stage": pass_name})
     kept = file.resume(partial(_part_of, str(path)))
     counts = analysis.counts if kept is None or kept.is_done else kept.counts
     if kept is not None and kept.is_done:
         kept.refuse_other_counts(f"`save_to` is {path}, which holds a shard of other data", counts)
         tqdm.write(f"{path} holds this shard already, and is complete.", file=sys.stderr)
         return path
-    if first is not None:
-        first.refuse_other_counts("`first` holds the first pass over other data", counts)
+    if first_pass is not None:
+        first_pass.refuse_other_counts("`first` holds the first pass over other data", counts)
     refuse_empty(counts.tokens, counts.sequences)
-    held = kept or first
+    held = kept or first_pass
     tallies = {} if held is None else dict(held.tallies)
-    part = DataPart(counts=counts, within=counts.within(*shard), stage=stage)
+    part = DataPart(counts=counts, within=counts.within(*shard), last_pass=pass_name)
     file.write(*analysis.snapshot(part, tallies))
     run(analysis, part, file, tallies)
     return path
@@ -174,14 +164,14 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
     """Parse a shard's file from its notes and tensors. Malformed notes or tensors may raise any exception."""
     identity = dict(notes["identity"])
     number, of = identity.pop("shard")
-    held = {"number": number, "of": of, "stage": identity.pop("stage")}
+    held = {"number": number, "of": of, "pass_name": identity.pop("stage")}
     refuse_other_types(ShardPart, held)
     refuse_other_types(DataCounts, notes["counts"])
     counts = DataCounts(**notes["counts"])
     if not 0 <= number < of:
         raise ValueError(f"shard {number} of {of}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
-    if held["stage"] in tallies and tallies[held["stage"]].tree.start != start:
+    if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
         raise ValueError(f"the sums do not begin after row {start}")
     return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, notes=notes)
 
@@ -204,7 +194,7 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
 
     Raises:
         FileNotFoundError: there is no such file.
-        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first stage; the message
+        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first pass; the message
             names the files.
 
     Examples:
@@ -220,18 +210,6 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         True
     """
     parts = _in_order(map(_header_of, paths_of(files, "files")), MAIN)
-    try:
-        return _report_of(parts, analyzers)
-    except LayersimError:
-        raise
-    except MALFORMED as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise LayersimError(
-            f"`files` cannot be merged ({reason}): {_shard_names(parts)}. A file was edited, or an analyzer of your own fails."
-        ) from error
-
-
-def _report_of(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None) -> Report:
     tree, head, counts = _tree_of_shards(parts), parts[0], parts[0].counts
     chosen = restored_analyzers(head.identity["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
     # A first pass without a model is a part of each shard; one with a model is the same in all.
@@ -250,7 +228,7 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
     """Add the sums of the first pass over all shards.
 
     Args:
-        files: the files of the first stage.
+        files: the files of the first pass.
 
     Raises:
         LayersimError: a shard is missing, given twice, not finished, or of another run.
@@ -275,23 +253,18 @@ def _tree_of_shards(parts: Sequence[ShardPart]) -> SumTree:
     return reduce(SumTree.join, trees)
 
 
-def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
+def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     """The shards in order of their index.
 
     Raises:
         LayersimError: a shard is missing, not finished, of another run, or given twice.
     """
     parts = list(headers)
-    others = [part for part in parts if part.stage != stage]
-    if others and stage == MAIN:
+    if others := [part for part in parts if part.pass_name != pass_name]:
+        argument, writer = ("files", "with") if pass_name == MAIN else ("first", "without")
         raise LayersimError(
-            f"These files hold only the first pass over the data: {_shard_names(others)}. Call analyze(..., shard=(i, n), "
-            "first=[these files], save_to=...) for every shard, and merge what those calls save."
-        )
-    if others:
-        raise LayersimError(
-            f"`first` holds files of the main pass over the data: {_shard_names(others)}. It must hold files of the first "
-            "pass, which calls without `first` write."
+            f"`{argument}` has sums of the {others[0].pass_name} pass over the data: {_shard_names(others)}. It must have sums "
+            f"of the {pass_name} pass, which analyze(..., shard=(i, n), save_to=...) writes {writer} `first`."
         )
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:
@@ -321,7 +294,7 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
         words = ", ".join(map(str, missing)) + (" ..." if count > len(missing) else "")
         raise LayersimError(
             f"{count} of {head.of} shards {'is' if count == 1 else 'are'} missing: {words}. Pass their files too, or measure "
-            f"them with shard=({missing[0]}, {head.of}){' and without `first`' if stage == FIRST else ''}."
+            f"them with shard=({missing[0]}, {head.of}){' and without `first`' if pass_name == FIRST else ''}."
         )
     return [by_number[number] for number in range(head.of)]
 

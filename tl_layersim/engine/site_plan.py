@@ -240,21 +240,6 @@ def chosen_rule(
     return rule
 
 
-def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[str, Analyzer]) -> Positions:
-    """The rule by which `attach` counts positions of forward passes, see `chosen_rule`.
-
-    Raises:
-        LayersimError: as for `chosen_rule`; or the rule needs a column of the data.
-    """
-    positions = Positions(chosen_rule(given, [model], analyzers))
-    if positions.marked:
-        raise LayersimError(
-            f"`positions` is {brief(positions.rule)}, a column of data, but `attach` receives only forward passes. Set "
-            "`probe.mask` before the forward pass."
-        )
-    return positions
-
-
 def refuse_selection(data: Data, reads: str, *names: str) -> None:
     """Raise an error if an option of `Data` selects positions, but the called function has fixed positions.
 

@@ -78,7 +78,8 @@ class Job:
     Attributes:
         id: name of the job on the server.
         batches: batches of the request; empty once its sums have arrived.
-        steps: counts of the tally after each batch.
+        rows: number of rows whose sums the server returns; the last rows of the data are rounded up to a whole leaf.
+        steps: counts of the batches of the request.
         parts: sums that the server returned.
         state: last state that the server reported; also ERROR if a reply cannot be read.
         failure: the failure of a job in the state ERROR.
@@ -87,16 +88,12 @@ class Job:
 
     id: str
     batches: list[Batch]
+    rows: int
     steps: list[Step]
     parts: list[PartialSums] = field(default_factory=list)
     state: str = "SENT"
     failure: Exception | None = None
     silent_since: float | None = None
-
-    @property
-    def rows(self) -> int:
-        """Number of rows whose sums the job returns."""
-        return sum(len(step.tokens) * step.leaf for step in self.steps if step.measured)
 
 
 # Entries of `RunHeader.place` that are also attributes of `NdifClient`.
@@ -123,11 +120,12 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     for place, (count, names) in enumerate(item["parts"]):
         sums = sums_below(f"part/{number}/{place}", names, tensors)
         parts.append(PartialSums(count, [], {name: own.fields for name, own in sums.items()}))
-    steps = [Step._make(step)._replace(tokens=tuple(step[3])) for step in item["steps"]]
+    steps = [Step(measured, read, tuple(tokens), digest) for measured, read, tokens, digest in item["steps"]]
     for step in steps:
         refuse_other_types(Step, step._asdict())
-    refuse_other_types(Job, {"id": item["id"], "state": item["state"]})
-    return Job(item["id"], batches, steps, parts, item["state"])
+    plain = {name: item[name] for name in ("id", "rows", "state")}
+    refuse_other_types(Job, plain)
+    return Job(**plain, batches=batches, steps=steps, parts=parts)
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
@@ -245,6 +243,7 @@ class RemoteRun:
                     "id": job.id,
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
+                    "rows": job.rows,
                     "batches": [facts for facts, _ in batches],
                     "steps": [list(step) for step in job.steps],
                     "parts": [[part.count, list(part.out)] for part in job.parts],
@@ -349,9 +348,11 @@ def start(analysis: Analysis) -> RemoteRun:
     sent, jobs = time.time(), list[Job]()
     reading = iter(tqdm(data_pass.read(), desc="sending", unit="batch", disable=None))
     with analysis.running():
-        batches = source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, data_pass.first_block, deque())
+        schedule = source.schedule
+        batches = schedule.groups(reading, 0, most, lambda: schedule.most_batches, data_pass.jackknife_rows, deque())
         while group := next(batches):
-            jobs.append(Job(source.send(group, kernels), group, state.take(sum(batch.leaf_rows for batch in group))))
+            rows = sum(batch.leaf_rows for batch in group)
+            jobs.append(Job(source.send(group, kernels), group, rows, state.take(rows)))
     if not jobs:
         state.add_unmeasured()
         refuse_empty(state.tally.tokens, state.tally.sequences)
@@ -368,11 +369,11 @@ def start(analysis: Analysis) -> RemoteRun:
         settings=analysis.settings | analysis.batches.row_counts(),
         sent=sent,
         place=source.record() | dict.fromkeys(TRAFFIC, 0),
-        first=list(data_pass.first),
-        first_block=data_pass.first_block,
+        first=list(data_pass.first_sums),
+        first_block=data_pass.jackknife_rows,
         kernels=list(kernels),
     )
-    return RemoteRun((header, models, dict(data_pass.first), jobs), analysis.analyzers, source.ndif, source, kernels)
+    return RemoteRun((header, models, dict(data_pass.first_sums), jobs), analysis.analyzers, source.ndif, source, kernels)
 
 
 @typed

@@ -16,8 +16,9 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.non_token_inputs import TOKEN_IDS
+from ..data.positions import Positions
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
-from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
+from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, chosen_rule, plan_sites
 from ..remote.open_model import open_source
 from ..sources.activation_checks import check_lens, check_stream_sums
 from ..sources.hooked_module import HookedSource
@@ -39,7 +40,12 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         LayersimError: names the analyzer and its need.
     """
     if isinstance(source, NNsightSource):
-        refuse_untraceable(source)
+        # Traces of other models do not tell the positions of their rows.
+        if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
+            raise LayersimError(
+                f"`model` is {source.model.name}; the nnsight model of a probe must take token ids and have one stack. Use "
+                "lsim.analyze(model.edit(...), data, analyzers)."
+            )
     elif stack_side(source) == "both":
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
@@ -56,23 +62,6 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         if need := next((need for need, applies in needs.items() if applies), None):
             instead = (not one_pass and analyzer.one_pass) or "lsim.analyze(model, data, analyzers)"
             raise LayersimError(f"{type(analyzer).__name__} cannot be attached: it needs {need}. Use {instead}.")
-
-
-def refuse_untraceable(source: NNsightSource) -> None:
-    """Raise an error for a model whose traces do not tell the positions of its rows.
-
-    Args:
-        source: the model.
-
-    Raises:
-        LayersimError: the model takes other inputs than token ids, or has an encoder and a decoder.
-    """
-    if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
-        takes = "has an encoder and a decoder" if encoder_and_decoder(source.module) else f"takes `{source.model.main_input}`"
-        raise LayersimError(
-            f"`model` is {source.model.name}, which {takes}; a probe in a trace needs a model of one stack that takes token "
-            "ids. Use lsim.analyze(model.edit(...), data, analyzers)."
-        )
 
 
 def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
@@ -159,7 +148,12 @@ def attach(
     plan = plan_sites([source], chosen, at, per_head)
     plan.check_sites(chosen)
     refuse_unattachable(source, chosen, plan)
-    rule = attached_rule(positions, source.model, chosen)
+    rule = Positions(chosen_rule(positions, [source.model], chosen))
+    if rule.marked:
+        raise LayersimError(
+            f"`positions` is {brief(positions)}, a column of data, but `attach` receives only forward passes. Set `probe.mask` "
+            "before the forward pass."
+        )
     if isinstance(source, HookedSource):
         return LoopProbe(source, chosen, plan, rule, intervals)
     settle(source, chosen, plan)

@@ -23,7 +23,7 @@ from ..data.batches import new_digest
 from ..data.padding_masks import as_mask
 from ..data.positions import Positions
 from ..engine.report_assembly import make_report
-from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
+from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of
 from ..engine.site_plan import SitePlan
 from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
 from ..remote.traces import partial_sums
@@ -164,9 +164,8 @@ class Probe:
             where: description of the forward pass, for the message.
         """
         refuse_not_finite(not_finite, [self._source.sites], where)
-        known = sums_so_far(self._tree)
-        own = sums_of(names, out, known)
-        if self._intervals and not known.keys() & set(names):
+        own = sums_of(names, out)
+        if self._intervals and not any(node.sums[name] for node in self._tree.nodes for name in names):
             check_memory(own, TYPICAL_LEAVES, True)
         return own
 
@@ -198,10 +197,6 @@ class LoopProbe(Probe):
         super().__init__(analyzers, plan, positions, intervals)
         self._recorder: Recorder | None = None
         self._hooks = ExitStack()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Raise an error if a probe is copied or pickled, because the copy would have no hooks on the model."""
-        raise LayersimError("A probe cannot be copied or pickled. Save probe.results().")
 
     def _begin(self) -> None:
         super()._begin()
