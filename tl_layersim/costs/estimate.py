@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -205,10 +205,8 @@ def estimate(
         analyzer.check_batch(batch, source.model)
     run = MeteredBatch(source, module, batch, chosen, plan, opened.on_server)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in chosen.values())))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
+        needs_calls = any(analyzer.needs_calls for analyzer in chosen.values())
+        with running(source, needs_calls), torch.inference_mode(False), torch.no_grad():
             run.all_passes()
             seconds = None if run.weightless or opened.on_server else run.calibrate()
     except LayersimError:
