@@ -162,7 +162,7 @@ def test_a_constant_site_of_the_second_model(cls):
         assert found.column_directions.isnan().tolist() == [False, False, True]
     y[:] = 1.0
     with pytest.raises(lsim.LayersimError, match="not defined at any site"):
-        cls().compute(summed(cls(), [x], [y]), run)
+        cls().compute(summed(cls(), [x], [y]), _run(2, 3))
 
 
 def test_too_few_samples_are_refused():

@@ -1,4 +1,4 @@
-"""`analyze` and `compare`: run analyzers over data on one model, or on two."""
+"""`analyze` and `compare`: run analyzers on one model, or on two."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SEEDS = 3
 
 
 def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None) -> Report:
-    """Run analyzers over all data on one model, or on several to compare.
+    """Run analyzers over all data.
 
     Args:
         analysis: models, data and analyzers.
@@ -88,7 +88,7 @@ def run_with_baseline(
     baseline: BaselineArgument,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
-    """Run an analysis on trained models and on untrained copies of them. Figures and tables show both.
+    """Measure models and, for a baseline, untrained copies of them.
 
     Args:
         opened: the trained models.
@@ -126,13 +126,13 @@ R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
 class _Computes(Protocol[R_co]):
-    """An analyzer as type checkers see it: its `compute` returns a known class of result."""
+    """Type of an analyzer whose `compute` returns a known class of result."""
 
     def compute(self, sums: Sums, run: Run) -> R_co: ...
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Keywords that `analyze`, `compare`, `compare_grid`, `sweep` and `linear_probe` share, for type checkers."""
+    """Types of the keywords that several public functions share."""
 
     at: AtArgument
     per_head: bool
@@ -180,7 +180,7 @@ def analyze(
     save_to: str | os.PathLike[str] | None = None,
     first: FilesArgument | None = None,
 ) -> Report | RemoteRun | Path:
-    """Run analyzers over data on one model, in one pass over the data (two if a dataset mean is needed).
+    """Run analyzers on one model, in one pass over the data. Analyzers that need a mean over all data take two passes.
 
     Memory holds sums, not activations. The model runs in evaluation mode, without gradients, and is not changed. In an
     initialised `torch.distributed` group each rank measures a part of the batches and returns the same report.
@@ -306,7 +306,7 @@ def compare(
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report | Result:
-    """Relate the layers of two models that read the same tokens; widths and depths may differ.
+    """Compare the layers of two models that read the same tokens. Widths and depths may differ.
 
     Args:
         model_a: the model of the result's rows; kinds as in `analyze`. A request to a server runs one model, so each server

@@ -1,4 +1,4 @@
-"""`linear_probe`: accuracy of a linear classifier on frozen activations, by ridge or logistic regression, at each site."""
+"""`linear_probe`: accuracy of a linear classifier on the frozen activations of each site."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .site_plan import DEFAULT, AtArgument
 
 @dataclass
 class KeptSamples:
-    """Training samples that `LogisticProbe` keeps for its fits, batch by batch.
+    """Training samples of `LogisticProbe`, batch by batch.
 
     Attributes:
         activations: for each batch, the activations of its training samples, `site sample width`.
@@ -68,7 +68,9 @@ class KeptSamples:
 @typed
 @dataclass(frozen=True, eq=False)
 class LogisticProbe(ProbeAnalyzer):
-    """Accuracy of multinomial logistic regression on standardised frozen activations, at each site.
+    """Accuracy of logistic regression on the frozen activations of each site.
+
+    The regression is multinomial, and activations are standardised.
 
     A first pass over the data keeps the activations of training samples, on which the probes are fitted. A second pass counts
     predictions on held-out samples. Intervals hold the fitted probes fixed and vary the held-out rows.
@@ -146,7 +148,7 @@ class LogisticProbe(ProbeAnalyzer):
 
 
 def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
-    """Kernel that keeps the activations of a batch's training samples. It works only for models in this process.
+    """Kernel that keeps the training samples of a batch, for models in this process.
 
     Args:
         view: activations of one batch.
@@ -185,10 +187,10 @@ def linear_probe(
     intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> LinearProbeResult:
-    """Accuracy of a linear classifier on frozen activations at each site, measured on held-out rows.
+    """Accuracy of a linear classifier at each site, measured on held-out rows.
 
-    The classifier of each site is fitted on its own. Nothing in the model changes. A sample is a counted position, see
-    `positions` of `Data`: of a classifier the position that its head reads, of other models every position.
+    The classifier reads frozen activations, and is fitted at each site on its own. Nothing in the model changes. A sample is a
+    counted position, see `positions` of `Data`: by default every position, or the position that the model's head reads.
 
     Args:
         model: as in `analyze`.
@@ -241,7 +243,7 @@ def linear_probe(
         parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
         parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
-        count, test_count = _counts(model, parts, at)
+        count, test_count = _row_counts(model, parts, at)
         probe = replace(probe, labels=_labels_of_both(probe.labels, test_labels, count, test_count), first_test_row=count)
         data = replace(data, source=[part.source for part in parts])
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
@@ -249,8 +251,7 @@ def linear_probe(
     return result
 
 
-def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
-    """Number of rows in the training data and in the held-out data."""
+def _row_counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
     # `analyze` verifies the model.
     source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
     described = with_tokenizer(source.model, parts[0].tokenizer)

@@ -1,4 +1,7 @@
-"""`analyze_on_ray`: runs `analyze` on a Ray cluster; each worker loads the model and measures shards of the data."""
+"""`analyze_on_ray`: runs `analyze` on a Ray cluster.
+
+Each worker loads the model and measures shards of the data.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ Description = tuple[dict[str, Any], DataCounts, bool]
 
 
 class ModelCopy:
-    """A copy of the model and the data in a worker. The first call opens both, so that errors reach the driver.
+    """The model and the data in a Ray worker. The first call opens both, so that errors reach the driver.
 
     Args:
         load_model: function that returns the model, or an `OpenedModel`.
@@ -88,7 +91,7 @@ class ModelCopy:
 
 
 class Workers:
-    """Ray workers of a run, and the calls that run on them.
+    """The Ray workers of a run.
 
     Args:
         ray: the package ray.
@@ -104,7 +107,9 @@ class Workers:
         self.identity, self.counts, self.needs_first_pass = self._wait()[2]
 
     def measure(self, pass_name: str, of: int, first_pass: ShardPart | None) -> list[Path]:
-        """Measure all shards, and return their files. The file of a shard comes from the first worker that returns it.
+        """Measure all shards and return their files.
+
+        If two workers measure a shard, the file of the faster worker is kept.
 
         Args:
             pass_name: "first" or "main".
@@ -145,7 +150,7 @@ class Workers:
         return part.of
 
     def _wait(self) -> tuple[str, int, Any]:
-        """Wait until a call ends, and return its data pass ("first" or "main"), the index of its shard and its result."""
+        """Wait for a call to end. Returns its data pass ("first" or "main"), the index of its shard and its result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
         actor, pass_name, number = self._running.pop(reference)
         self._free.append(actor)
@@ -171,7 +176,7 @@ def analyze_on_ray(
     intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Run analyzers over data on copies of one model in the workers of a Ray cluster.
+    """Run `analyze` in the workers of a Ray cluster.
 
     Each worker loads the model and gets the data once, and measures one shard of the data at a time. The report equals the
     report of `analyze` in one process to the last bit, for any number of workers and even if some are lost, if forward passes
@@ -236,7 +241,10 @@ def analyze_on_ray(
 
 
 def _rows(data: Data) -> Any:
-    """Data that can be sent to workers: iterators and Ray data sets are read into a list, in order."""
+    """The rows of the data in a form that Ray can send to workers.
+
+    Iterators and Ray data sets are read into a list, in order.
+    """
     source = data.source
     if not any(cls.__module__.startswith("ray.data") for cls in type(source).__mro__):
         return list(source) if data.read_once else source

@@ -1,4 +1,4 @@
-"""Runs kernels on the batches of one part of the data, and adds their outputs.
+"""Runs kernels on batches and adds their outputs.
 
 Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`.
 """
@@ -42,7 +42,7 @@ TITLES = {FIRST: "first pass", MAIN: "layers"}
 
 
 class Step(NamedTuple):
-    """Counts of one batch that was read.
+    """Counts of one batch.
 
     Attributes:
         measured: whether this process runs the model on the batch.
@@ -59,7 +59,7 @@ class Step(NamedTuple):
 
 @dataclass
 class PassState:
-    """Progress of a pass: sums and counts of complete batches, and the batches that still wait for their sums.
+    """Progress of a pass over the data. The counts of a batch wait until its sums arrive.
 
     Attributes:
         tally: tally of the complete batches.
@@ -72,7 +72,7 @@ class PassState:
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
-        """Add the sums of the next batches to the tally, and count these batches.
+        """Add the sums of the next batches to the tally.
 
         Args:
             parts: the sums.
@@ -88,12 +88,14 @@ class PassState:
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Count the last batches of the data, on which this process runs no model."""
+        """Count the last batches, on which this process runs no model."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove the next waiting batches and return them, until they hold `rows` rows on which the model ran.
+        """Remove waiting batches and return them.
+
+        The model ran on `rows` of their rows. At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
 
         Kernels round the last rows of the data up to a whole leaf, so that fewer rows may wait.
         """
@@ -106,7 +108,7 @@ class PassState:
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """Add the counts of more batches, but not their sums, to a tally, and set its time."""
+    """The tally with the counts of more batches, but without their sums."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
@@ -119,7 +121,7 @@ def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
 
 @dataclass
 class DataPass:
-    """One pass of kernels over the data, which can continue from a checkpoint and writes one.
+    """One pass over the data. It continues from a checkpoint and writes one.
 
     Attributes:
         analysis: models, data and analyzers.
@@ -160,7 +162,7 @@ class DataPass:
         self._lens_is_checked = not (is_main and any(analyzer.needs_unembed for analyzer in self.analyzers.values()))
 
     def run(self) -> None:
-        """Run the pass to the end of the data, and add its tally to `tallies`.
+        """Run the pass to the end of the data.
 
         Raises:
             LayersimError: activations are not finite, or the data differs from the data of the checkpoint.
@@ -170,7 +172,11 @@ class DataPass:
             return
         rows = rows_in_data(self.analysis.batches.data)
         is_remote = any(isinstance(source, OnServer) for source in self.sources)
-        with self.file.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
+
+        def summed() -> str:
+            return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
+
+        with self.file.saved_on_interrupt(self._snapshot, summed), self._bar() as bar:
             for parts in self._partial_sums(bar.set_postfix_str):
                 self._refuse_not_finite(parts)
                 self.state.add(parts, time.monotonic() - self._began)
@@ -190,7 +196,9 @@ class DataPass:
         self.file.save(*self._snapshot())
 
     def read(self) -> Iterator[Batch]:
-        """Yields the batches on which this process runs the model, from the end of the checkpoint on.
+        """Yields the batches on which this process runs the model.
+
+        Batches in the checkpoint are left out. Counts of all other batches join `state.waiting`.
 
         The counts of all batches join `state.waiting`.
         """
@@ -212,7 +220,7 @@ class DataPass:
             raise _other_data(f"only {read} batches, and the checkpoint has {held.batches}")
 
     def _numbered(self) -> Iterator[tuple[Step, Batch]]:
-        """Yields all batches of the data with their counts. Rank and shard decide which of them this process measures."""
+        """Yields all batches with their counts. Rank and shard decide which batches this process measures."""
         batches, deal, digest = self.analysis.batches, self.part.deal, new_digest()
         # Number of batches so far with a counted position, and number of rows before the next measured batch.
         with_counted, row = 0, self.state.tally.tree.start
@@ -228,14 +236,14 @@ class DataPass:
             row += batch.capacity * measured
 
     def _with_leaf(self, batch: Batch, row: int) -> Batch:
-        """The batch with the number of rows per leaf, which depends on the index of its first row alone."""
+        """The batch with its number of rows per leaf. The number depends on the index of the first row alone."""
         leaf = min(ROWS, batch.capacity)
         if self.jackknife_rows is None:
             return replace(batch, leaf=leaf)
         return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.jackknife_rows))
 
     def _settle(self, batch: Batch) -> None:
-        """Run a batch on models whose sites are fully known only after a forward pass."""
+        """Run a batch on models whose sites are not fully known yet."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)
@@ -244,7 +252,7 @@ class DataPass:
             self.analysis.plan.check_sites(self.analysis.analyzers)
 
     def _check(self, batch: Batch) -> None:
-        """Raise an error if an analyzer cannot read the batch. The first batch also checks the logit lens."""
+        """Raise an error if an analyzer cannot read the batch. Before the first batch, the logit lens is checked too."""
         for analyzer in self.analyzers.values():
             analyzer.check_batch(batch, cast(Model, self.analysis.batches.model))
         if not self._lens_is_checked:
@@ -264,7 +272,7 @@ class DataPass:
         )
 
     def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
-        """Yields partial sums of the remaining batches, in the order of the data."""
+        """Yields the sums of the remaining batches, in the order of the data."""
         sources, batches = self.sources, self.read()
         if not sources:
             return ([PartialSums(batch.leaf, *own) for own in run_batch(_tokens_of, batch, self.kernels)] for batch in batches)
@@ -286,16 +294,11 @@ class DataPass:
             start += part.count
 
     def _snapshot(self) -> Snapshot:
-        """The tallies of all passes, for the checkpoint."""
         return self.analysis.snapshot(self.part, {**self.tallies, self.name: self.state.tally})
-
-    def _summed(self) -> str:
-        """First words of the note that says where an interrupted run was saved."""
-        return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
 
 
 def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[str, Tally], blocking: bool = True) -> DataPass:
-    """Run the passes over one part of the data. Batches whose sums the checkpoint holds are not run again.
+    """Run the passes over one part of the data. Batches in the checkpoint are not run again.
 
     Args:
         analysis: models, data and analyzers.
@@ -365,7 +368,7 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-    """Run kernels that need no model, because they read only tokens and labels."""
+    """Run kernels that read only tokens and labels."""
     return [], reduce(kernels, tokens_alone(batch))[1]
 
 
@@ -374,7 +377,7 @@ def _other_data(given: str) -> LayersimError:
 
 
 def rows_in_data(data: Data) -> int | None:
-    """Number of rows in the data; None if the data has no length or if rows are packed.
+    """Number of rows in the data; None if not known.
 
     Args:
         data: the data of the run.
@@ -396,14 +399,16 @@ def rows_in_data(data: Data) -> int | None:
 def check_memory(
     sums: Mapping[str, Sums], leaves: int, intervals: bool, analyzers: Mapping[str, Analyzer] = MappingProxyType({})
 ) -> None:
-    """Raise an error if an analyzer's sums exceed its `max_memory_gb`, and warn if all sums exceed the free memory.
+    """Compare the memory of all sums with the limits.
+
+    Sums are added in pairs, so several copies are held at once. If they exceed the free memory, a warning is given.
 
     Sums are added in pairs, so several copies are held at once.
 
     Args:
         sums: sums of one batch, by kernel.
         leaves: number of groups of rows (leaves) whose sums are added, or an upper limit.
-        intervals: whether blocks are kept.
+        intervals: whether jackknife blocks are kept.
         analyzers: analyzers by name, which may have a limit `max_memory_gb`.
 
     Raises:

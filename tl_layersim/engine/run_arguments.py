@@ -1,4 +1,4 @@
-"""Checks of a run's arguments: the analyzers, the tokenizer, and the tokens that two models share."""
+"""Checks of a run's arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ else:
 
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
-    """The analyzers of a run by name: the keys of a mapping, or the analyzers' own names.
+    """The analyzers of a run, by name.
+
+    The names are the keys of a mapping, or the analyzers' own names. A string stands for an analyzer with default options.
 
     A string stands for an analyzer with default options.
 
@@ -58,7 +60,7 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
 
 
 def is_several(analyzers: Any) -> bool:
-    """Whether `analyzers` is a list or a mapping, so that the call returns a report."""
+    """Whether `analyzers` is a list or a mapping."""
     return isinstance(analyzers, Sequence | Mapping) and not isinstance(analyzers, str)
 
 
@@ -80,7 +82,7 @@ def _analyzer_of(item: Any) -> Analyzer:
 
 
 def refuse_large_heads(analyzer: Analyzer) -> None:
-    """Raise an error if exit heads are too large to be sent to a server with every request.
+    """Raise an error if exit heads are too large for requests to a server.
 
     Raises:
         LayersimError: they take more than `LARGEST_HEADS` bytes.
@@ -88,13 +90,13 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
     heads = getattr(analyzer, "heads", None)
     if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
         raise LayersimError(
-            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; every request to a server sends them, so they "
-            f"must be at most {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
+            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; a request to a server carries at most "
+            f"{in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
         )
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with `tokenizer` as its tokenizer or image processor; unchanged if `tokenizer` is None."""
+    """The model with another tokenizer or image processor; unchanged for None."""
     if tokenizer is None:
         return model
     if getattr(tokenizer, "image_processor", None) is not None:
@@ -108,7 +110,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """Description of the inputs that both models accept, with the smaller context and vocabulary.
+    """Description of the inputs that two models accept. Context and vocabulary are the smaller ones.
 
     Args:
         a: the first model, whose tokenizer is used.
@@ -166,7 +168,7 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
 
 
 def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: OpenedModel) -> None:
-    """Raise an error for arguments of `analyze` that contradict each other, before a model is opened.
+    """Raise an error for arguments of `analyze` that contradict each other.
 
     Args:
         given: `shard`, `save_to`, `first`, `checkpoint` and `baseline` as given to `analyze`.

@@ -1,4 +1,7 @@
-"""Shards: contiguous parts of the data that separate processes measure; `merge` makes one report from their files."""
+"""Shards: contiguous parts of the data that separate processes measure.
+
+`merge` makes one report from the files of all shards.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[s
 
 
 def paths_of(files: FilesArgument, argument: str) -> list[Path]:
-    """Paths of files: the files in folders, the files that match patterns, and the given paths.
+    """Paths of the given files, of files in folders, and of files that match patterns.
 
     Args:
         files: a folder, a pattern or a path; or several.
@@ -58,7 +61,7 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """The sums of one shard, read from its file; or the added sums of the first pass over all shards.
+    """Sums of one shard, read from its file. `merged_first` returns the first pass over all shards in this form.
 
     Attributes:
         path: path of the file.
@@ -87,7 +90,7 @@ class ShardPart:
 
     @property
     def tally(self) -> Tally:
-        """Tally of the pass whose sums the file holds."""
+        """Tally of the pass `pass_name`."""
         return self.tallies[self.pass_name]
 
     def refuse_other_counts(self, given: str, counts: DataCounts) -> None:
@@ -107,7 +110,7 @@ class ShardPart:
 def run_shard(
     analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first_pass: ShardPart | None
 ) -> Path:
-    """Measure one shard of the data, and write its sums to a file that is also the shard's checkpoint.
+    """Measure one shard and write its sums to a file, which is also the shard's checkpoint.
 
     Args:
         analysis: model, data and analyzers.
@@ -161,7 +164,7 @@ def read_part(path: str | os.PathLike[str]) -> ShardPart:
 
 
 def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ShardPart:
-    """Parse a shard's file from its notes and tensors. Malformed notes or tensors may raise any exception."""
+    """Parse a shard's file. Malformed notes or tensors may raise any exception."""
     identity = dict(notes["identity"])
     number, of = identity.pop("shard")
     held = {"number": number, "of": of, "pass_name": identity.pop("stage")}
@@ -178,7 +181,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 @typed
 def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -> Report:
-    """Add the sums of all shards of a run, and compute the report.
+    """Make the report of a run from the files of its shards.
 
     Batches are added in one order that depends on their number alone, so every number equals that of one process over all data
     to the last bit, intervals included. Only `seconds` differs: it is the sum over all shards. Memory holds the sums of one
@@ -241,14 +244,14 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
 
 
 def _header_of(path: Path) -> ShardPart:
-    """Read a shard's file and drop its sums, so that memory holds the sums of one shard at a time."""
+    """Read a shard's file without its sums, so that memory holds the sums of one shard at a time."""
     part = read_part(path)
     tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
     return replace(part, tallies=tallies)
 
 
 def _tree_of_shards(parts: Sequence[ShardPart]) -> SumTree:
-    """The sums of all batches, from the files of all shards in order."""
+    """Sums of all shards, read in order."""
     trees = (read_part(part.path).tally.tree for part in parts)
     return reduce(SumTree.join, trees)
 
@@ -263,15 +266,16 @@ def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     if others := [part for part in parts if part.pass_name != pass_name]:
         argument, writer = ("files", "with") if pass_name == MAIN else ("first", "without")
         raise LayersimError(
-            f"`{argument}` has sums of the {others[0].pass_name} pass over the data: {_shard_names(others)}. It must have sums "
-            f"of the {pass_name} pass, which analyze(..., shard=(i, n), save_to=...) writes {writer} `first`."
+            f"`{argument}` has sums of the {others[0].pass_name} pass over the data: {_shard_names(others)}. "
+            f"`{argument}` must have sums of the {pass_name} pass, which analyze(..., shard=(i, n), save_to=...) writes "
+            f"{writer} `first`."
         )
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:
         then = others[0].identity.get("version")
         raise LayersimError(
-            f"These shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
-            f"another meaning; install version {then}."
+            f"These shards were written by tl_layersim {then}, and this version is {here}: {_shard_names(others)}. Sums "
+            f"of other versions may have another meaning; install version {then}."
         )
     if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
         words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
@@ -283,7 +287,7 @@ def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     if unfinished := [part for part in parts if not part.is_done]:
         raise LayersimError(
             f"These shards are not finished: {_shard_names(unfinished)}. Repeat the call with shard=({unfinished[0].number}, "
-            f"{unfinished[0].of}) and the same `save_to`; it continues from the file."
+            f"{unfinished[0].of}) and the same `save_to` to continue."
         )
     by_number = {part.number: part for part in parts}
     if twice := [part for part in parts if by_number[part.number] is not part]:
@@ -300,7 +304,7 @@ def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
 
 
 def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """The entries in which the identities of two runs differ, in words; "" if the identities are equal.
+    """Entries in which the identities of two runs differ, as text; "" if equal.
 
     Args:
         now: identity of this run.

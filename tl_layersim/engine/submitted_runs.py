@@ -1,4 +1,4 @@
-"""`RemoteRun`: an analysis whose requests were all sent to a server, to be collected later or in another process."""
+"""`RemoteRun`: an analysis on a server, collected later or in another process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .site_plan import SiteChoice, SitePlan
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Description of a non-blocking run as plain data, as its file stores it.
+    """Description of a remote run, as its file stores it.
 
     Attributes:
         server: address of the server, without a login.
@@ -54,7 +54,7 @@ class RunHeader:
         sent: when the jobs were sent.
         place: facts about the server, with the number of requests and bytes before this process.
         first: names of the analyzers with sums of a first pass.
-        first_block: number of rows in the first block of the data; None without intervals.
+        first_block: number of rows in a jackknife block at the start; None without intervals.
         kernels: names of the kernels.
     """
 
@@ -129,7 +129,7 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
-    """The fields of a batch as plain data and tensors, for a file. Keys of further model inputs begin with "input/"."""
+    """A batch as plain data and tensors, for a file. Keys of further model inputs begin with "input/"."""
     held = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name != "inputs"}
     tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
     facts = {name: value for name, value in held.items() if name not in tensors} | {"positional": sorted(batch.positional)}
@@ -137,7 +137,7 @@ def _batch_snapshot(batch: Batch) -> Snapshot:
 
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """Restore a batch from the plain data and tensors of `_batch_snapshot`."""
+    """Restore a batch from `_batch_snapshot`."""
     more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
     held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
     return Batch(**{**facts, **more}, **held, inputs=tensors_below("input/", tensors))
@@ -152,7 +152,7 @@ KIND = "remote_run"
 
 
 class RemoteRun:
-    """An analysis that runs on an NDIF server; `analyze(open_model(model, remote=True), ..., blocking=False)` returns one.
+    """An analysis that runs on an NDIF server, returned by `analyze(..., blocking=False)`.
 
     It holds no API key: the process that collects it uses the key that nnsight is set to there.
 
@@ -228,7 +228,10 @@ class RemoteRun:
         return self._report()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the run to a file: names of its jobs, sums that arrived, and tokens of the jobs that are not complete."""
+        """Write the run to a file.
+
+        The file holds the names of the jobs, the sums that arrived, and the tokens of the other jobs.
+        """
         tensors: dict[str, Tensor] = {}
         jobs = []
         for number, job in enumerate(self._jobs):
@@ -265,7 +268,7 @@ class RemoteRun:
         if state is None:
             job.silent_since = job.silent_since or now
             if now - job.silent_since > FORGOTTEN:
-                job.state, job.failure = "ERROR", TransientFailure("the server does not know it")
+                job.state, job.failure = "ERROR", TransientFailure("the server does not know the job")
             return
         job.state, job.silent_since = state, None
         if state == "ERROR":
@@ -281,12 +284,12 @@ class RemoteRun:
         except LayersimError as error:
             job.state, job.failure = "ERROR", error
         except (AttributeError, TypeError, ValueError) as error:
-            job.state, job.failure = "ERROR", TransientFailure(f"its result has another form ({error})")
+            job.state, job.failure = "ERROR", TransientFailure(f"the result of the job has another form ({error})")
         else:
             job.parts, job.batches = parts, []
 
     def _measure_again(self, job: Job) -> None:
-        """Measure the batches of a failed job again, as a blocking run does.
+        """Measure the batches of a failed job again.
 
         Raises:
             LayersimError: another attempt would fail with the same error, or the model is not open here.
@@ -328,7 +331,7 @@ class RemoteRun:
         )
 
     def _place(self) -> dict[str, Any]:
-        """Facts about the server, and the total requests and bytes of this and earlier processes."""
+        """Facts about the server, and the total traffic of all processes of the run."""
         before = self._header.place
         return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 
@@ -380,7 +383,7 @@ def start(analysis: Analysis) -> RemoteRun:
 def load_run(
     path: str | os.PathLike[str], *, model: Any = None, analyzers: AnalyzersArgument | None = None, remote: str | None = None
 ) -> RemoteRun:
-    """Read a run that `RemoteRun.save` wrote, in this process or another.
+    """Read a run that `RemoteRun.save` wrote.
 
     Args:
         path: the file.
@@ -393,10 +396,11 @@ def load_run(
     """
 
     def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[KeptRun, dict[str, Analyzer]]:
-        if notes.get("version") != version("tl_layersim"):
+        here, then = version("tl_layersim"), notes.get("version")
+        if then != here:
             raise LayersimError(
-                f"The run in {path} was sent by tl_layersim {notes.get('version')}, and this is {version('tl_layersim')}. Its "
-                f"sums may have another meaning; install version {notes.get('version')}."
+                f"The run in {path} was sent by tl_layersim {then}, and this version is {here}. Sums of other versions may "
+                f"have another meaning; install version {then}."
             )
         run = parsed(notes, tensors)
         return run, restored_analyzers(run[0].analyzers, analyzers)

@@ -1,4 +1,4 @@
-"""`attach`: run analyzers on the forward passes of a user's own loop."""
+"""`attach`: runs analyzers on the forward passes of a user's own loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .probe_hooks import stack_side
 
 
 def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Raise an error if a model or an analyzer needs more than the forward passes of the user's loop.
+    """Raise an error if an analyzer needs more than the forward passes of a loop.
 
     Args:
         source: the model.
@@ -65,7 +65,9 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
 
 
 def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Find the order and the widths of the sites by a short row of made-up tokens, and check the sites and the lens.
+    """Find the order and the widths of a model's sites, and check its lens.
+
+    A short row of made-up tokens runs through the model.
 
     Args:
         source: the model.
@@ -99,7 +101,9 @@ def attach(
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     intervals: bool = False,
 ) -> Probe:
-    """Run analyzers on every forward pass of a model inside a `with` block: in your own loop, a training step or `generate`.
+    """Run analyzers on every forward pass of a model inside a `with` statement.
+
+    The forward passes may be those of your own loop, a training step or `generate`.
 
     Outputs, gradients and state of the model do not change, and every hook is removed at the end, also after an exception.
     Errors of the probe are raised by `probe.results()`, not in the loop. Positions that the model's attention mask excludes are

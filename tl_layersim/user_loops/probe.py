@@ -1,4 +1,4 @@
-"""`Probe`: the sums of the forward passes of a user's own loop or traces so far, and their report."""
+"""`Probe`: measures the forward passes of a user's own loop, or nnsight traces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BUFFERED_TOKENS = 2048
 
 
 class Probe:
-    """Adds up sums of the forward passes of a user's own loop, inside `with lsim.attach(...) as probe`, or of nnsight traces.
+    """Measures the forward passes of a user's own loop, or nnsight traces.
 
     `results()` is the report so far, at any time; `reset()` begins anew, such as for each epoch. In a loop a forward pass in
     another thread than the one that entered the block is an error, and an error of the probe is raised by `results()`, never in
@@ -108,7 +108,7 @@ class Probe:
         self._mask = None if mask is None else as_mask(mask)
 
     def results(self) -> Report:
-        """The report of all forward passes so far, at any time inside the block and after it.
+        """The report of all forward passes so far.
 
         Raises:
             LayersimError: no forward pass ran, or too few for an analyzer; activations were not finite; or a forward pass could
@@ -118,7 +118,7 @@ class Probe:
             return self._report(self._sums(), tuple(self._analyzers))
 
     def headline(self) -> dict[str, float]:
-        """The headline numbers of all forward passes so far as a flat dict for a logger, see `Report.headline`.
+        """Headline numbers of all forward passes so far, as a flat dict for a logger.
 
         Analyzers that need more data than there is so far are left out; the dict may be empty. It raises nothing and repeats no
         warning, so that it cannot end a loop: `results()` raises what is wrong.
@@ -132,7 +132,7 @@ class Probe:
         return numbers
 
     def reset(self) -> None:
-        """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers the passes that follow.
+        """Forget all forward passes so far. `results()` then covers later forward passes only.
 
         The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
         before the reset too.
@@ -149,7 +149,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """The models that each analyzer measures, and the options that only this kind of probe records."""
+        """The models by analyzer, and the options that this kind of probe records."""
         raise NotImplementedError
 
     def _checked(
@@ -170,7 +170,6 @@ class Probe:
         return own
 
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
-        """The report of some analyzers."""
         analyzers = {name: self._analyzers[name] for name in names}
         tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest(), tree=tree)
         models, more = self._described()
@@ -180,7 +179,7 @@ class Probe:
 
 
 class LoopProbe(Probe):
-    """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`."""
+    """Measures the forward passes inside `with lsim.attach(...)`."""
 
     _source: HookedSource
 
@@ -243,7 +242,7 @@ class LoopProbe(Probe):
         self._positions.notes.once(self._positions.notes.runs.warning(self._source.model))
         # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
         self._plan.check_sites(self._analyzers)
-        return self._tree.add(self._block(0, pending)) if pending else self._tree
+        return self._tree.add(self._leaf(0, pending)) if pending else self._tree
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
@@ -286,18 +285,18 @@ class LoopProbe(Probe):
         self._tokens += count
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         own = {name: self._reduced(name, [view]) for name in self._immediate}
-        first, continued = self._first_row(call)
+        before, continued = self._rows_before(call)
         self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
         for name, views in self._waiting.items():
             pooled = isinstance(self._kernels[name], PoolKernel)
-            views.append(replace(view, sequence=view.sequence + first) if pooled else view)
+            views.append(replace(view, sequence=view.sequence + before) if pooled else view)
             if self._is_enough(name, views, continued):
                 own[name] = self._reduced(name, views)
                 self._waiting[name] = []
-        self._tree = self._tree.add(self._block(count, own))
+        self._tree = self._tree.add(self._leaf(count, own))
 
-    def _first_row(self, call: Call) -> tuple[int, bool]:
-        """Index of a forward pass's first row among all rows, and whether the pass continues the rows of the pass before.
+    def _rows_before(self, call: Call) -> tuple[int, bool]:
+        """Number of rows before a forward pass, and whether the pass continues the rows of the last pass.
 
         Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
         """
@@ -309,7 +308,7 @@ class LoopProbe(Probe):
         return self._last[0], False
 
     def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
-        """Whether there are enough views to call a kernel: many tokens, or enough rows and samples for a `PoolKernel`.
+        """Whether the views are enough for one call of a kernel.
 
         Cached generation gives one position at a time, and few calls are faster than many.
         """
@@ -323,13 +322,13 @@ class LoopProbe(Probe):
             return True
         return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
-    def _block(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
+    def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
         """Sums of one forward pass."""
         names = (*self._immediate, *self._waiting)
         return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
 
     def _reduced(self, name: str, views: list[View]) -> Sums:
-        """Output of a kernel for some views; empty if the kernel fails."""
+        """Sums of a kernel over some views; empty if the kernel fails."""
         kernel = self._kernels[name]
         try:
             joined = _by_row(views) if isinstance(kernel, PoolKernel) else _joined(views)
@@ -347,7 +346,7 @@ def _dtype_of(source: HookedSource) -> str:
 
 
 def _joined(views: list[View]) -> View:
-    """Join several views into one; rows of different views get different sequence numbers."""
+    """Join views. Rows of different views get different sequence numbers."""
     if len(views) == 1:
         return views[0]
     rows, offset = [], 0
@@ -358,7 +357,7 @@ def _joined(views: list[View]) -> View:
 
 
 def _by_row(views: list[View]) -> View:
-    """Join several views whose sequence numbers count all rows, so that the samples of a row follow each other."""
+    """Join views so that the samples of a row follow each other. Sequence numbers of the views count all rows."""
     rows = torch.cat([view.sequence for view in views])
     number = torch.unique(rows, return_inverse=True)[1]
     joined = _with_sequence(views, number)
@@ -388,7 +387,7 @@ def _with_sequence(views: list[View], sequence: Tensor) -> View:
 
 
 class TraceProbe(Probe):
-    """Adds up sums of forward passes in the user's own nnsight traces, each of which calls `probe.read()` in an empty invoke.
+    """Measures nnsight traces. Each trace calls `probe.read()` in an empty invoke.
 
     `results()` is the report of all traces so far; `reset()` begins anew.
     """
