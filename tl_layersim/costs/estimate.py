@@ -120,7 +120,7 @@ class CostEstimate:
 
     @property
     def title(self) -> str:
-        """One line with the model, the size of the run and the number of sites."""
+        """One line with the model, the size of the run, and the number of sites."""
         passes = f", {self.passes} passes" if self.passes > 1 else ""
         return f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
 
@@ -248,10 +248,10 @@ def _bytes_of_sums(run: MeteredBatch, rows: int, intervals: bool) -> dict[str, i
     """Peak memory of the sums in bytes, by analyzer."""
     leaf, held = min(ROWS, run.capacity), Counter[str]()
     for name, size in run.sums.items():
-        # With intervals the first leaves are single rows.
+        # With intervals, leaves at the start of the data are single rows.
         unit = run.pools[name].rows if name in run.pools else 1 if intervals else leaf
         held[analyzer_of(name)] += most_nodes(math.ceil(rows / unit), intervals) * size
-    for name, sums in run.first.items():
+    for name, sums in run.first_sums.items():
         held[name] += most_nodes(math.ceil(rows / leaf), False) * _size(sums)
     return dict(held)
 
@@ -403,7 +403,7 @@ class MeteredBatch:
         flops: FLOPs of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer.
         sums: bytes of the sums of each kernel.
         pools: a pool of rows for each kernel of pools.
-        first: sums of the first pass.
+        first_sums: sums of the first pass.
         passes: number of passes that run the model.
         peak: largest number of bytes beside the weights that were alive at once.
         samples: number of samples of the batch.
@@ -427,7 +427,7 @@ class MeteredBatch:
         self.flops: Counter[str] = Counter()
         self.sums: dict[str, int] = {}
         self.pools: dict[str, _Pool] = {}
-        self.first: dict[str, Sums] = {}
+        self.first_sums: dict[str, Sums] = {}
         self.passes, self.peak, self.samples = 1, 0, 0
         head = source.model.head
         paths = [] if head is None else head.modules
@@ -449,12 +449,12 @@ class MeteredBatch:
 
     def all_passes(self) -> None:
         """Measure the first pass, if an analyzer needs one, and the main pass."""
-        self.first = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
+        self.first_sums = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
         if self.first_kernels:
-            self.first |= self._pass(self.first_kernels)
+            self.first_sums |= self._pass(self.first_kernels)
             self.passes = 2
         with without_values() if self.weightless else nullcontext():
-            kernels = self.plan.kernels(self.analyzers, self.first)
+            kernels = self.plan.kernels(self.analyzers, self.first_sums)
         self.pools = {
             name: _Pool.of(kernel, self.batch, self.source.model.vocabulary or 1)
             for name, kernel in kernels.items()
@@ -481,7 +481,7 @@ class MeteredBatch:
         sums = {name: self._widened(out) for name, out in outputs.items()}
         if self.remote:
             # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
-            unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
+            unpacked = sum(map(_size, self.first_sums.values())) if self.weightless else 0
             self.sent.append(packed_request(kernels) + unpacked)
             sites = self.source.sites
             self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(sites, sums))
@@ -501,7 +501,7 @@ class MeteredBatch:
 
         After a warm-up, the passes are repeated for `CALIBRATION` seconds.
         """
-        main = self.plan.kernels(self.analyzers, self.first)
+        main = self.plan.kernels(self.analyzers, self.first_sums)
         steps: list[Mapping[str, AnyKernel]] = [kernels for kernels in (self.first_kernels, main) if kernels]
         taken: list[float] = []
         view = self.source.collect(self.batch) if self.pools else None
@@ -542,7 +542,7 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """Make a pool whose rows have the mean number of counted positions of a batch.
+        """Make a pool whose rows have as many counted positions as the mean row of a batch.
 
         Args:
             kernel: kernel of the pool.
@@ -564,5 +564,5 @@ class _Pool:
 
 
 def _size(sums: Sums) -> int:
-    """Number of bytes that sums take."""
+    """Size of sums in bytes."""
     return sum(value.nbytes for value in sums.fields.values())

@@ -139,7 +139,7 @@ class Workers:
         return list(files.values())
 
     def _add(self, path: Path, files: dict[int, Path], bar: Any, given: str) -> int:
-        """Add a shard's file to `files`, and return the number of shards of the run."""
+        """Add the file of a shard. Returns the number of shards of the run."""
         part = read_part(path)
         if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
             raise LayersimError(f"{given} other models, analyzers or options than this run: {words}.")
@@ -150,7 +150,7 @@ class Workers:
         return part.of
 
     def _wait(self) -> tuple[str, int, Any]:
-        """Wait for a call to end. Returns its data pass ("first" or "main"), the index of its shard and its result."""
+        """Wait for a call to end. Returns its pass, the index of its shard and its result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
         actor, pass_name, number = self._running.pop(reference)
         self._free.append(actor)

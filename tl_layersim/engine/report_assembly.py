@@ -64,7 +64,7 @@ def notes_on_sizes(
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
-    """Effective sample size of each site, as a fraction of its samples.
+    """Effective sample size of each site, as a fraction of the samples.
 
     Samples before position `start` are left out; NaN without samples.
 
@@ -292,7 +292,7 @@ def make_report(
         tally: counts and digest of the data, and the sums of the main pass.
         first_sums: sums of the first pass, by analyzer.
         data_options: how the data was read, for the provenance.
-        over_ranks: sums and blocks of the main pass of all ranks, in place of those in `tally`.
+        over_ranks: sums and jackknife blocks of the main pass of all ranks, in place of those in `tally`.
 
     Raises:
         LayersimError: no token was counted, or the sums do not suffice for an analyzer.

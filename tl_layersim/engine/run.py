@@ -1,6 +1,7 @@
 """Runs kernels on batches and adds their outputs.
 
-Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`.
+Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`. Outputs are summed over
+leaves (groups of up to 16 consecutive rows), which a `SumTree` adds in pairs.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class DataPass:
             row += batch.capacity * measured
 
     def _with_leaf(self, batch: Batch, row: int) -> Batch:
-        """The batch with its number of rows per leaf. The number depends on the index of the first row alone."""
+        """The batch with its number of rows per leaf, which depends on the index of its first row."""
         leaf = min(ROWS, batch.capacity)
         if self.jackknife_rows is None:
             return replace(batch, leaf=leaf)

@@ -68,7 +68,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class DataPart:
-    """The batches and the passes of one call. The batches are all batches, or those of a rank or shard.
+    """The batches and the passes of one call.
 
     Attributes:
         deal: the batches that this rank measures.
@@ -92,7 +92,7 @@ class Analysis:
         batches: the data; each batch holds whole pools of rows.
         analyzers: the analyzers, by name.
         opened_with: options with which the models were opened, for the record.
-        intervals: whether to keep the sums of blocks of the data, for confidence intervals.
+        intervals: whether to keep the sums of jackknife blocks, for confidence intervals.
     """
 
     plan: SitePlan
@@ -207,7 +207,7 @@ class Analysis:
             self.batches.read_ahead("a comparison with a model on a server", "list(data)")
 
     def check(self) -> None:
-        """Raise an error if an analyzer cannot use a model or the options. Slow results are announced."""
+        """Raise an error if an analyzer cannot use a model or the options. Results that take long are announced."""
         models = self.plan.models()
         for name, analyzer in self.analyzers.items():
             analyzer.check_sites(*models[name])
@@ -219,7 +219,7 @@ class Analysis:
                     f"`pack` is True; it must be False for {type(analyzer).__name__}, whose rows must be single texts."
                 )
         for name, analyzer in self.analyzers.items():
-            # With intervals, a call for all data and for the data without each block.
+            # With intervals, a call for all data and for the data without each jackknife block.
             times = 1 + MOST_BLOCKS * self.intervals
             if (seconds := times * analyzer.compute_seconds(models[name][0])) >= 10:
                 took = f"{type(analyzer).__name__} takes about {duration_in_words(seconds)} on one core after the data pass."
@@ -227,7 +227,7 @@ class Analysis:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which the models run without dropout. If an analyzer replays blocks, views hold their calls."""
+        """Context in which the models run without dropout, and blocks can be replayed if an analyzer needs it."""
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))

@@ -223,8 +223,8 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
     places = [place for part in parts for place in part.notes["provenance"].get("remote", [])]
     how = head.notes["provenance"] | ({"remote": places} if places else {})
     models = {name: [model_of(own)] for name, own in head.notes["models"].items()}
-    first = read_part(head.path).tallies.get(FIRST, Tally()).tree.total().sums
-    return make_report(chosen, models, tally, first, how)
+    first_sums = read_part(head.path).tallies.get(FIRST, Tally()).tree.total().sums
+    return make_report(chosen, models, tally, first_sums, how)
 
 
 def merged_first(files: Iterable[Path]) -> ShardPart:

@@ -200,7 +200,7 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
 
 
 def _with_ends(source: CanReadSites, points: Points) -> Points:
-    """Add the lowest and the highest residual layer. A lens starts from one and compares with the other."""
+    """Add the lowest and the highest residual layer, which a lens needs."""
     lowest, highest = source.residual.points[0], source.residual.points[-1]
     inner = [point for point in points if point.name not in (lowest.name, highest.name)]
     return (lowest, *inner, highest)

@@ -175,7 +175,7 @@ class RemoteRun:
         kernels: Mapping[str, AnyKernel] | None = None,
     ) -> None:
         self.server, self.analyzers = ndif.name, dict(analyzers)
-        self._header, self._models, self._first, self._jobs = run
+        self._header, self._models, self._first_sums, self._jobs = run
         self._ndif, self._source, self._kernels = ndif, source, kernels or {}
         self._unreached: tuple[float, Exception] | None = None
 
@@ -253,7 +253,7 @@ class RemoteRun:
                 }
             )
         header = asdict(replace(self._header, place=self._place())) | {"jobs": jobs, "version": version("tl_layersim")}
-        ResumableFile(path, KIND).write(header, tensors | sums_snapshot("first", self._first))
+        ResumableFile(path, KIND).write(header, tensors | sums_snapshot("first", self._first_sums))
         return Path(path)
 
     def _poll(self, job: Job) -> None:
@@ -326,12 +326,12 @@ class RemoteRun:
             self.analyzers,
             {name: [model] for name, model in self._models.items()},
             tally,
-            self._first,
+            self._first_sums,
             {**header.settings, "remote": [self._place()]},
         )
 
     def _place(self) -> dict[str, Any]:
-        """Facts about the server, and the total traffic of all processes of the run."""
+        """Facts about the server, and the traffic of the run so far."""
         before = self._header.place
         return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 
@@ -406,7 +406,7 @@ def load_run(
         return run, restored_analyzers(run[0].analyzers, analyzers)
 
     run, chosen = ResumableFile(path, KIND).read(parse)
-    header, models, first, _ = run
+    header, models, first_sums, _ = run
     server = header.server if remote is None else remote
     ndif = NdifClient(server, header.model_key, {})
     if ndif.name != header.server:
@@ -425,4 +425,4 @@ def load_run(
             f"{header.model_key} {then}."
         )
     choices = {name: (SiteChoice(tuple(map(header.sites.index, models[name].layers))),) for name in chosen}
-    return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first))
+    return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first_sums))

@@ -107,7 +107,7 @@ def attach(
 
     Outputs, gradients and state of the model do not change, and every hook is removed at the end, also after an exception.
     Errors of the probe are raised by `probe.results()`, not in the loop. Positions that the model's attention mask excludes are
-    not counted; in an encoder-decoder it is the mask of the stack that is read. Changes by hooks at the same hook points are
+    not counted; in an encoder-decoder, the mask is that of the stack that is read. Changes by hooks at the same hook points are
     measured if these hooks were added before.
 
     An nnsight model is measured inside your own traces, after your interventions, in this process or on a server: call
@@ -121,12 +121,10 @@ def attach(
         per_head: see `analyze`.
         positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
             are counted only by "all" and "last". Columns of data and "assistant" are not available: set `probe.mask`.
-        intervals: keep the sums of 16 to 32 blocks of forward passes, which give every result confidence intervals, see
-            `analyze`.
+        intervals: keep the sums of 16 to 32 jackknife blocks of forward passes, which give every result confidence intervals.
 
     Returns:
-        A `Probe`, which measures the model inside a `with` block, or traces by `read()`, and whose `results()` returns the
-        report.
+        A `Probe`. It measures forward passes inside a `with` statement, or traces by `read()`; `results()` is the report.
 
     Raises:
         LayersimError: the model cannot be hooked, or an analyzer needs a first pass.

@@ -42,9 +42,9 @@ BUFFERED_TOKENS = 2048
 class Probe:
     """Measures the forward passes of a user's own loop, or nnsight traces.
 
-    `results()` is the report so far, at any time; `reset()` begins anew, such as for each epoch. In a loop a forward pass in
-    another thread than the one that entered the block is an error, and an error of the probe is raised by `results()`, never in
-    the loop. In a trace `read()` measures the forward pass, and raises its own errors.
+    `results()` is the report so far, at any time; `reset()` begins anew, such as for each epoch. A loop is measured inside
+    `with lsim.attach(...) as probe`, in the thread of this statement. Errors of the probe are raised by `results()`, never in
+    the loop. In an nnsight trace, `read()` measures the forward pass and raises its own errors.
     """
 
     _source: CanReadSites
@@ -118,7 +118,7 @@ class Probe:
             return self._report(self._sums(), tuple(self._analyzers))
 
     def headline(self) -> dict[str, float]:
-        """Headline numbers of all forward passes so far, as a flat dict for a logger.
+        """Headline numbers of all forward passes so far, for a logger.
 
         Analyzers that need more data than there is so far are left out; the dict may be empty. It raises nothing and repeats no
         warning, so that it cannot end a loop: `results()` raises what is wrong.
@@ -357,7 +357,7 @@ def _joined(views: list[View]) -> View:
 
 
 def _by_row(views: list[View]) -> View:
-    """Join views so that the samples of a row follow each other. Sequence numbers of the views count all rows."""
+    """Join views so that the samples of a row follow each other."""
     rows = torch.cat([view.sequence for view in views])
     number = torch.unique(rows, return_inverse=True)[1]
     joined = _with_sequence(views, number)

@@ -459,7 +459,7 @@ class Recorder:
             self.frame.tokens = given[0].detach()
 
     def _see_mask(self, _module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the mask at block 0, for models whose `forward` is called without their hooks."""
+        """Read the mask at block 0, for direct calls of `model.forward`."""
         mask, frame = kwargs.get("attention_mask"), self.frame
         if frame.attention is None and isinstance(mask, Tensor) and mask.dim() == 2:
             frame.attention = mask
@@ -509,7 +509,7 @@ class Recorder:
             self.on_view(self._view(reading), reading.call)
 
     def _expected(self, site: int, frame: Frame) -> bool:
-        """Whether the forward pass reads this site next. The site that is read first begins another forward pass."""
+        """Whether the forward pass reads this site next. The site that is read first begins a new forward pass."""
         if self.order is None:
             # A site that was read in this pass begins another pass.
             if site in frame.seen:
