@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal  # noqa: F401 (annotations of the base class are resolved here)
@@ -243,19 +242,15 @@ def linear_probe(
         parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
         parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
-        count, test_count = _row_counts(model, parts, at)
+        # `analyze` verifies the model.
+        source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
+        described, counter = with_tokenizer(source.model, data.tokenizer), position_counter([source])
+        count, test_count = (Batches(part, described, count_positions=counter).count_rows() for part in parts)
         probe = replace(probe, labels=_labels_of_both(probe.labels, test_labels, count, test_count), first_test_row=count)
         data = replace(data, source=[part.source for part in parts])
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
     result: LinearProbeResult = report["linear_probe"]
     return result
-
-
-def _row_counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
-    # `analyze` verifies the model.
-    source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
-    described = with_tokenizer(source.model, parts[0].tokenizer)
-    return [Batches(part, described, count_positions=position_counter([source])).count_rows() for part in parts]
 
 
 def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
