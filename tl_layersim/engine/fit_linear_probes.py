@@ -69,10 +69,9 @@ class KeptSamples:
 class LogisticProbe(ProbeAnalyzer):
     """Accuracy of logistic regression on the frozen activations of each site.
 
-    The regression is multinomial, and activations are standardised.
-
-    A first pass over the data keeps the activations of training samples, on which the probes are fitted. A second pass counts
-    predictions on held-out samples. Intervals hold the fitted probes fixed and vary the held-out rows.
+    The regression is multinomial, and activations are standardised. A first pass over the data keeps the activations of
+    training samples, on which the probes are fitted. A second pass counts predictions on held-out samples. Intervals hold the
+    fitted probes fixed and vary the held-out rows.
 
     Args:
         labels: see `LinearProbe`; the options up to `seed` are the same.

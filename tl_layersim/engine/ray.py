@@ -179,9 +179,9 @@ def analyze_on_ray(
     """Run `analyze` in the workers of a Ray cluster.
 
     Each worker loads the model and gets the data once, and measures one shard of the data at a time. The report equals the
-    report of `analyze` in one process to the last bit, for any number of workers and even if some are lost, if forward passes
-    give equal bits on all machines: the same hardware, versions and number of threads (`torch.get_num_threads()`; Ray gives a
-    worker `num_cpus` threads).
+    report of `analyze` in one process to the last bit, for any number of workers, even if some are lost. Forward passes must
+    give equal bits on all machines: use the same hardware, versions and number of threads (`torch.get_num_threads()`; Ray gives
+    a worker `num_cpus` threads).
 
     If this process is not connected to a cluster, Ray connects it as `ray.init()` does: it joins the cluster at `RAY_ADDRESS`
     or on this machine, or starts one on this machine. The process stays connected until `ray.shutdown()`.

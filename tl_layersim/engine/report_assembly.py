@@ -66,9 +66,7 @@ def notes_on_sizes(
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
     """Effective sample size of each site, as a fraction of the samples.
 
-    Samples before position `start` are left out; NaN without samples.
-
-    It is the number of samples of equal size that would carry as much, as a fraction of all: (sum |x|^2)^2 / (n sum |x|^4).
+    Samples before position `start` are left out; NaN without samples. The fraction is (sum |x|^2)^2 / (n sum |x|^4).
 
     Args:
         sums: sums of the kernel `activation_sizes`.
@@ -170,9 +168,8 @@ def jackknife_blocks(blocks: Sequence[DataBlock], name: str) -> list[JackknifeBl
 def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[JackknifeBlock]) -> Result:
     """The result with its jackknife replicates.
 
-    Each replicate is computed without one jackknife block.
-
-    The sums of a first pass are held fixed: the kernel of the main pass was made of them.
+    Each replicate is computed without one jackknife block. The sums of a first pass are held fixed, because the kernel of the
+    main pass was made of them.
 
     Args:
         result: result of all data.

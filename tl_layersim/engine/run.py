@@ -98,7 +98,6 @@ class PassState:
 
         The model ran on `rows` of their rows. At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
 
-        Kernels round the last rows of the data up to a whole leaf, so that fewer rows may wait.
         """
         taken: list[Step] = []
         while rows > 0 and self.waiting:
@@ -200,8 +199,6 @@ class DataPass:
         """Yields the batches on which this process runs the model.
 
         Batches in the checkpoint are left out. Counts of all other batches join `state.waiting`.
-
-        The counts of all batches join `state.waiting`.
         """
         held, read = self.state.tally, 0
         for step, batch in self._numbered():
@@ -402,9 +399,7 @@ def check_memory(
 ) -> None:
     """Compare the memory of all sums with the limits.
 
-    Sums are added in pairs, so several copies are held at once. If they exceed the free memory, a warning is given.
-
-    Sums are added in pairs, so several copies are held at once.
+    Sums are added in pairs, so several copies are held at once. Sums above the free memory give a warning.
 
     Args:
         sums: sums of one batch, by kernel.

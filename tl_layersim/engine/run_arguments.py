@@ -34,8 +34,6 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
 
     The names are the keys of a mapping, or the analyzers' own names. A string stands for an analyzer with default options.
 
-    A string stands for an analyzer with default options.
-
     Raises:
         LayersimError: a name is not known or not allowed, no analyzer is given, or a list has two analyzers of one name.
     """

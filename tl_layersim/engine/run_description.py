@@ -123,8 +123,6 @@ class Analysis:
 
         Edits of one model on one server run together, but only for analyzers without cross-model statistics: one model in a
         request is the smaller job.
-
-        On servers only for analyzers without cross-model statistics, as one model in a request is the smaller job.
         """
         if len(self.sources) == 1:
             return self.sources[0]

@@ -183,9 +183,9 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
 def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -> Report:
     """Make the report of a run from the files of its shards.
 
-    Batches are added in one order that depends on their number alone, so every number equals that of one process over all data
-    to the last bit, intervals included. Only `seconds` differs: it is the sum over all shards. Memory holds the sums of one
-    shard beside the total.
+    The order of additions depends on the number of rows alone. Every number, intervals included, therefore equals that of one
+    process over all data to the last bit. `seconds` is the sum over all shards. Memory holds the sums of one shard beside the
+    total.
 
     Args:
         files: the files that `analyze(..., shard=(i, n), save_to=path)` wrote, in any order: paths, a folder that holds only

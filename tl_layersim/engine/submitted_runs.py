@@ -154,7 +154,7 @@ KIND = "remote_run"
 class RemoteRun:
     """An analysis that runs on an NDIF server, returned by `analyze(..., blocking=False)`.
 
-    It holds no API key: the process that collects it uses the key that nnsight is set to there.
+    A run holds no API key. The process that collects the run uses its own key, as set in nnsight.
 
     Attributes:
         server: address of the server.
@@ -197,8 +197,8 @@ class RemoteRun:
     def result(self, timeout: float | None = None) -> Report:
         """Wait for all jobs, and compute the report from their sums.
 
-        A job that was too long for the server, or that the server has lost, is measured again where the model is open, in
-        smaller requests if it was too long: in the process that sent it, or after `load_run(path, model=...)`.
+        A job that was too long for the server, or that the server has lost, is measured again, in smaller requests if needed.
+        This process must have the model: it sent the job, or it called `load_run(path, model=...)`.
 
         Args:
             timeout: largest number of seconds to wait; None for no limit.

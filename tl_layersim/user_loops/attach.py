@@ -103,12 +103,11 @@ def attach(
 ) -> Probe:
     """Run analyzers on every forward pass of a model inside a `with` statement.
 
-    The forward passes may be those of your own loop, a training step or `generate`.
-
-    Outputs, gradients and state of the model do not change, and every hook is removed at the end, also after an exception.
-    Errors of the probe are raised by `probe.results()`, not in the loop. Positions that the model's attention mask excludes are
-    not counted; in an encoder-decoder, the mask is that of the stack that is read. Changes by hooks at the same hook points are
-    measured if these hooks were added before.
+    The forward passes may be those of your own loop, a training step or `generate`. Outputs, gradients and state of the model do
+    not change, and every hook is removed at the end, also after an exception. Errors of the probe are raised by
+    `probe.results()`, not in the loop. Positions that the model's attention mask excludes are not counted; in an
+    encoder-decoder, the mask of the stack that is read counts. Changes by hooks at the same hook points are measured if these
+    hooks were added before.
 
     An nnsight model is measured inside your own traces, after your interventions, in this process or on a server: call
     `probe.read()` in an empty invoke of each trace, see `Probe.read`. The lens and the sites are checked by a short row of

@@ -80,7 +80,7 @@ class Probe:
                 probe.read()
         ```
 
-        The probe reads all rows of the trace, with the mask and the padding of nnsight. Where the trace runs on a server, only
+        The probe reads all rows of the trace, with the mask and the padding of nnsight. If the trace runs on a server, only
         sums return.
 
         Returns:
@@ -120,8 +120,8 @@ class Probe:
     def headline(self) -> dict[str, float]:
         """Headline numbers of all forward passes so far, for a logger.
 
-        Analyzers that need more data than there is so far are left out; the dict may be empty. It raises nothing and repeats no
-        warning, so that it cannot end a loop: `results()` raises what is wrong.
+        Analyzers that need more data than there is so far are left out; the dict may be empty. The call raises no error and
+        repeats no warning, so that it cannot end a loop; `results()` raises errors.
         """
         numbers: dict[str, float] = {}
         with kernels_alone(), suppress(Exception):
@@ -134,8 +134,7 @@ class Probe:
     def reset(self) -> None:
         """Forget all forward passes so far. `results()` then covers later forward passes only.
 
-        The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
-        before the reset too.
+        The probe stays attached, and `probe.mask` stays as it is. `results()` still raises an error from before the reset.
         """
         with kernels_alone():
             self._begin()
