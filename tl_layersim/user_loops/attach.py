@@ -103,8 +103,8 @@ def attach(
 ) -> Probe:
     """Run analyzers on every forward pass of a model inside a `with` statement.
 
-    The forward passes may be those of your own loop, a training step or `generate`. Outputs, gradients and state of the model do
-    not change, and every hook is removed at the end, also after an exception. Errors of the probe are raised by
+    The forward passes may be those of your own loop, a training step or `generate`. Outputs, gradients and state of the model
+    do not change, and every hook is removed at the end, also after an exception. Errors of the probe are raised by
     `probe.results()`, not in the loop. Positions that the model's attention mask excludes are not counted; in an
     encoder-decoder, the mask of the stack that is read counts. Changes by hooks at the same hook points are measured if these
     hooks were added before.
