@@ -244,9 +244,8 @@ def analyze(
     if first_pass is None and analysis.first_needs_model:
         names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
         tqdm.write(
-            f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. When the first pass over all "
-            "shards is complete, call again with the files of all: "
-            "analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
+            f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. After the first pass over "
+            "all shards, call analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
             file=sys.stderr,
         )
     return path

@@ -441,8 +441,8 @@ class TraceProbe(Probe):
             return self._tree
         if self.sent:
             raise LayersimError(
-                f"The probe was sent with {len(self.sent)} traces, and none of their results has arrived. The probe must have "
-                "a name of its own in the function that opens the trace: an argument, or `probe = self.probe`."
+                f"No result of the {len(self.sent)} traces with this probe has arrived. In the function that opens the trace, "
+                "the probe must be an argument or a local variable, such as `probe = self.probe`."
             )
         raise LayersimError("The probe measured nothing: no trace called probe.read(), or no position was counted.")
 
@@ -470,8 +470,8 @@ class TraceProbe(Probe):
         self._forwards += 1
         if read["padded"] and not self._padded:
             warn(
-                f"{read['padded']} rows of a trace start or end with a padding id that its attention mask does not exclude, "
-                "and are measured as they are. Pass {'input_ids': tokens, 'attention_mask': mask} to the invoke."
+                f"In a trace, {read['padded']} rows start or end with a padding id that no attention mask excludes, and the "
+                "padding is measured. Pass {'input_ids': tokens, 'attention_mask': mask} to the invoke."
             )
         self._padded += read["padded"]
         if not read["tokens"]:

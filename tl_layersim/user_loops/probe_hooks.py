@@ -447,8 +447,8 @@ class Recorder:
             # A filter of the user may make errors of warnings.
             with suppress(Warning):
                 warn(
-                    f"A forward pass did not run the module of {self.names[missing]}, and is not measured. Modules "
-                    "that are replaced need a new probe. A graph that torch compiled before runs modules only under "
+                    f"A forward pass is not measured, because the module of {self.names[missing]} did not run. A module "
+                    "that was replaced needs a new probe; a model that torch compiled before needs "
                     'torch.compiler.set_stance("force_eager").'
                 )
 
