@@ -18,7 +18,7 @@ from tl_layersim.analyzers import Analyzer
 from tl_layersim.analyzers._permutation_null import CalibratedMatrix
 from tl_layersim.core import Result, Sums
 from tl_layersim.core.sums import MOST_BLOCKS, POOL, DataBlock, with_pools
-from tl_layersim.engine.report_assembly import blocks_of, replicated
+from tl_layersim.engine.report_assembly import jackknife_blocks, replicated
 
 from .views import sites_run
 
@@ -88,9 +88,9 @@ def measured(analyzer: Analyzer, views: list[tuple[View, int]], intervals: bool 
     for block in each[1:]:
         total = total + block
     names = tuple(f"site {number}" for number in range(len(views[0][0].activations)))
-    run = sites_run(names, first)
+    run = sites_run(names, first=first)
     result = analyzer.compute(with_pools(total.sums, "k"), run)
-    return replicated(result, analyzer, run, "k", blocks_of(each, "k")) if intervals else result
+    return replicated(result, analyzer, run, "k", jackknife_blocks(each, "k")) if intervals else result
 
 
 def of_pairs(matrix: Tensor) -> Tensor:

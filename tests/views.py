@@ -11,6 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.activations import View
 from tl_layersim.analyzers import Analyzer, Run
 from tl_layersim.core import Provenance, Sums
+from tl_layersim.sources.model_description import Model
 
 from . import oracles
 from .own_blocks import own_calls
@@ -106,14 +107,20 @@ def provenance(**changes) -> Provenance:
     return Provenance(**(fields | changes))
 
 
-def layer_run(layers: int, first: Sums | None = None) -> Run:
+def layer_run(*layers: int, first: Sums | None = None) -> Run:
+    """The run of one model, or of two, with these numbers of residual layers."""
     from tl_layersim.architectures.blocks import layer_names
 
-    return sites_run(layer_names(layers - 1), first)
+    return sites_run(*(layer_names(count - 1) for count in layers), first=first)
 
 
-def sites_run(names: tuple[str, ...], first: Sums | None = None) -> Run:
-    return Run(names, names, provenance(), first or Sums())
+def sites_run(*names: tuple[str, ...], first: Sums | None = None) -> Run:
+    return Run(tuple(map(described, names)), provenance(), first or Sums())
+
+
+def described(layers: tuple[str, ...]) -> Model:
+    about = dict.fromkeys(("name", "config_hash", "weights", "source", "basis", "dtype"), "")
+    return Model(**about, tokenizer=None, vocabulary=None, context=None, layers=layers, d_model=None)
 
 
 def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:
@@ -130,7 +137,9 @@ def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:
     first = total(first_kernel) if first_kernel is not None else Sums()
     sums = total(analyzer.kernel(first))
     sites = views[0].sites
-    return analyzer.compute(sums, sites_run(sites, first) if sites else layer_run(views[0].activations.shape[0], first))
+    return analyzer.compute(
+        sums, sites_run(sites, first=first) if sites else layer_run(views[0].activations.shape[0], first=first)
+    )
 
 
 def worst(a: lsim.Result, b: lsim.Result) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,7 @@ def between(analyzer: Analyzer, xs: list[np.ndarray], ys: list[np.ndarray]) -> A
     for x, y in zip(xs, ys, strict=True):
         views = (view(z, row=torch.arange(z.shape[1])) for z in (x, y))
         sums = sums + Sums.of(reduce({"k": kernel}, *views)[1]["k"])
-    models: Any = (object(), object())
-    run = replace(layer_run(len(xs[0])), column_layers=layer_run(len(ys[0])).layers, models=models)
-    return analyzer.compute(sums, run)
+    return analyzer.compute(sums, layer_run(len(xs[0]), len(ys[0])))
 
 
 def rotation(width: int, seed: int = 0) -> np.ndarray:

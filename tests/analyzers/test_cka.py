@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import numpy as np
@@ -28,8 +27,7 @@ def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray], rows
 
     first_kernel = analyzer.first_kernel()
     first = Sums() if first_kernel is None else total(first_kernel)
-    columns = layer_run(len(ys[0])).layers
-    return analyzer.compute(total(analyzer.kernel(first)), dataclasses.replace(layer_run(len(xs[0])), column_layers=columns))
+    return analyzer.compute(total(analyzer.kernel(first)), layer_run(len(xs[0]), len(ys[0])))
 
 
 @pytest.mark.parametrize("estimator", ["minibatch", "exact", "biased"])

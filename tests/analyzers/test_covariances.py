@@ -120,10 +120,10 @@ def test_a_spread_that_the_sums_lose_is_refused(cls):
         cls().compute(summed(cls(), [residuals(0, tokens=60) + 1e8]), _run(4))
 
 
-def _run(layers: int):
+def _run(*layers: int):
     from ..views import layer_run
 
-    return layer_run(layers)
+    return layer_run(*layers)
 
 
 @pytest.mark.parametrize("cls", EACH)
@@ -154,19 +154,15 @@ def test_one_constant_site_is_named_and_nan(cls):
 def test_a_constant_site_of_the_second_model(cls):
     x, y = residuals(0, layers=2, tokens=60), residuals(1, layers=3, tokens=60)
     y[2] = 1.0
-    run = _run(2)
-    from dataclasses import replace
-
-    run = replace(run, column_layers=_run(3).layers)
     with pytest.warns(lsim.LayersimWarning, match=rf"{cls.__name__} is not defined at blocks\.1\.hook_resid_post, and NaN"):
-        found = cls().compute(summed(cls(), [x], [y]), run)
+        found = cls().compute(summed(cls(), [x], [y]), _run(2, 3))
     assert found.values.isnan().tolist() == [[False, False, True]] * 2
     if cls is lsim.CCA:
         assert not found.dimensions.isnan().any()
         assert found.column_directions.isnan().tolist() == [False, False, True]
     y[:] = 1.0
     with pytest.raises(lsim.LayersimError, match="not defined at any site"):
-        cls().compute(summed(cls(), [x], [y]), run)
+        cls().compute(summed(cls(), [x], [y]), _run(2, 3))
 
 
 def test_too_few_samples_are_refused():

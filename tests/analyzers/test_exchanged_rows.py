@@ -38,8 +38,7 @@ def computed(analyzer, *views: View) -> lsim.Result:
     if (pool := analyzer.pool_kernel(Sums())) is not None:
         kernels[POOL + "k"] = pool
     sums = with_pools({name: Sums.of(kernel(*views)) for name, kernel in kernels.items()}, "k")
-    run = replace(layer_run(len(views[0].activations)), column_layers=layer_run(len(views[-1].activations)).layers)
-    return analyzer.compute(sums, replace(run, models=(object(), object())[: len(views)]))
+    return analyzer.compute(sums, layer_run(*(len(one.activations) for one in views)))
 
 
 def some(one: View, index: torch.Tensor) -> View:

@@ -88,4 +88,4 @@ def test_a_run_with_intervals_leaves_the_filters_of_other_threads(monkeypatch):
         warnings.simplefilter("ignore", lsim.LayersimWarning)
         report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(3), batch_size=1), "cosine", intervals=True)
         assert seen == [list(warnings.filters)] * 4
-    assert "rest on 3 blocks" in report["cosine"].provenance.warnings[0]
+    assert "rest on 3 jackknife blocks" in report["cosine"].provenance.warnings[0]

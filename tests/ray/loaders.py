@@ -11,7 +11,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import VOCABULARY, random_tokens, tiny_llama
+from ..tiny_models import VOCABULARY, random_tokens
 
 
 class Plain(torch.nn.Module):
@@ -72,10 +72,6 @@ def load_stuck(flag: Path):
 
     opened.model.register_forward_pre_hook(wait)
     return opened
-
-
-def load_verified():
-    return lsim.open_model(tiny_llama(), verify="hf")
 
 
 def load_mortal_and_drawn(flag: Path):

@@ -14,7 +14,6 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.engine import analyze_on_ray
-from tl_layersim.engine.ray import ModelCopy
 
 from .loaders import (
     assert_same,
@@ -25,7 +24,6 @@ from .loaders import (
     load_plain,
     load_plain_nan,
     load_stuck,
-    load_verified,
 )
 
 pytestmark = [
@@ -125,14 +123,7 @@ def test_errors_of_workers_reach_the_caller_as_they_are(cluster, tmp_path):
         analyze_on_ray(partial(load_mortal_and_drawn, tmp_path / "flag"), data(), ["cka"], num_workers=1)
 
 
-def test_what_cannot_be_done_on_ray_is_refused(cluster, monkeypatch):
-    for loader, match in (
-        (load_verified, r"`load_model`.*\bverify\b.*'hf'"),
-        (lambda: lsim.open_model(None, remote=True), r"`load_model`.*\bremote\b.*True"),
-    ):
-        # What a worker does first.
-        with pytest.raises(LayersimError, match=match):
-            ModelCopy(loader, None, [None]).describe()
+def test_what_cannot_be_done_on_ray_is_refused(cluster):
     for loader, options, error, match in (
         (load_plain, {"num_workers": 0}, LayersimError, "`num_workers`.* 0,"),
         (load_plain().model, {"num_workers": 1}, LayersimError, "`load_model`.*Plain"),
@@ -140,6 +131,3 @@ def test_what_cannot_be_done_on_ray_is_refused(cluster, monkeypatch):
     ):
         with pytest.raises(error, match=match):
             analyze_on_ray(loader, data(), ["cka"], **options)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LayersimError, match=r"tl_layersim\[ray\]"):
-        analyze_on_ray(load_plain, data(), ["cka"], num_workers=1)

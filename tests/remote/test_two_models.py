@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
-from tl_layersim.engine.run import exchanges
+from tl_layersim.engine.two_models import exchanges
 from tl_layersim.remote.open_model import open_source
 
 from ..ndif.client import rows

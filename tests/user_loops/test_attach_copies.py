@@ -80,14 +80,3 @@ def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
         "assert torch.equal(model(tokens).logits, expected)\n"
     )
     finish(started(script, str(tmp_path / "model.pt")))
-
-
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_probe_is_not_copied(way):
-    model = tiny_llama()
-    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
-        model(random_tokens(2, 5))
-        with pytest.raises(lsim.LayersimError, match=r"probe\.results"):
-            way(probe)
-        model(random_tokens(2, 5))
-    assert probe.results()["cosine"].provenance.tokens == 20

@@ -48,22 +48,29 @@ class Run:
     """A finished run, as `Analyzer.compute` receives it.
 
     Attributes:
-        layers: names of the residual layers of the (first) model.
-        column_layers: names of the residual layers of the second model; with one model, `layers` again.
+        models: the model, or all models that are compared, each with the sites that were read.
         provenance: provenance of the result.
         first: sums of the first pass, empty without one.
-        head: final norm and unembedding of the model; None if it has none or they are not known.
-        stream: `Model.stream` of the (first) model.
-        models: the model, or all models that are compared, each with the sites that were read.
     """
 
-    layers: tuple[str, ...]
-    column_layers: tuple[str, ...]
+    models: tuple[Model, ...]
     provenance: Provenance
-    first: Sums
-    head: Head | None = None
-    stream: str = "whole"
-    models: tuple[Model, ...] = ()
+    first: Sums = Sums()
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the sites of the first model."""
+        return self.models[0].layers
+
+    @property
+    def column_layers(self) -> tuple[str, ...]:
+        """Names of the sites of the second model; with one model, `layers` again."""
+        return self.models[-1].layers
+
+    @property
+    def head(self) -> Head | None:
+        """Final norm and unembedding of the first model; None if it has none or they are not known."""
+        return self.models[0].head
 
 
 @dataclass(frozen=True)

@@ -319,7 +319,7 @@ class Cosine(Analyzer):
         minimum, outliers = _minimum_and_outliers(sums["to_last"])
         minimum[-1] = minimum[-1].masked_fill(itself[-1, -1], 1)
         raw = sums["raw_pairs"].double()
-        next_to = adjacent_sites(run.layers, run.stream)
+        next_to = adjacent_sites(run.layers, run.models[0].stream)
         return CosineResult(
             values=mean.clamp(-1, 1).masked_fill(itself, 1),
             std=std,

@@ -1,4 +1,4 @@
-"""`estimate`: FLOPs, memory and traffic of a run before it starts, and its time if the model is loaded."""
+"""`estimate`: costs of a run before it starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, in_words
 from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
-from ..core.wording import duration_in_words, with_article
+from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.non_token_inputs import ROW_AXES
@@ -71,7 +71,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """FLOPs, memory, traffic and time that a run is expected to take.
+    """Expected FLOPs, memory, traffic and time of a run.
 
     Attributes:
         model: name of the model.
@@ -82,14 +82,14 @@ class CostEstimate:
         flops: FLOPs of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer. Matrix products,
             convolutions and attention count; a multiplication and an addition count as two.
         sums_bytes: largest number of bytes of sums held at once, by analyzer. Batches are added in pairs, so up to log2 of the
-            number of batches plus one sums wait; with `intervals=True` the sums of all blocks are held beside the pairs of a
-            block. Sums of a first pass are included.
+            number of batches plus one sums wait; with `intervals=True` the sums of all jackknife blocks are
+            held too. Sums of a first pass are included.
         weights_bytes: bytes of parameters and buffers.
         activations_bytes: largest number of bytes beside the weights that are alive at once on a batch: activations of the
             model, the sites that are read, and intermediate values of kernels.
         traffic: traffic with a server; None if the model is not remote.
         seconds: wall time in seconds, from one batch measured in this process; None without weights and on a server.
-        blocks: number of blocks whose sums are kept for confidence intervals; 0 without intervals.
+        blocks: number of jackknife blocks whose sums are kept for confidence intervals; 0 without intervals.
         batch: rows and positions of the measured batch.
         parameters: number of parameters.
         has_values: whether sums were measured with their values, so that the bytes that a server returns are no upper bound.
@@ -120,7 +120,7 @@ class CostEstimate:
 
     @property
     def title(self) -> str:
-        """One line with the model, the size of the run and the number of sites."""
+        """One line with the model, the size of the run, and the number of sites."""
         passes = f", {self.passes} passes" if self.passes > 1 else ""
         return f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
 
@@ -159,7 +159,7 @@ def estimate(
     seq_len: PositiveInt = 256,
     intervals: bool = False,
 ) -> CostEstimate:
-    """Estimate FLOPs, memory and traffic of `analyze` on a model before the run, and its time if the model is loaded.
+    """Estimate FLOPs, memory, traffic and time of `analyze` before a run. The time is known only for a loaded model.
 
     One batch of random tokens, images or recordings runs through the forward pass and the kernels of the analyzers. For a model
     in this process the batch is also timed, for ten seconds. From a configuration alone it runs on the meta device, where
@@ -177,7 +177,7 @@ def estimate(
         per_head: see `analyze`.
         batch_size: rows in a forward pass.
         seq_len: tokens in a row; all of them are counted. Images have as many as their size gives.
-        intervals: whether the run keeps sums of blocks for confidence intervals.
+        intervals: whether the run keeps the sums of jackknife blocks, for confidence intervals.
 
     Returns:
         A `CostEstimate`, whose `repr` is a table.
@@ -205,10 +205,8 @@ def estimate(
         analyzer.check_batch(batch, source.model)
     run = MeteredBatch(source, module, batch, chosen, plan, opened.on_server)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in chosen.values())))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
+        needs_calls = any(analyzer.needs_calls for analyzer in chosen.values())
+        with running(source, needs_calls), torch.inference_mode(False), torch.no_grad():
             run.all_passes()
             seconds = None if run.weightless or opened.on_server else run.calibrate()
     except LayersimError:
@@ -218,7 +216,7 @@ def estimate(
             raise
         raise LayersimError(
             f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because the operations depend on values "
-            f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller one of the same "
+            f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller model of the same "
             "architecture."
         ) from error
     share = tokens / run.samples
@@ -247,13 +245,13 @@ def estimate(
 
 
 def _bytes_of_sums(run: MeteredBatch, rows: int, intervals: bool) -> dict[str, int]:
-    """Peak memory of a run's sums in bytes, by analyzer."""
+    """Peak memory of the sums in bytes, by analyzer."""
     leaf, held = min(ROWS, run.capacity), Counter[str]()
     for name, size in run.sums.items():
-        # With intervals the first leaves are single rows.
+        # With intervals, leaves at the start of the data are single rows.
         unit = run.pools[name].rows if name in run.pools else 1 if intervals else leaf
         held[analyzer_of(name)] += most_nodes(math.ceil(rows / unit), intervals) * size
-    for name, sums in run.first.items():
+    for name, sums in run.first_sums.items():
         held[name] += most_nodes(math.ceil(rows / leaf), False) * _size(sums)
     return dict(held)
 
@@ -276,13 +274,8 @@ def _traffic(run: MeteredBatch, rows: int, tokens_per_request: int | None) -> Tr
 
 
 def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Module]:
-    """The source of a model or a configuration, and the module that the source runs."""
+    """Source and module of a model or of a configuration."""
     model = opened.model
-    if isinstance(model, Source):
-        raise LayersimError(
-            f"`model_or_config` is {with_article(type(model).__name__)}; it must be a model, such as the one that this source "
-            "runs, or a configuration."
-        )
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
@@ -313,7 +306,7 @@ def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: in
 
 
 class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
-    """Counts FLOPs and live memory of all operations that run inside it, also on the meta device.
+    """Counts FLOPs and live memory of tensor operations, also on the meta device.
 
     FLOPs are those of `torch.utils.flop_counter`, a multiplication and an addition counted as two. `FlopCounterMode` itself
     does not work with `torch.autograd.grad`, does not count attention on CPUs, and does not count by part. Memory is that of
@@ -345,7 +338,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextmanager
     def counting(self, part: str, share: float = 1) -> Iterator[None]:
-        """Context in which FLOPs are counted under a name.
+        """Context in which FLOPs are counted under a given name.
 
         Args:
             part: the name.
@@ -390,13 +383,13 @@ FORMULAS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention_on_cpu}
 
 
 def _storages(values: Any) -> dict[int, Any]:
-    """The `torch.UntypedStorage` of each tensor in nested values, by an identifier of its memory."""
+    """Storages of the tensors in nested values, by an identifier."""
     storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
     return {storage._cdata: storage for storage in storages}
 
 
 class MeteredBatch:
-    """One batch through all passes of a run, with its costs measured.
+    """Measures the costs of one batch in all passes of a run.
 
     Args:
         source: the source that runs the model; a `WeightlessSource` for a model on the meta device.
@@ -410,7 +403,7 @@ class MeteredBatch:
         flops: FLOPs of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer.
         sums: bytes of the sums of each kernel.
         pools: a pool of rows for each kernel of pools.
-        first: sums of the first pass.
+        first_sums: sums of the first pass.
         passes: number of passes that run the model.
         peak: largest number of bytes beside the weights that were alive at once.
         samples: number of samples of the batch.
@@ -434,7 +427,7 @@ class MeteredBatch:
         self.flops: Counter[str] = Counter()
         self.sums: dict[str, int] = {}
         self.pools: dict[str, _Pool] = {}
-        self.first: dict[str, Sums] = {}
+        self.first_sums: dict[str, Sums] = {}
         self.passes, self.peak, self.samples = 1, 0, 0
         head = source.model.head
         paths = [] if head is None else head.modules
@@ -447,17 +440,21 @@ class MeteredBatch:
 
     @property
     def capacity(self) -> int:
-        """Number of rows in the batch, rounded down to a power of two; but at least the rows of the largest pool of rows."""
+        """Number of rows in a batch of the run.
+
+        It is the number of rows in the measured batch, rounded down to a power of two, but at least the rows of the largest
+        pool.
+        """
         return max([1 << (len(self.batch.tokens).bit_length() - 1), *(pool.rows for pool in self.pools.values())])
 
     def all_passes(self) -> None:
         """Measure the first pass, if an analyzer needs one, and the main pass."""
-        self.first = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
+        self.first_sums = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
         if self.first_kernels:
-            self.first |= self._pass(self.first_kernels)
+            self.first_sums |= self._pass(self.first_kernels)
             self.passes = 2
         with without_values() if self.weightless else nullcontext():
-            kernels = self.plan.kernels(self.analyzers, self.first)
+            kernels = self.plan.kernels(self.analyzers, self.first_sums)
         self.pools = {
             name: _Pool.of(kernel, self.batch, self.source.model.vocabulary or 1)
             for name, kernel in kernels.items()
@@ -484,7 +481,7 @@ class MeteredBatch:
         sums = {name: self._widened(out) for name, out in outputs.items()}
         if self.remote:
             # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
-            unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
+            unpacked = sum(map(_size, self.first_sums.values())) if self.weightless else 0
             self.sent.append(packed_request(kernels) + unpacked)
             sites = self.source.sites
             self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(sites, sums))
@@ -500,8 +497,11 @@ class MeteredBatch:
         return Sums({**known, **shapes})
 
     def calibrate(self) -> float:
-        """Seconds of all passes over the batch: the median of runs within `CALIBRATION` seconds, after a warm-up run."""
-        main = self.plan.kernels(self.analyzers, self.first)
+        """Median time of all passes over the batch, in seconds.
+
+        After a warm-up, the passes are repeated for `CALIBRATION` seconds.
+        """
+        main = self.plan.kernels(self.analyzers, self.first_sums)
         steps: list[Mapping[str, AnyKernel]] = [kernels for kernels in (self.first_kernels, main) if kernels]
         taken: list[float] = []
         view = self.source.collect(self.batch) if self.pools else None
@@ -524,7 +524,7 @@ class MeteredBatch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """Stand-in for a pool of rows, in which the samples of one batch take the place of all samples.
+    """Stand-in for a pool of rows, filled with the samples of one batch.
 
     Attributes:
         kernel: kernel of the pool.
@@ -542,7 +542,7 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """Make a pool of rows, each with as many counted positions as the rows of a batch have on average.
+        """Make a pool whose rows have as many counted positions as the mean row of a batch.
 
         Args:
             kernel: kernel of the pool.
@@ -559,11 +559,10 @@ class _Pool:
         return cls(kernel, rows, pool.samples, pool.draws, pool.index % (len(batch.tokens) if kernel.whole_rows else counted))
 
     def sums(self, view: View) -> dict[str, Tensor]:
-        """The sums of the pool."""
         out = drawn(view, read=self.kernel.read, sites=self.kernel.sites, index=self.index)
         return self.kernel.sums([out["samples 0"]], [tuple(out["widths 0"].tolist())], self.samples, self.draws)
 
 
 def _size(sums: Sums) -> int:
-    """Number of bytes that sums take."""
+    """Size of sums in bytes."""
     return sum(value.nbytes for value in sums.fields.values())

@@ -1,4 +1,4 @@
-"""`capabilities`: the features of an NDIF server for one model, and the analyzers that can run on it."""
+"""`capabilities`: features of an NDIF server for one model, and the analyzers that can run there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Capabilities:
 
 @typed
 def capabilities(model: Any) -> Capabilities:
-    """List the features of an NDIF server for one model, with three queries and a request of one token.
+    """List the features of an NDIF server for one model.
+
+    The call sends three queries and a request of one token.
 
     Args:
         model: an nnsight model, for example `TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`, on

@@ -123,10 +123,6 @@ class Batch:
         """Number of rows, rounded up to a multiple of `leaf`."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
-    def leaf_tokens(self) -> tuple[int, ...]:
-        """Number of counted positions in each leaf."""
-        return tuple(int(part.sum()) for part in torch.split(self.counted, self.leaf))
-
     @property
     def has_positions(self) -> bool:
         """Whether the number of positions is known. For images it is known only after a forward pass."""

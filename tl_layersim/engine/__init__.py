@@ -1,4 +1,7 @@
-"""The engine: runs analyzers over data on one model or on two, in this process, in shards, on ranks or on a server."""
+"""Runs analyzers over data on one model or on two.
+
+The model runs in this process, on several ranks, in shards, on Ray or on a server.
+"""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""`analyze` and `compare`: run analyzers over data on one model, or on two."""
+"""`analyze` and `compare`: run analyzers on one model, or on two."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SEEDS = 3
 
 
 def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None) -> Report:
-    """Run analyzers over all data on one model, or on several to compare.
+    """Run analyzers over all data.
 
     Args:
         analysis: models, data and analyzers.
@@ -75,7 +75,7 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None)
         analysis.analyzers,
         analysis.plan.models(),
         replace(tally, seconds=sum(one.seconds for one in tallies.values())),
-        done.first,
+        done.first_sums,
         analysis.provenance,
         (total, blocks),
     )
@@ -88,7 +88,7 @@ def run_with_baseline(
     baseline: BaselineArgument,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
-    """Run an analysis on trained models and on untrained copies of them. Figures and tables show both.
+    """Measure models and, for a baseline, untrained copies of them.
 
     Args:
         opened: the trained models.
@@ -126,13 +126,13 @@ R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
 class _Computes(Protocol[R_co]):
-    """An analyzer as type checkers see it: its `compute` returns a known class of result."""
+    """Type of an analyzer whose `compute` returns a known class of result."""
 
     def compute(self, sums: Sums, run: Run) -> R_co: ...
 
 
 class SharedKeywords(TypedDict, total=False):
-    """Keywords that `analyze`, `compare`, `compare_grid`, `sweep` and `linear_probe` share, for type checkers."""
+    """Types of the keywords that several public functions share."""
 
     at: AtArgument
     per_head: bool
@@ -180,7 +180,7 @@ def analyze(
     save_to: str | os.PathLike[str] | None = None,
     first: FilesArgument | None = None,
 ) -> Report | RemoteRun | Path:
-    """Run analyzers over data on one model, in one pass over the data (two if a dataset mean is needed).
+    """Run analyzers on one model, in one pass over the data. Analyzers that need a mean over all data take two passes.
 
     Memory holds sums, not activations. The model runs in evaluation mode, without gradients, and is not changed. In an
     initialised `torch.distributed` group each rank measures a part of the batches and returns the same report.
@@ -201,7 +201,7 @@ def analyze(
             families are the decoder's; "encoder.resid_post" names one of the encoder. `sites` lists the sites of a model.
             Analyzers that need the residual stream raise an error for other sites.
         per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
-        intervals: keep the sums of 16 to 32 blocks of consecutive rows, which give every result confidence intervals:
+        intervals: keep the sums of 16 to 32 jackknife blocks of consecutive rows, which give every result confidence intervals:
             `result.interval("values")`. Memory holds up to 48 times the sums.
         baseline: "untrained" also measures three models of the same architecture with fresh weights
             (`tl_layersim.sources.untrained`) on the same data. Figures and tables show them beside the trained model;
@@ -214,7 +214,7 @@ def analyze(
             makes the report from all files.
         save_to: the file for the sums of the shard, which is also its checkpoint: the same call continues from it, and returns
             without running if the shard is complete.
-        first: with `shard`, if an analyzer needs a first pass with the model: the files of the first stage, which the same
+        first: with `shard`, if an analyzer needs a first pass with the model: the files of the first pass, which the same
             calls without `first` wrote for all shards. Also a folder or a pattern.
 
     Returns:
@@ -233,20 +233,19 @@ def analyze(
     data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
     how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
     refuse_contradictions(how, blocking, opened[0])
-    stage = None if first is None else merged_first(paths_of(first, "first"))
+    first_pass = None if first is None else merged_first(paths_of(first, "first"))
     prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
     if not blocking:
         return start(prepare(opened))
     if shard is None or save_to is None:
         return run_with_baseline(opened, data, prepare, baseline, checkpoint)
     analysis = prepare(opened)
-    path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), stage)
-    if stage is None and analysis.first_needs_model:
+    path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), first_pass)
+    if first_pass is None and analysis.first_needs_model:
         names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
         tqdm.write(
-            f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. When the first pass over all "
-            "shards is complete, call again with the files of all: "
-            "analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
+            f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. After the first pass over "
+            "all shards, call analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
             file=sys.stderr,
         )
     return path
@@ -306,7 +305,7 @@ def compare(
     baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report | Result:
-    """Relate the layers of two models that read the same tokens; widths and depths may differ.
+    """Compare the layers of two models that read the same tokens. Widths and depths may differ.
 
     Args:
         model_a: the model of the result's rows; kinds as in `analyze`. A request to a server runs one model, so each server

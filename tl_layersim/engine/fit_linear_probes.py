@@ -1,11 +1,10 @@
-"""`linear_probe`: accuracy of a linear classifier on frozen activations, by ridge or logistic regression, at each site."""
+"""`linear_probe`: accuracy of a linear classifier on the frozen activations of each site."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal  # noqa: F401 (annotations of the base class are resolved here)
@@ -44,7 +43,7 @@ from .site_plan import DEFAULT, AtArgument
 
 @dataclass
 class KeptSamples:
-    """Training samples that `LogisticProbe` keeps for its fits, batch by batch.
+    """Training samples of `LogisticProbe`, batch by batch.
 
     Attributes:
         activations: for each batch, the activations of its training samples, `site sample width`.
@@ -68,10 +67,11 @@ class KeptSamples:
 @typed
 @dataclass(frozen=True, eq=False)
 class LogisticProbe(ProbeAnalyzer):
-    """Accuracy of multinomial logistic regression on standardised frozen activations, at each site.
+    """Accuracy of logistic regression on the frozen activations of each site.
 
-    A first pass over the data keeps the activations of training samples, on which the probes are fitted. A second pass counts
-    predictions on held-out samples. Intervals hold the fitted probes fixed and vary the held-out rows.
+    The regression is multinomial, and activations are standardised. A first pass over the data keeps the activations of
+    training samples, on which the probes are fitted. A second pass counts predictions on held-out samples. Intervals hold the
+    fitted probes fixed and vary the held-out rows.
 
     Args:
         labels: see `LinearProbe`; the options up to `seed` are the same.
@@ -103,35 +103,14 @@ class LogisticProbe(ProbeAnalyzer):
         return torch.bincount(targets, minlength=size), torch.bincount(test, minlength=size)
 
     def fit(self, first: Sums, control: bool = False) -> ProbeWeights:
-        train = self.counts(first)[0]
-        target = control_classes(train)[torch.cat(self._kept.control)] if control else torch.cat(self._kept.targets)
-        return self._fit(target, len(train))
-
-    def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        kept = self._kept
-        warn_of_constant([run.layers[site] for site in kept.constant])
-        if kept.stopped:
-            stopped = [run.layers[site] for site in dict.fromkeys(kept.stopped)]
-            warn(
-                f"The logistic regression stopped at max_iter={self.max_iter} before it converged, at {', '.join(stopped[:4])}"
-                f"{' and other sites' if len(stopped) > 4 else ''}. Pass a larger max_iter=, or a smaller C=."
-            )
-        return self.result(sums, run, "logistic", max(kept.widths))
-
-    def _fit(self, target: Tensor, classes: int) -> ProbeWeights:
-        """Fit logistic regressions to the kept training samples, one for each site.
-
-        Args:
-            target: `sample`, the class of each training sample.
-            classes: a number above every class.
-        """
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
         from sklearn.preprocessing import StandardScaler
 
-        kept = self._kept
-        weight = torch.zeros(len(kept.widths), max(kept.widths), classes, dtype=torch.float64)
-        offset = torch.full((len(kept.widths), classes), -math.inf, dtype=torch.float64)
+        kept, train = self._kept, self.counts(first)[0]
+        target = control_classes(train)[torch.cat(kept.control)] if control else torch.cat(kept.targets)
+        weight = torch.zeros(len(kept.widths), max(kept.widths), len(train), dtype=torch.float64)
+        offset = torch.full((len(kept.widths), len(train)), -math.inf, dtype=torch.float64)
         kept.constant = []
         for site, width in enumerate(kept.widths):
             x = torch.cat([batch[site, :, :width] for batch in kept.activations]).double().numpy()
@@ -154,9 +133,20 @@ class LogisticProbe(ProbeAnalyzer):
             offset[site, known] = torch.tensor(probe.intercept_) - scores @ torch.tensor(scaler.mean_)
         return weight, offset
 
+    def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
+        kept = self._kept
+        warn_of_constant([run.layers[site] for site in kept.constant])
+        if kept.stopped:
+            stopped = [run.layers[site] for site in dict.fromkeys(kept.stopped)]
+            warn(
+                f"The logistic regression stopped at max_iter={self.max_iter} before it converged, at {', '.join(stopped[:4])}"
+                f"{' and other sites' if len(stopped) > 4 else ''}. Pass a larger max_iter=, or a smaller C=."
+            )
+        return self.result(sums, run, "logistic", max(kept.widths))
+
 
 def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
-    """Kernel that keeps the activations of a batch's training samples. It works only for models in this process.
+    """Kernel that keeps the training samples of a batch, for models in this process.
 
     Args:
         view: activations of one batch.
@@ -195,10 +185,10 @@ def linear_probe(
     intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> LinearProbeResult:
-    """Accuracy of a linear classifier on frozen activations at each site, measured on held-out rows.
+    """Accuracy of a linear classifier at each site, measured on held-out rows.
 
-    The classifier of each site is fitted on its own. Nothing in the model changes. A sample is a counted position, see
-    `positions` of `Data`: of a classifier the position that its head reads, of other models every position.
+    The classifier reads frozen activations, and is fitted at each site on its own. Nothing in the model changes. A sample is a
+    counted position, see `positions` of `Data`: by default every position, or the position that the model's head reads.
 
     Args:
         model: as in `analyze`.
@@ -251,20 +241,15 @@ def linear_probe(
         parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
         parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
-        count, test_count = _counts(model, parts, at)
+        # `analyze` verifies the model.
+        source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
+        described, counter = with_tokenizer(source.model, data.tokenizer), position_counter([source])
+        count, test_count = (Batches(part, described, count_positions=counter).count_rows() for part in parts)
         probe = replace(probe, labels=_labels_of_both(probe.labels, test_labels, count, test_count), first_test_row=count)
         data = replace(data, source=[part.source for part in parts])
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
     result: LinearProbeResult = report["linear_probe"]
     return result
-
-
-def _counts(model: Any, parts: Sequence[Data], at: AtArgument) -> list[int]:
-    """Number of rows in the training data and in the held-out data."""
-    # `analyze` verifies the model.
-    source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
-    described = with_tokenizer(source.model, parts[0].tokenizer)
-    return [Batches(part, described, count_positions=position_counter([source])).count_rows() for part in parts]
 
 
 def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:

@@ -1,4 +1,7 @@
-"""`analyze_on_ray`: runs `analyze` on a Ray cluster; each worker loads the model and measures shards of the data."""
+"""`analyze_on_ray`: runs `analyze` on a Ray cluster.
+
+Each worker loads the model and measures shards of the data.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,11 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..core.arguments import PositiveInt, typed
-from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.file_format import replacing
 from ..core.results import Report
 from ..core.resumable_file import plain
-from ..core.wording import brief, with_article
+from ..core.wording import with_article
 from ..data import data as data_module
 from ..data.data import Data
 from ..sources.open_local import OpenedModel
@@ -44,7 +46,7 @@ Description = tuple[dict[str, Any], DataCounts, bool]
 
 
 class ModelCopy:
-    """A copy of the model and the data in a worker. The first call opens both, so that errors reach the driver.
+    """The model and the data in a Ray worker. The first call opens both, so that errors reach the driver.
 
     Args:
         load_model: function that returns the model, or an `OpenedModel`.
@@ -61,7 +63,7 @@ class ModelCopy:
 
         # Every shard reads the rows of all data.
         data_module.MOST_KEPT = sys.maxsize
-        return opened_analysis([_loaded(self._load_model)], *ray.get(self._how[0]))
+        return opened_analysis([OpenedModel.of(self._load_model())], *ray.get(self._how[0]))
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -73,23 +75,23 @@ class ModelCopy:
         analysis.check()
         return self._identity, analysis.counts, analysis.first_needs_model
 
-    def measure(self, number: int, of: int, first: ShardPart | None) -> bytes:
+    def measure(self, number: int, of: int, first_pass: ShardPart | None) -> bytes:
         """Measure one shard.
 
         Args:
             number: index of the shard.
             of: number of shards.
-            first: the result of the first stage; None in the first stage, or if there is none.
+            first_pass: the first pass over all shards; None to measure the first pass, or if no first pass runs the model.
 
         Returns:
             The content of the shard's file.
         """
         with TemporaryDirectory() as folder:
-            return run_shard(self._analysis, self._identity, (number, of), Path(folder) / "shard", first).read_bytes()
+            return run_shard(self._analysis, self._identity, (number, of), Path(folder) / "shard", first_pass).read_bytes()
 
 
 class Workers:
-    """Ray workers of a run, and the calls that run on them.
+    """The Ray workers of a run.
 
     Args:
         ray: the package ray.
@@ -99,25 +101,27 @@ class Workers:
 
     def __init__(self, ray: Any, actors: list[Any], folder: Path) -> None:
         self._ray, self._folder, self._free = ray, folder, list[Any]()
-        # By Ray's reference to a running call: its worker, and the stage and the index of the shard.
+        # By Ray's reference to a running call: its worker, and the pass and the index of the shard.
         self._running: dict[Any, tuple[Any, str, int]] = {actor.describe.remote(): (actor, "", 0) for actor in actors}
         self.identity: dict[str, Any]
-        self.identity, self.counts, self.in_two_stages = self._wait()[2]
+        self.identity, self.counts, self.needs_first_pass = self._wait()[2]
 
-    def measure(self, stage: str, of: int, first: ShardPart | None) -> list[Path]:
-        """Measure all shards, and return their files. The file of a shard comes from the first worker that returns it.
+    def measure(self, pass_name: str, of: int, first_pass: ShardPart | None) -> list[Path]:
+        """Measure all shards and return their files.
+
+        If two workers measure a shard, the file of the faster worker is kept.
 
         Args:
-            stage: "first" or "main".
+            pass_name: "first" or "main".
             of: number of shards, if the folder holds none.
-            first: the result of the first stage, for the main stage.
+            first_pass: the first pass over all shards, for the main pass.
 
         Raises:
             LayersimError: the folder holds sums of another run.
         """
         files, given = dict[int, Path](), Counter[int]()
-        with tqdm(desc=TITLES[stage], unit="token", unit_scale=True, total=self.counts.tokens, disable=None) as bar:
-            for path in self._folder.glob(f"{stage}-*.safetensors"):
+        with tqdm(desc=TITLES[pass_name], unit="token", unit_scale=True, total=self.counts.tokens, disable=None) as bar:
+            for path in self._folder.glob(f"{pass_name}-*.safetensors"):
                 of = self._add(path, files, bar, f"`checkpoint` is {self._folder}, whose file {path.name} has")
             while len(files) < of:
                 # Shards in work are given a second time, because a machine may be lost.
@@ -125,17 +129,17 @@ class Workers:
                     if self._free and given[number] < 2:
                         given[number] += 1
                         actor = self._free.pop()
-                        self._running[actor.measure.remote(number, of, first)] = actor, stage, number
-                of_stage, number, content = self._wait()
-                if of_stage == stage and number not in files:
-                    path = self._folder / f"{stage}-{number}.safetensors"
+                        self._running[actor.measure.remote(number, of, first_pass)] = actor, pass_name, number
+                own_pass, number, content = self._wait()
+                if own_pass == pass_name and number not in files:
+                    path = self._folder / f"{pass_name}-{number}.safetensors"
                     with replacing(path) as file:
                         file.write(content)
                     self._add(path, files, bar, "`load_model` or `data` gave a worker")
         return list(files.values())
 
     def _add(self, path: Path, files: dict[int, Path], bar: Any, given: str) -> int:
-        """Add a shard's file to `files`, and return the number of shards of the run."""
+        """Add the file of a shard. Returns the number of shards of the run."""
         part = read_part(path)
         if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
             raise LayersimError(f"{given} other models, analyzers or options than this run: {words}.")
@@ -146,12 +150,12 @@ class Workers:
         return part.of
 
     def _wait(self) -> tuple[str, int, Any]:
-        """Wait until a call ends, and return its data pass ("first" or "main"), the index of its shard and its result."""
+        """Wait for a call to end. Returns its pass, the index of its shard and its result."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
-        actor, stage, number = self._running.pop(reference)
+        actor, pass_name, number = self._running.pop(reference)
         self._free.append(actor)
         try:
-            return stage, number, self._ray.get(reference)
+            return pass_name, number, self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, Exception):
                 raise
@@ -172,12 +176,12 @@ def analyze_on_ray(
     intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report:
-    """Run analyzers over data on copies of one model in the workers of a Ray cluster.
+    """Run `analyze` in the workers of a Ray cluster.
 
     Each worker loads the model and gets the data once, and measures one shard of the data at a time. The report equals the
-    report of `analyze` in one process to the last bit, for any number of workers and even if some are lost, if forward passes
-    give equal bits on all machines: the same hardware, versions and number of threads (`torch.get_num_threads()`; Ray gives a
-    worker `num_cpus` threads).
+    report of `analyze` in one process to the last bit, for any number of workers, even if some are lost. Forward passes must
+    give equal bits on all machines: use the same hardware, versions and number of threads (`torch.get_num_threads()`; Ray gives
+    a worker `num_cpus` threads).
 
     If this process is not connected to a cluster, Ray connects it as `ray.init()` does: it joins the cluster at `RAY_ADDRESS`
     or on this machine, or starts one on this machine. The process stays connected until `ray.shutdown()`.
@@ -200,7 +204,8 @@ def analyze_on_ray(
         A `Report`, as `analyze` returns.
 
     Raises:
-        LayersimError: Ray is not installed, or an argument does not fit.
+        LayersimError: an argument does not fit.
+        ImportError: Ray is not installed.
         ray.exceptions.RayError: a worker was lost with each of the attempts of `max_task_retries`.
 
     Examples:
@@ -208,18 +213,14 @@ def analyze_on_ray(
         >>> import tl_layersim as lsim
         >>> report = analyze_on_ray(lsim.demo_model, lsim.demo_text(), [lsim.Cosine()], num_workers=2)  # doctest: +SKIP
     """
+    import ray
+
     chosen, data = choose_analyzers(analyzers), Data.of(data)
-    if (processes := rank_and_size()[1]) > 1:
-        raise LayersimError(
-            f"`analyze_on_ray` cannot be called in a torch.distributed group (this one has {processes} processes), because "
-            "every process would start workers."
-        )
     if hasattr(load_model, "parameters") or hasattr(load_model, "trace"):
         raise LayersimError(
             f"`load_model` is {with_article(type(load_model).__name__)}; it must be a function that returns the model, because "
             "each worker loads its own copy."
         )
-    ray = _ray()
     with TemporaryDirectory() as temporary:
         folder = Path(checkpoint or temporary)
         folder.mkdir(exist_ok=True)
@@ -232,15 +233,18 @@ def analyze_on_ray(
             workers = Workers(ray, actors, folder)
             refuse_empty(workers.counts.tokens, workers.counts.sequences)
             of = min(workers.counts.measured, SHARDS_PER_WORKER * num_workers)
-            first = merged_first(workers.measure(FIRST, of, None)) if workers.in_two_stages else None
-            return merge(workers.measure(MAIN, of, first), analyzers=chosen)
+            first_pass = merged_first(workers.measure(FIRST, of, None)) if workers.needs_first_pass else None
+            return merge(workers.measure(MAIN, of, first_pass), analyzers=chosen)
         finally:
             for actor in actors:
                 ray.kill(actor)
 
 
 def _rows(data: Data) -> Any:
-    """Data that can be sent to workers: iterators and Ray data sets are read into a list, in order."""
+    """The rows of the data in a form that Ray can send to workers.
+
+    Iterators and Ray data sets are read into a list, in order.
+    """
     source = data.source
     if not any(cls.__module__.startswith("ray.data") for cls in type(source).__mro__):
         return list(source) if data.read_once else source
@@ -250,25 +254,3 @@ def _rows(data: Data) -> Any:
         return list(source.iter_rows())
     finally:
         options.preserve_order = before
-
-
-def _loaded(load_model: Callable[[], Any]) -> OpenedModel:
-    opened = OpenedModel.of(load_model())
-    for name in ("remote", "verify"):
-        if value := getattr(opened, name):
-            raise LayersimError(
-                f"`load_model` returns a model opened with `{name}` set to {brief(value)}; for Ray workers, `open_model` takes "
-                "only `layers` and `unembed`."
-            )
-    return opened
-
-
-def _ray() -> Any:
-    """Import the package ray, or raise an error that says how to install it."""
-    try:
-        import ray
-    except ImportError as error:
-        raise LayersimError(
-            "`analyze_on_ray` needs the package ray, which is not installed: pip install 'tl_layersim[ray]'."
-        ) from error
-    return ray

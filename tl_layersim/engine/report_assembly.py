@@ -1,4 +1,7 @@
-"""Makes the report of a run from its sums: results, jackknife replicates, provenance and warnings."""
+"""Makes the report of a run from its sums.
+
+The report has results, jackknife replicates, provenance and warnings.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from ..core.result_declarations import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.results import Report, Result
 from ..core.site_names import site_in_words
 from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
-from ..core.wording import brief
 from ..sources.model_description import Model
 
 # docs/traps.md has the measurements behind both.
@@ -41,7 +43,7 @@ def notes_on_sizes(
     sums: Mapping[str, Sums],
     options: Mapping[str, Any],
 ) -> list[Note]:
-    """Warnings that a few tokens, or a single dimension, decide an analyzer's numbers.
+    """Warnings that few tokens or a single dimension decide a number.
 
     Args:
         analyzers: the analyzers, by name.
@@ -62,9 +64,9 @@ def notes_on_sizes(
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
-    """Effective sample size at each `site` as a fraction of the samples from position `start` on; NaN without samples.
+    """Effective sample size of each site, as a fraction of the samples.
 
-    It is the number of samples of equal size that would carry as much, as a fraction of all: (sum |x|^2)^2 / (n sum |x|^4).
+    Samples before position `start` are left out; NaN without samples. The fraction is (sum |x|^2)^2 / (n sum |x|^4).
 
     Args:
         sums: sums of the kernel `activation_sizes`.
@@ -76,7 +78,7 @@ def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
 
 
 def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
-    """Text of the warning that few samples decide the numbers; "" if no warning is needed."""
+    """Warning that few samples decide the numbers; "" for none."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
     # By number of first positions that are left out, the sites at which few samples weigh most.
@@ -86,12 +88,12 @@ def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) ->
     least = min(few[0], key=lambda layer: few[0][layer])
     start = min(range(FIRST_PLACES + 1), key=lambda number: len(few[number]))
     unskipped = options.get("positions", "all") == "all"
-    first = f"skip_first={start} leaves them out" if unskipped else f"leave the first {start} out of positions="
-    left = f" at all but {len(few[start])} of these" if few[start] else ""
+    remedy = f"skip_first={start} leaves out the large tokens." if unskipped else f"Leave the first {start} out of positions=."
+    left = f" At {len(few[start])} of these sites, few tokens still decide." if few[start] else ""
     return (
-        f"few tokens decide these numbers at {_sites(few[0])}, most at {site_in_words(least)}, where {few[0][least]:.2g} of "
-        "the tokens would carry as much if they were equally large: "
-        + (f"{first}{left}." if start else "they are not the first ones of a row; inspect the rows.")
+        f"few tokens decide these numbers at {_sites(few[0])}. At {site_in_words(least)}, the effective sample size is "
+        f"{few[0][least]:.2g} of the tokens. "
+        + (remedy + left if start else "The large tokens are not at the start of a row; inspect the rows.")
     )
 
 
@@ -109,7 +111,7 @@ def _sites(named: Mapping[str, float]) -> str:
 
 
 def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
-    """Text of the warning that one dimension decides the numbers; "" if no warning is needed."""
+    """Warning that one dimension decides the numbers; "" for none."""
     large = {
         layer: float(share)
         for number, model in enumerate(models)
@@ -121,57 +123,60 @@ def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
     layer = max(large, key=lambda one: large[one])
     of = "of a token's squared norm" if what == "power" else "of the variance"
     return (
-        f"one dimension decides these numbers at {_sites(large)}: it has {100 * large[layer]:.0f} % {of} at "
-        f"{site_in_words(layer)}. "
-        "CCA and LinearPredictivity weight all dimensions equally."
+        f"one dimension decides these numbers at {_sites(large)}. At {site_in_words(layer)}, this dimension has "
+        f"{100 * large[layer]:.0f} % {of}. CCA and LinearPredictivity weight all dimensions equally."
     )
 
 
-# Below this number of blocks a warning is given: a standard error from few blocks is itself uncertain.
+# Below this number of jackknife blocks a warning is given: a standard error from few blocks is itself uncertain.
 FEW_BLOCKS = 16
-# Above this correlation of neighbouring blocks a warning is given; 3 to 4 of 100 independent data sets of 16 blocks reach it.
+# Above this correlation of neighbouring jackknife blocks a warning is given.
+# 3 to 4 of 100 independent data sets of 16 blocks reach it.
 MOST_CORRELATION = 0.4
 
 
-class SumsOfBlock(NamedTuple):
-    """The sums of one analyzer over a block of rows.
+class JackknifeBlock(NamedTuple):
+    """Sums of one analyzer over consecutive rows, which one jackknife replicate leaves out.
 
     Attributes:
-        tokens: number of counted positions in the block.
-        sums: sums of the analyzer over the block.
+        tokens: number of counted positions.
+        sums: sums of the analyzer.
     """
 
     tokens: int
     sums: Sums
 
 
-def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[SumsOfBlock]:
-    """The blocks of rows for which an analyzer has sums. Sums of a pool of rows belong to the block of its last row.
+def jackknife_blocks(blocks: Sequence[DataBlock], name: str) -> list[JackknifeBlock]:
+    """The jackknife blocks of an analyzer.
+
+    Sums of a pool of rows belong to the block of the pool's last row.
 
     Args:
-        blocks: the blocks of the main pass.
+        blocks: blocks of consecutive rows, from the main pass.
         name: name of the analyzer.
     """
-    own, tokens = list[SumsOfBlock](), 0
+    own, tokens = list[JackknifeBlock](), 0
     for block in blocks:
         tokens += block.tokens
         if sums := with_pools(block.sums, name):
-            own.append(SumsOfBlock(tokens, sums))
+            own.append(JackknifeBlock(tokens, sums))
             tokens = 0
     return own
 
 
-def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[SumsOfBlock]) -> Result:
-    """The result with its jackknife replicates, each computed without one block of rows.
+def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[JackknifeBlock]) -> Result:
+    """The result with its jackknife replicates.
 
-    The sums of a first pass are held fixed: the kernel of the main pass was made of them.
+    Each replicate is computed without one jackknife block. The sums of a first pass are held fixed, because the kernel of the
+    main pass was made of them.
 
     Args:
         result: result of all data.
         analyzer: the analyzer that computed the result.
         run: the run that `compute` received.
         name: name of the analyzer.
-        blocks: the blocks in which the analyzer has sums.
+        blocks: the jackknife blocks of the analyzer.
     """
     tokens = tuple(block.tokens for block in blocks)
     if len(blocks) < 2:
@@ -189,13 +194,13 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
                 result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
-        warn(f"{name!r} has no intervals, because it is undefined without one of the {len(blocks)} blocks of rows: {error}")
+        warn(f"{name!r} has no intervals: it is undefined without one of the {len(blocks)} jackknife blocks. {error}")
         return result
     return result.with_replicates(tuple(replicates), tokens)
 
 
 def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
-    """Warning that neighbouring blocks of rows are alike, so that intervals are too narrow.
+    """Warning that neighbouring jackknife blocks are alike, so that intervals are too narrow.
 
     Args:
         results: results with their replicates, by name of the analyzer.
@@ -204,15 +209,17 @@ def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
     if not found:
         return []
     text = (
-        f"Neighbouring blocks of the data are alike in {', '.join(map(repr, found))}, with a correlation of "
-        f"{max(found.values()):.2f} (independent blocks: about 0), so intervals are too narrow. Draw the texts at random "
-        "from their whole source, or pass more."
+        f"Intervals of {', '.join(map(repr, found))} are too narrow: neighbouring jackknife blocks have a correlation of "
+        f"{max(found.values()):.2f}, and independent blocks of about 0. Draw the texts at random from their whole source, or "
+        "pass more texts."
     )
     return [(text, list(found))]
 
 
 def drift_of(result: Result) -> float:
-    """Mean of `neighbour_correlation` over all numbers of a result that have an interval; NaN if there are few blocks.
+    """Mean correlation of neighbouring jackknife blocks; NaN for few blocks.
+
+    The mean is taken over all numbers of the result that have an interval, see `neighbour_correlation`.
 
     Args:
         result: any result.
@@ -225,21 +232,21 @@ def drift_of(result: Result) -> float:
     return float(torch.cat(each).nanmean()) if each else math.nan
 
 
-def notes_on_blocks(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> list[Note]:
-    """Warning about analyzers whose intervals rest on few blocks of rows.
+def notes_on_blocks(blocks: Mapping[str, Sequence[JackknifeBlock]]) -> list[Note]:
+    """Warning about intervals that rest on few jackknife blocks.
 
     Args:
-        blocks: the blocks of the main pass, by analyzer.
+        blocks: the jackknife blocks, by analyzer.
     """
     few = {name: len(own) for name, own in blocks.items() if len(own) < FEW_BLOCKS}
     if not few:
         return []
     fewest = min(few.values())
-    words = f"{fewest} block{'s' * (fewest > 1)} of rows"
+    words = f"{fewest} jackknife block{'s' * (fewest > 1)}"
     text = (
         f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
         f"{FEW_BLOCKS} or more are good. Pass more rows, a smaller seq_len for packed text, or fewer rows in each forward pass "
-        "in attach. For CKA and other measures over pairs of samples, a block has at least 16 rows and minibatch= samples."
+        "in attach. For measures over pairs of samples, such as CKA, a block has at least 16 rows and minibatch= samples."
     )
     return [(text, list(few))]
 
@@ -270,7 +277,7 @@ def make_report(
     analyzers: Mapping[str, Analyzer],
     models_of: Mapping[str, Sequence[Model]],
     tally: Tally,
-    first: Mapping[str, Sums],
+    first_sums: Mapping[str, Sums],
     data_options: Mapping[str, Any],
     over_ranks: tuple[Mapping[str, Sums], Sequence[DataBlock]] | None = None,
 ) -> Report:
@@ -279,10 +286,10 @@ def make_report(
     Args:
         analyzers: the analyzers, by name.
         models_of: by analyzer, the model or the compared models, with the sites that the analyzer read.
-        tally: counts and digest of the data, and the sums of the main pass; with blocks for intervals.
-        first: sums of the first pass, by analyzer.
+        tally: counts and digest of the data, and the sums of the main pass.
+        first_sums: sums of the first pass, by analyzer.
         data_options: how the data was read, for the provenance.
-        over_ranks: sums and blocks of the main pass of all ranks, in place of those in `tally`.
+        over_ranks: sums and jackknife blocks of the main pass of all ranks, in place of those in `tally`.
 
     Raises:
         LayersimError: no token was counted, or the sums do not suffice for an analyzer.
@@ -290,19 +297,16 @@ def make_report(
     refuse_empty(tally.tokens, tally.sequences)
     tree = tally.tree
     sums, blocks = over_ranks or (tree.total().sums, tree.blocks() if tree.size else ())
-    own_blocks = {} if tree.size is None else {name: blocks_of(blocks, name) for name in analyzers}
+    own_blocks = {} if tree.size is None else {name: jackknife_blocks(blocks, name) for name in analyzers}
     notes = notes_on_blocks(own_blocks) + notes_on_sizes(analyzers, models_of, sums, data_options)
     results, said = dict[str, Result](), dict[str, list[str]]()
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
         models = models_of[name]
         provenance = record(models, tally, options, getattr(analyzer, "seed", None))
-        about = (first.get(name, Sums()), models[0].head, models[0].stream, tuple(models))
-        run = Run(models[0].layers, models[-1].layers, provenance, *about)
+        run = Run(tuple(models), provenance, first_sums.get(name, Sums()))
         with recorded_warnings() as said[name]:
             result = analyzer.compute(with_pools(sums, name), run)
-            if not isinstance(result, Result):
-                raise LayersimError(f"{type(analyzer).__name__}.compute returned {brief(result)}; it must return a Result.")
             if name in own_blocks:
                 result = replicated(result, analyzer, run, name, own_blocks[name])
         results[name] = result
@@ -343,7 +347,7 @@ def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], se
 
 @cache
 def _installed() -> Mapping[str, str]:
-    """Versions of the packages that a result records; read from files once."""
+    """Versions of the packages that a result records."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -1,6 +1,7 @@
-"""Runs kernels on the batches of one part of the data, and adds their outputs.
+"""Runs kernels on batches and adds their outputs.
 
-Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`.
+Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`. Outputs are summed over
+leaves (groups of up to 16 consecutive rows), which a `SumTree` adds in pairs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -19,20 +21,19 @@ from tqdm.auto import tqdm
 
 from ..activations.row_pools import ROWS, AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, reduce, tokens_alone
-from ..analyzers.analyzer import Analyzer, Exchange
+from ..analyzers.analyzer import Analyzer
 from ..core.distributed import add_over_ranks, rank_and_size
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.sums import SIZES, DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
+from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
 from ..data.batches import Batch, BatchSize, batch_sizes, fingerprint, new_digest
 from ..data.data import Data
 from ..sources.activation_checks import check_lens, check_stream_sums, refuse_not_finite
 from ..sources.model_description import Model
-from ..sources.out_of_memory import reduce_batch
-from ..sources.source import CanReadSites, OnServer, PartialSums, Source
+from ..sources.source import CanReadSites, OnServer, PartialSums
 from .report_assembly import refuse_empty
 from .run_description import FIRST, MAIN, Analysis, DataPart
-from .site_plan import SitePlan
+from .two_models import crossing, one_after_another, side_by_side
 
 # Leaves of a run whose number is not known, for the memory of its sums.
 TYPICAL_LEAVES = 1024
@@ -42,28 +43,24 @@ TITLES = {FIRST: "first pass", MAIN: "layers"}
 
 
 class Step(NamedTuple):
-    """Counts of a batch that was read and whose sums are not computed yet.
+    """Counts of one batch.
 
     Attributes:
         measured: whether this process runs the model on the batch.
         batches: number of batches read so far, this one included.
-        rows: number of rows in the batch.
-        tokens: number of counted positions in each leaf; a single number for a batch on which no model runs.
+        tokens: number of counted positions in each row.
         digest: SHA-256 of all rows read so far, the batch's own included.
-        leaf: number of rows in a leaf.
     """
 
     measured: bool
     batches: int
-    rows: int
     tokens: tuple[int, ...]
     digest: str
-    leaf: int = 1
 
 
 @dataclass
 class PassState:
-    """Progress of a pass: sums and counts of complete batches, and the batches that still wait for their sums.
+    """Progress of a pass over the data. The counts of a batch wait until its sums arrive.
 
     Attributes:
         tally: tally of the complete batches.
@@ -76,48 +73,46 @@ class PassState:
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
-        """Add the sums of the next batches to the tally, and count these batches.
+        """Add the sums of the next batches to the tally.
 
         Args:
             parts: the sums.
             seconds: wall time of the whole pass so far.
         """
         steps = self.take(sum(part.count for part in parts))
-        leaves = iter([(step.leaf, tokens) for step in steps if step.measured for tokens in step.tokens])
-        tree, known = self.tally.tree, sums_so_far(self.tally.tree)
+        row_tokens = iter([tokens for step in steps if step.measured for tokens in step.tokens])
+        tree = self.tally.tree
         for part in parts:
-            rows = tokens = 0
-            while rows < part.count:
-                leaf, counted = next(leaves)
-                rows, tokens = rows + leaf, tokens + counted
-            own = sums_of(self.names, part.out, known)
-            known = known | {name: sums for name, sums in own.items() if sums}
-            tree = tree.add(DataBlock(part.count, tokens, own))
+            tokens = sum(islice(row_tokens, part.count))
+            tree = tree.add(DataBlock(part.count, tokens, sums_of(self.names, part.out)))
         # One assignment: an interrupt leaves a batch either counted with all its sums or not at all.
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Count the last batches of the data, on which this process runs no model."""
+        """Count the last batches, on which this process runs no model."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove and return waiting batches, from the first on, until they hold `rows` rows on which a model runs."""
+        """Remove waiting batches and return them.
+
+        The model ran on `rows` of their rows. At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
+
+        """
         taken: list[Step] = []
         while rows > 0 and self.waiting:
             step = self.waiting.popleft()
             taken.append(step)
-            if step.measured:
-                rows -= len(step.tokens) * step.leaf
+            rows -= len(step.tokens) * step.measured
         return taken
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """Add the counts of more batches, but not their sums, to a tally, and set its time."""
+    """The tally with the counts of more batches, but without their sums."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
-        sequences=tally.sequences + sum(step.rows for step in steps),
+        sequences=tally.sequences + sum(len(step.tokens) for step in steps),
         tokens=tally.tokens + sum(sum(step.tokens) for step in steps),
         digest=steps[-1].digest if steps else tally.digest,
         seconds=seconds,
@@ -126,63 +121,70 @@ def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
 
 @dataclass
 class DataPass:
-    """One pass of kernels over the data, which can continue from a checkpoint and writes one.
+    """One pass over the data. It continues from a checkpoint and writes one.
 
     Attributes:
         analysis: models, data and analyzers.
         part: the batches to measure.
-        label: "first" or "main".
-        kernels: the kernels, by analyzer.
+        name: "first" or "main".
+        kernels: the kernels, by name.
         file: the file that keeps the tallies.
-        tallies: tallies of all passes of the run, by label; `run` adds the tally of this pass.
+        tallies: tallies of all passes of the run, by name; `run` adds the tally of this pass.
         total: number of counted tokens in the data; None if not known.
         rows: number of rows in the measured batches; None if not known.
-        first: sums of the first pass over all data, by analyzer.
+        first_sums: sums of the first pass over all data, by analyzer.
         state: sums so far, and the batches that wait for their sums.
     """
 
     analysis: Analysis
     part: DataPart
-    label: str
+    name: str
     kernels: Mapping[str, AnyKernel]
     file: ResumableFile
     tallies: dict[str, Tally]
     total: int | None = None
     rows: int | None = None
-    first: Mapping[str, Sums] = field(default_factory=dict)
+    first_sums: Mapping[str, Sums] = field(default_factory=dict)
     state: PassState = field(init=False)
 
     def __post_init__(self) -> None:
-        whole = self.label == MAIN or self.analysis.first_needs_model
-        self.sources = list(self.analysis.sources) if whole else []
-        self.analyzers = {name: a for name, a in self.analysis.analyzers.items() if self.label == MAIN or name in self.kernels}
-        within, counts = (self.part.within, self.part.counts) if self.sources else (None, None)
-        # Blocks of known data do not depend on how it is divided.
-        self.first_block = first_block_size(self.rows) if self.analysis.intervals and self.label == MAIN else None
-        self.within, start = within, 0 if within is None or counts is None else within.start * counts.capacity
-        fresh = Tally(tree=SumTree(self.first_block, start))
-        self.state = PassState(self.tallies.get(self.label) or fresh, tuple(self.kernels))
+        is_main = self.name == MAIN
+        self.sources = list(self.analysis.sources) if is_main or self.analysis.first_needs_model else []
+        self.analyzers = {name: a for name, a in self.analysis.analyzers.items() if is_main or name in self.kernels}
+        # A pass without a model reads tokens alone, those of all batches.
+        self.within, counts = (self.part.within, self.part.counts) if self.sources else (None, None)
+        start = 0 if self.within is None or counts is None else self.within.start * counts.capacity
+        # Jackknife blocks of known data do not depend on how the data is divided.
+        self.jackknife_rows = first_block_size(self.rows) if self.analysis.intervals and is_main else None
+        fresh = Tally(tree=SumTree(self.jackknife_rows, start))
+        self.state = PassState(self.tallies.get(self.name) or fresh, tuple(self.kernels))
         self._began = time.monotonic() - self.state.tally.seconds
+        self._lens_is_checked = not (is_main and any(analyzer.needs_unembed for analyzer in self.analyzers.values()))
 
     def run(self) -> None:
-        """Run the pass to the end of the data, and add its tally to `tallies`.
+        """Run the pass to the end of the data.
 
         Raises:
             LayersimError: activations are not finite, or the data differs from the data of the checkpoint.
         """
-        if self.label == FIRST and self.state.tally.done:
+        if self.name == FIRST and self.state.tally.done:
             # The main pass reads the same data, and the digests of both are compared afterwards.
             return
-        rows = rows_in_data(self.analysis.batches.data) if self.total is None and self.within is None else None
+        rows = rows_in_data(self.analysis.batches.data)
         is_remote = any(isinstance(source, OnServer) for source in self.sources)
-        with self.file.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
+
+        def summed() -> str:
+            return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
+
+        with self.file.saved_on_interrupt(self._snapshot, summed), self._bar() as bar:
             for parts in self._partial_sums(bar.set_postfix_str):
                 self._refuse_not_finite(parts)
                 self.state.add(parts, time.monotonic() - self._began)
-                if self.state.tally.tree.rows == sum(part.count for part in parts):
-                    self._check_memory(sums_so_far(self.state.tally.tree), parts[0].count)
                 tally = self.state.tally
-                if rows is not None:
+                if tally.tree.rows == sum(part.count for part in parts):
+                    leaves = TYPICAL_LEAVES if rows is None else math.ceil(rows / parts[0].count)
+                    check_memory(tally.tree.total().sums, leaves, self.jackknife_rows is not None, self.analyzers)
+                if rows is not None and self.total is None and self.within is None:
                     # Rows that are not read yet are taken to be as long as those that are.
                     bar.total = round(tally.tokens * rows / max(1, tally.sequences))
                 bar.update(tally.tokens - bar.n)
@@ -190,55 +192,56 @@ class DataPass:
                     self.file.save(*self._snapshot())
             self.state.add_unmeasured(time.monotonic() - self._began)
             bar.update(self.state.tally.tokens - bar.n)
-        self.state.tally = self.tallies[self.label] = replace(self.state.tally, done=True)
+        self.state.tally = self.tallies[self.name] = replace(self.state.tally, done=True)
         self.file.save(*self._snapshot())
 
     def read(self) -> Iterator[Batch]:
-        """Yields the batches on which a model has to run, without those that a checkpoint holds already.
+        """Yields the batches on which this process runs the model.
 
-        Each batch that is read is checked and joins `state.waiting`.
+        Batches in the checkpoint are left out. Counts of all other batches join `state.waiting`.
         """
-        batches, held, digest, number = self.analysis.batches, self.state.tally, new_digest(), 0
-        needs_head = self.label == MAIN and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
-        unchecked, counted, taken = needs_head, -1, 0 if self.within is None else self.within.start
-        for number, batch in enumerate(batches, start=1):
-            fingerprint(digest, batch, batches.data.selection.marked)
-            has_counted = bool(batch.counted.any())
-            if has_counted:
-                self._settle(batch)
-            counted += has_counted
-            deal = self.part.deal
-            measured = has_counted and (number - 1) % deal.copies == deal.copy
-            measured = measured and (self.within is None or counted in self.within)
-            index, taken = taken * batch.capacity, taken + measured
-            if number < held.batches:
-                continue
-            if number == held.batches:
-                if digest.hexdigest() != held.digest:
-                    raise _other_data(f"other rows among the first {number} batches")
+        held, read = self.state.tally, 0
+        for step, batch in self._numbered():
+            read = step.batches
+            if read == held.batches and step.digest != held.digest:
+                raise _other_data(f"other rows among the first {read} batches")
+            if read <= held.batches:
                 continue
             if held.done:
                 raise _other_data(f"more than the {held.batches} batches of the finished run")
-            if measured:
-                for analyzer in self.analyzers.values():
-                    analyzer.check_batch(batch, cast(Model, batches.model))
-                if unchecked and self.sources:
-                    self._check_lens(batch)
-                    unchecked = False
-            # Of rows that an earlier pass over the same data, or another process, may have counted: one rule for all.
-            batch = replace(batch, leaf=min(ROWS, batch.capacity))
-            if self.first_block is not None:
-                leaf, block = min(batch.leaf, rows_in_block(index, 1)), rows_in_block(index, self.first_block)
-                batch = replace(batch, leaf=leaf, block=block)
-            tokens = batch.leaf_tokens() if measured else (int(batch.counted.sum()),)
-            self.state.waiting.append(Step(measured, number, len(batch.tokens), tokens, digest.hexdigest(), batch.leaf))
-            if measured:
+            if step.measured:
+                self._check(batch)
+            self.state.waiting.append(step)
+            if step.measured:
                 yield batch
-        if number < held.batches:
-            raise _other_data(f"only {number} batches, and the checkpoint has {held.batches}")
+        if read < held.batches:
+            raise _other_data(f"only {read} batches, and the checkpoint has {held.batches}")
+
+    def _numbered(self) -> Iterator[tuple[Step, Batch]]:
+        """Yields all batches with their counts. Rank and shard decide which batches this process measures."""
+        batches, deal, digest = self.analysis.batches, self.part.deal, new_digest()
+        # Number of batches so far with a counted position, and number of rows before the next measured batch.
+        with_counted, row = 0, self.state.tally.tree.start
+        for number, batch in enumerate(batches):
+            fingerprint(digest, batch, batches.data.selection.marked)
+            measured = bool(batch.counted.any())
+            if measured:
+                self._settle(batch)
+                measured = number % deal.copies == deal.copy and (self.within is None or with_counted in self.within)
+                with_counted += 1
+            tokens = tuple(batch.counted.sum(1).tolist())
+            yield Step(measured, number + 1, tokens, digest.hexdigest()), self._with_leaf(batch, row)
+            row += batch.capacity * measured
+
+    def _with_leaf(self, batch: Batch, row: int) -> Batch:
+        """The batch with its number of rows per leaf, which depends on the index of its first row."""
+        leaf = min(ROWS, batch.capacity)
+        if self.jackknife_rows is None:
+            return replace(batch, leaf=leaf)
+        return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.jackknife_rows))
 
     def _settle(self, batch: Batch) -> None:
-        """Run a batch on models whose sites are fully known only after a forward pass."""
+        """Run a batch on models whose sites are not fully known yet."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)
@@ -246,22 +249,19 @@ class DataPass:
         if unsettled:
             self.analysis.plan.check_sites(self.analysis.analyzers)
 
-    def _check_lens(self, batch: Batch) -> None:
-        """Raise an error if a model's logit lens does not reproduce its logits. Models without a head are not checked."""
-        for source in self.sources:
-            if source.model.head is not None:
-                check_lens(source, batch)
-
-    def _check_memory(self, sums: Mapping[str, Sums], leaf: int) -> None:
-        """Raise an error or warn if the sums do not fit into memory, judged by the sums of the first batches."""
-        rows = rows_in_data(self.analysis.batches.data)
-        # The number of leaves is not known to all runs; its logarithm counts.
-        leaves = TYPICAL_LEAVES if rows is None else -(-rows // leaf)
-        check_memory(sums, leaves, self.first_block is not None, self.analyzers)
+    def _check(self, batch: Batch) -> None:
+        """Raise an error if an analyzer cannot read the batch. Before the first batch, the logit lens is checked too."""
+        for analyzer in self.analyzers.values():
+            analyzer.check_batch(batch, cast(Model, self.analysis.batches.model))
+        if not self._lens_is_checked:
+            for source in self.sources:
+                if source.model.head is not None:
+                    check_lens(source, batch)
+        self._lens_is_checked = True
 
     def _bar(self) -> Any:
         return tqdm(
-            desc=TITLES[self.label],
+            desc=TITLES[self.name],
             unit="token",
             unit_scale=True,
             total=self.total,
@@ -270,42 +270,33 @@ class DataPass:
         )
 
     def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
-        """Yields partial sums of the remaining batches, in the order of the data."""
+        """Yields the sums of the remaining batches, in the order of the data."""
         sources, batches = self.sources, self.read()
-        one = sources[0] if len(sources) == 1 else self.analysis.together if sources else None
-        if one is not None:
-            return one.stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
-        by_statistics = self.label == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
-        if sources and (by_statistics or self.analysis.is_remote):
-            return exchange(sources, batches, self.analyzers, self.analysis.plan, show)
-        run = self._side_by_side if sources else _tokens_of
-        return ([PartialSums(batch.leaf, *own) for own in run_batch(run, batch, self.kernels)] for batch in batches)
-
-    def _side_by_side(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run each model forward once, and run kernels on the activations of all models."""
-        return reduce_batch(batch, kernels, *(source.collect(batch) for source in self.sources))
+        if not sources:
+            return ([PartialSums(batch.leaf, *own) for own in run_batch(_tokens_of, batch, self.kernels)] for batch in batches)
+        if (single := self.analysis.single_source) is not None:
+            return single.stream(batches, self.kernels, self.state.tally.tree.end, show, self.jackknife_rows)
+        by_statistics = self.name == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
+        if by_statistics or self.analysis.is_remote:
+            return one_after_another(sources, batches, self.analyzers, self.analysis.plan, show)
+        return side_by_side(sources, batches, self.kernels)
 
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
         names = [source.sites for source in self.sources]
         start = self.state.tally.tree.end
         # The last leaf of the data may be larger than the rest of the data.
-        read = self.state.tally.sequences + sum(step.rows for step in self.state.waiting)
+        read = self.state.tally.sequences + sum(len(step.tokens) for step in self.state.waiting)
         for part in parts:
             last = min(start + part.count, max(read, start + 1)) - 1
             refuse_not_finite(part.not_finite, names, f"rows {start} to {last}")
             start += part.count
 
     def _snapshot(self) -> Snapshot:
-        """The tallies of all passes, for the checkpoint."""
-        return self.analysis.snapshot(self.part, {**self.tallies, self.label: self.state.tally})
-
-    def _summed(self) -> str:
-        """First words of the note that says where an interrupted run was saved."""
-        return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
+        return self.analysis.snapshot(self.part, {**self.tallies, self.name: self.state.tally})
 
 
 def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[str, Tally], blocking: bool = True) -> DataPass:
-    """Run the passes over one part of the data. Batches whose sums the checkpoint holds are not run again.
+    """Run the passes over one part of the data. Batches in the checkpoint are not run again.
 
     Args:
         analysis: models, data and analyzers.
@@ -320,12 +311,12 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
     Raises:
         LayersimError: activations are not finite, or two passes read different rows.
     """
-    kernels, first = analysis.first_kernels, dict[str, Sums]()
+    kernels, first_sums = analysis.first_kernels, dict[str, Sums]()
     # Sizes of batches of a run on servers are printed before it.
     sizes = batch_sizes(analysis.batches) if analysis.is_remote and not analysis.batches.one_shot else None
     tokens, rows = analysis.batches.data.max_tokens, None
     if sizes is not None:
-        passes = (part.stage == MAIN) + (analysis.first_needs_model and not tallies.get(FIRST, Tally()).done)
+        passes = (part.last_pass == MAIN) + (analysis.first_needs_model and not tallies.get(FIRST, Tally()).done)
         _announce(analysis, passes, sizes if part.within is None else sizes[part.within.start : part.within.stop])
         tokens, rows = sum(size.tokens for size in sizes), sum(size.rows for size in sizes)
     if part.counts is not None:
@@ -335,12 +326,12 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
         if kernels:
             last = DataPass(analysis, part, FIRST, kernels, *about)
             last.run()
-        if part.stage == MAIN:
+        if part.last_pass == MAIN:
             if kernels:
-                first = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
-                if not any(first.values()):
+                first_sums = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
+                if not any(first_sums.values()):
                     refuse_empty(tallies[FIRST].tokens, tallies[FIRST].sequences)
-            last = DataPass(analysis, part, MAIN, analysis.plan.kernels(analysis.analyzers, first), *about, first)
+            last = DataPass(analysis, part, MAIN, analysis.plan.kernels(analysis.analyzers, first_sums), *about, first_sums)
             if blocking:
                 last.run()
     expected = part.counts or tallies.get(FIRST)
@@ -362,11 +353,11 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
         passes: number of passes that run the model.
         sizes: sizes of the batches.
     """
-    if len(analysis.sources) > 1 and analysis.together is None:
+    source = analysis.single_source
+    if source is None:
         # Printed also where stderr is no terminal, unlike progress bars.
         tqdm.write(crossing(analysis.analyzers, len(analysis.sources), analysis.plan, sizes), file=sys.stderr)
     elif sizes:
-        source = analysis.sources[0]
         assert isinstance(source, OnServer)
         rows, positions = max((size.pass_size for size in sizes), key=lambda size: size[1])
         source.refuse_larger(rows, positions)
@@ -375,7 +366,7 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
 
 
 def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-    """Run kernels that need no model, because they read only tokens and labels."""
+    """Run kernels that read only tokens and labels."""
     return [], reduce(kernels, tokens_alone(batch))[1]
 
 
@@ -384,7 +375,7 @@ def _other_data(given: str) -> LayersimError:
 
 
 def rows_in_data(data: Data) -> int | None:
-    """Number of rows in the data; None if the data has no length or if rows are packed.
+    """Number of rows in the data; None if not known.
 
     Args:
         data: the data of the run.
@@ -406,14 +397,14 @@ def rows_in_data(data: Data) -> int | None:
 def check_memory(
     sums: Mapping[str, Sums], leaves: int, intervals: bool, analyzers: Mapping[str, Analyzer] = MappingProxyType({})
 ) -> None:
-    """Raise an error if an analyzer's sums exceed its `max_memory_gb`, and warn if all sums exceed the free memory.
+    """Compare the memory of all sums with the limits.
 
-    Sums are added in pairs, so several copies are held at once.
+    Sums are added in pairs, so several copies are held at once. Sums above the free memory give a warning.
 
     Args:
         sums: sums of one batch, by kernel.
         leaves: number of groups of rows (leaves) whose sums are added, or an upper limit.
-        intervals: whether blocks are kept.
+        intervals: whether jackknife blocks are kept.
         analyzers: analyzers by name, which may have a limit `max_memory_gb`.
 
     Raises:
@@ -438,115 +429,11 @@ def check_memory(
         )
 
 
-def sums_so_far(tree: SumTree) -> dict[str, Sums]:
-    """Sums of earlier rows by kernel, for their shapes: sums of further rows must have the same shapes."""
-    return {name: sums for node in tree.nodes for name, sums in node.sums.items() if sums}
-
-
-def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, Sums]) -> dict[str, Sums]:
-    """Convert the outputs of kernels for the next batches to `Sums`, by analyzer.
+def sums_of(names: Sequence[str], out: Mapping[str, Any]) -> dict[str, Sums]:
+    """Convert the outputs of kernels to `Sums`.
 
     Args:
-        names: names of the analyzers.
-        out: outputs of the kernels, by analyzer.
-        before: sums of other batches, to which these will be added; empty for the first batches.
-
-    Raises:
-        LayersimError: a kernel's output cannot be added; the message names its analyzer.
+        names: names of the kernels.
+        out: outputs by kernel.
     """
-    sums = {}
-    for name in names:
-        try:
-            sums[name] = own = out[name] if isinstance(out[name], Sums) else Sums.of(out[name])
-            before.get(name, Sums()).refuse_others(own)
-        except (AttributeError, KeyError, ValueError) as error:
-            raise LayersimError(
-                f"The kernel of {name!r} must return a dict of tensors whose shapes do not depend on the batch: {error}"
-            ) from error
-    return sums
-
-
-def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
-    """The `Exchange` of each analyzer, which compares two models on different machines.
-
-    Raises:
-        LayersimError: an analyzer needs the activations of both models in one place.
-    """
-    by_name = {}
-    for name, analyzer in analyzers.items():
-        statistics = analyzer.exchange()
-        if statistics is None:
-            raise LayersimError(
-                f"{analyzer!r} needs the activations of both models on one machine, but a model is on a server. Load both "
-                'models here, pass two edits of one model on the server, or use CKA(estimator="minibatch").'
-            )
-        by_name[name] = statistics
-    return by_name
-
-
-def exchange(
-    sources: Sequence[Source],
-    batches: Iterator[Batch],
-    analyzers: Mapping[str, Analyzer],
-    plan: SitePlan,
-    show: Callable[[str], None],
-) -> Iterator[list[PartialSums]]:
-    """Run each batch on one model after the other, and join the statistics of all models.
-
-    Args:
-        sources: the models.
-        batches: the batches, in the order of the data.
-        analyzers: the analyzers, by name.
-        plan: the sites that each analyzer reads.
-        show: function that shows a few words on the model that runs.
-    """
-    by_name = exchanges(analyzers)
-    kernels = [
-        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()}
-        | plan.kernels_of_sizes(analyzers, number)
-        for number in range(len(sources))
-    ]
-    for batch in batches:
-        sides = []
-        for number, source in enumerate(sources):
-            show(f"model {number + 1} of {len(sources)}")
-            sides.append(source.sums(batch, kernels[number]))
-        if any(len(leaves) != len(sides[0]) for leaves in sides):
-            # Of a model whose activations are not finite.
-            yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
-            continue
-        yield [PartialSums(batch.leaf, *_joined(by_name, leaves)) for leaves in zip(*sides, strict=True)]
-
-
-def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
-    """Join the statistics of all models to sums of a group of rows. An analyzer has none if its pool ends in another group."""
-    not_finite = [count for counts, _ in leaves for count in counts]
-    if any(bool(count.any()) for count in not_finite):
-        return not_finite, {}
-    out = {}
-    for name, item in by_name.items():
-        statistics = [own[name] for _, own in leaves]
-        out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
-        sizes = [own.get(SIZES + name, {}) for _, own in leaves]
-        # Each was number 0 in its own pass.
-        out[SIZES + name] = {f"{i}{key[1:]}": value for i, each in enumerate(sizes) for key, value in each.items()}
-    return not_finite, out
-
-
-def crossing(analyzers: Mapping[str, Analyzer], models: int, plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
-    """A sentence on the number of bytes that the comparison of models transfers.
-
-    Args:
-        analyzers: the analyzers, by name.
-        models: number of models.
-        plan: the sites that each analyzer reads.
-        sizes: sizes of the batches.
-    """
-    size = sum(
-        item.size(batch.rows, batch.density, len(choice.numbers))
-        for name, item in exchanges(analyzers).items()
-        for choice in plan.choices[name]
-        for batch in sizes
-    )
-    how = "on one model and then on the other" if models == 2 else f"on {models} models in turn"
-    return f"{len(sizes)} batches, each run {how}; {in_words(size)} are transferred in all."
+    return {name: out[name] if isinstance(out[name], Sums) else Sums.of(out[name]) for name in names}

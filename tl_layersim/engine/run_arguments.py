@@ -1,14 +1,11 @@
-"""Checks of a run's arguments: the analyzers, the tokenizer, and the tokens that two models share."""
+"""Checks of a run's arguments."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
-
-from torch.nn import Module
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
@@ -24,8 +21,6 @@ from ..sources.open_local import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000
-# Keys beside the names of analyzers in the costs that `estimate` returns.
-COSTS = ("forward", "head")
 
 if TYPE_CHECKING:
     AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
@@ -35,9 +30,9 @@ else:
 
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
-    """The analyzers of a run by name: the keys of a mapping, or the analyzers' own names.
+    """The analyzers of a run, by name.
 
-    A string stands for an analyzer with default options.
+    The names are the keys of a mapping, or the analyzers' own names. A string stands for an analyzer with default options.
 
     Raises:
         LayersimError: a name is not known or not allowed, no analyzer is given, or a list has two analyzers of one name.
@@ -45,11 +40,13 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
     chosen: dict[str, Analyzer] = {}
     if isinstance(analyzers, Mapping):
         for name, item in analyzers.items():
+            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+                raise LayersimError(
+                    f"`analyzers` has the name {brief(name)}; names start with a letter, followed by letters, digits or _."
+                )
             chosen[name] = _analyzer_of(item)
-            _check_name(name, chosen[name])
     else:
-        items = list(analyzers) if is_several(analyzers) else [analyzers]
-        for item in map(_analyzer_of, items):
+        for item in map(_analyzer_of, analyzers if is_several(analyzers) else [analyzers]):
             if item.name in chosen:
                 raise LayersimError(
                     f"`analyzers` holds {item.name!r} twice. Pass a mapping from different names to the analyzers."
@@ -61,60 +58,29 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
 
 
 def is_several(analyzers: Any) -> bool:
-    """Whether `analyzers` is a list or a mapping, so that the call returns a report."""
+    """Whether `analyzers` is a list or a mapping."""
     return isinstance(analyzers, Sequence | Mapping) and not isinstance(analyzers, str)
 
 
 def _analyzer_of(item: Any) -> Analyzer:
-    """The analyzer for an entry of `analyzers`, which is an analyzer or a name."""
     if isinstance(item, str):
         known = find_analyzers()
         if item not in known:
             raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(known))}.")
-        item = known[item]()
-    _check_analyzer(item)
-    return cast(Analyzer, item)
-
-
-def _check_name(name: Any, analyzer: Analyzer) -> None:
-    """Raise an error if a name belongs to another analyzer, or if files, tables or the command line cannot hold it."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        return known[item]()
+    if not isinstance(item, Analyzer):
         raise LayersimError(
-            f"`analyzers` has the name {brief(name)}; a name must start with a letter, followed by letters, digits or _."
+            f"`analyzers` contains {brief(item)}; it must contain analyzers such as lsim.Cosine(), or their names."
         )
-    if name in COSTS:
+    if clash := item.options().keys() & set(DATA_OPTIONS):
         raise LayersimError(
-            f"`analyzers` has the name {name!r}, which `estimate` uses for a part of the model. Choose another name."
+            f"{type(item).__name__} has the option {', '.join(sorted(clash))}, which is also an option of `Data`. Rename it."
         )
-    other = find_analyzers().get(name)
-    if other is not None and not isinstance(analyzer, other):
-        raise LayersimError(
-            f"`analyzers` gives {type(analyzer).__name__} the name {name!r}, which is the name of {other.__name__}. Choose "
-            "another name."
-        )
-
-
-def _check_analyzer(analyzer: Any) -> None:
-    """Raise an error if an entry of `analyzers` is no analyzer, or has a name or option that cannot be recorded."""
-    if isinstance(analyzer, type) or not isinstance(analyzer, Analyzer):
-        raise LayersimError(
-            f"`analyzers` contains {brief(analyzer)}; it must contain analyzers such as lsim.Cosine(), or their names."
-        )
-    name = getattr(analyzer, "name", None)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise LayersimError(
-            f"`name` of {type(analyzer).__name__} is {brief(name)}; it must be lower-case letters, digits and _."
-        )
-    clash = analyzer.options().keys() & set(DATA_OPTIONS)
-    if clash:
-        raise LayersimError(
-            f"{type(analyzer).__name__} has the option {', '.join(sorted(clash))}, a name that is reserved for an option of "
-            "`Data`. Rename the option."
-        )
+    return item
 
 
 def refuse_large_heads(analyzer: Analyzer) -> None:
-    """Raise an error if exit heads are too large to be sent to a server with every request.
+    """Raise an error if exit heads are too large for requests to a server.
 
     Raises:
         LayersimError: they take more than `LARGEST_HEADS` bytes.
@@ -122,13 +88,13 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
     heads = getattr(analyzer, "heads", None)
     if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
         raise LayersimError(
-            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; every request to a server sends them, so they "
-            f"must be at most {in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
+            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; a request to a server carries at most "
+            f"{in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
         )
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with `tokenizer` as its tokenizer or image processor; unchanged if `tokenizer` is None."""
+    """The model with another tokenizer or image processor; unchanged for None."""
     if tokenizer is None:
         return model
     if getattr(tokenizer, "image_processor", None) is not None:
@@ -136,13 +102,13 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
         return replace(model, tokenizer=getattr(tokenizer, "tokenizer", None), processor=tokenizer.image_processor)
     if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
         return replace(model, processor=tokenizer)
-    if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType | Module):
+    if not callable(tokenizer):
         raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or a processor of images.")
     return replace(model, tokenizer=tokenizer)
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """Description of the inputs that both models accept, with the smaller context and vocabulary.
+    """Description of the inputs that two models accept. Context and vocabulary are the smaller ones.
 
     Args:
         a: the first model, whose tokenizer is used.
@@ -200,7 +166,7 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
 
 
 def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: OpenedModel) -> None:
-    """Raise an error for arguments of `analyze` that contradict each other, before a model is opened.
+    """Raise an error for arguments of `analyze` that contradict each other.
 
     Args:
         given: `shard`, `save_to`, `first`, `checkpoint` and `baseline` as given to `analyze`.
@@ -211,19 +177,14 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: Open
         LayersimError: two arguments exclude each other, one lacks another, or no file can be written at `save_to`.
     """
     shard = given["shard"]
-    if not blocking and shard is not None:
-        raise LayersimError("`blocking=False` cannot be combined with `shard`.")
-    if not blocking and not opened.on_server:
-        raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
-    kind, why = ("`shard`", "the file `save_to` is the checkpoint") if shard else ("`blocking=False`", "use run.save(path)")
-    for name in ("checkpoint", "baseline"):
-        if given[name] is not None and (shard is not None or not blocking):
-            raise LayersimError(f"`{name}` cannot be combined with {kind}" + (f": {why}." if name == "checkpoint" else "."))
+    if not blocking:
+        if not opened.on_server:
+            raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
+        _refuse(given, ("shard", "checkpoint", "baseline"), "cannot be combined with `blocking=False`")
     if shard is None:
-        for name in ("save_to", "first"):
-            if given[name] is not None:
-                raise LayersimError(f"`{name}` is {brief(given[name])}; it needs `shard`, such as shard=(0, 64).")
+        _refuse(given, ("save_to", "first"), "needs `shard`, such as shard=(0, 64)")
         return
+    _refuse(given, ("checkpoint", "baseline"), "cannot be combined with `shard`")
     if not 0 <= shard[0] < shard[1]:
         raise LayersimError(
             f"`shard` is {shard}; it must be (i, n): the index i of a shard, from 0 to n - 1, and the number n of shards."
@@ -235,3 +196,10 @@ def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: Open
             f"`shard` is {shard}; it cannot be used in a torch.distributed group, whose {ranks} ranks divide the data already."
         )
     refuse_unwritable(given["save_to"], "save_to")
+
+
+def _refuse(given: Mapping[str, Any], names: Sequence[str], why: str) -> None:
+    """Raise an error if one of the named arguments is given."""
+    for name in names:
+        if given[name] is not None:
+            raise LayersimError(f"`{name}` is {brief(given[name])}; it {why}.")

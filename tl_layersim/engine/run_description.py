@@ -1,4 +1,4 @@
-"""`Analysis`, the models, data and analyzers of a run; and `DataPart`, the part of the data that one call measures."""
+"""`Analysis`: models, data and analyzers of a run. `DataPart`: the part of the data that one call measures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST, MAIN = "first", "main"
 
 @dataclass(frozen=True)
 class DataCounts:
-    """Numbers of batches, rows and tokens of all data, the same in all shards of a run.
+    """Numbers of batches, rows and tokens in all data.
 
     Attributes:
         batches: number of batches.
@@ -52,7 +52,7 @@ class DataCounts:
     capacity: int
 
     def within(self, number: int, of: int) -> range:
-        """The batches of a shard, as a range of indices among the batches that have a position to measure.
+        """Indices of a shard's batches among the batches with a counted position.
 
         Args:
             number: index of the shard.
@@ -68,19 +68,19 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class DataPart:
-    """The batches and the passes of one call: all of them, or those of one rank or shard.
+    """The batches and the passes of one call.
 
     Attributes:
         deal: the batches that this rank measures.
         counts: counts of all data; None if the data was not counted before.
         within: range of this part among the batches with a counted position; None for all batches of this rank.
-        stage: "first" to end after the first pass; else "main".
+        last_pass: "first" to end after the first pass; else "main".
     """
 
     deal: Deal = ALONE
     counts: DataCounts | None = None
     within: range | None = None
-    stage: str = MAIN
+    last_pass: str = MAIN
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Analysis:
         batches: the data; each batch holds whole pools of rows.
         analyzers: the analyzers, by name.
         opened_with: options with which the models were opened, for the record.
-        intervals: whether to keep the sums of blocks of the data, for confidence intervals.
+        intervals: whether to keep the sums of jackknife blocks, for confidence intervals.
     """
 
     plan: SitePlan
@@ -118,30 +118,33 @@ class Analysis:
         return any(isinstance(source, OnServer) for source in self.sources)
 
     @cached_property
-    def together(self) -> Source | None:
-        """Source that runs several models in one trace or request; None if they run one after the other.
+    def single_source(self) -> Source | None:
+        """The source that runs all models together; None if each model runs by itself.
 
-        On servers only for analyzers without cross-model statistics, as one model in a request is the smaller job.
+        Edits of one model on one server run together, but only for analyzers without cross-model statistics: one model in a
+        request is the smaller job.
         """
-        if len(self.sources) == 1 or (self.is_remote and all(one.exchange() is not None for one in self.analyzers.values())):
+        if len(self.sources) == 1:
+            return self.sources[0]
+        if self.is_remote and all(one.exchange() is not None for one in self.analyzers.values()):
             return None
         return self.sources[0].beside(self.sources[1:])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options with which data and models were opened."""
+        """Options with which data and models were opened."""
         intervals = {"intervals": True} if self.intervals else {}
         return self.batches.record() | dict(self.opened_with) | self.plan.record() | intervals
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Options, `Batches.row_counts` and facts about servers, for the provenance of results."""
+        """Options, row counts and facts about servers, for the provenance of results."""
         places = [source.record() for source in self.sources if isinstance(source, OnServer)]
         return self.settings | self.batches.row_counts() | ({"remote": places} if places else {})
 
     @cached_property
     def first_kernels(self) -> dict[str, Kernel]:
-        """Kernels of the first pass, by analyzer; empty if no analyzer needs a first pass."""
+        """Kernels of the first pass, by analyzer; empty if one pass is enough."""
         return {
             name: kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
             for name, analyzer in self.analyzers.items()
@@ -150,11 +153,11 @@ class Analysis:
 
     @property
     def first_needs_model(self) -> bool:
-        """Whether the first pass runs the model. It does not if it only counts tokens or labels."""
+        """Whether the first pass runs the model. A first pass that counts tokens or labels does not."""
         return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
 
     def identity(self, argument: str | None) -> dict[str, Any]:
-        """Models, analyzers, data options and version: a call continues a saved run only if all of them are equal.
+        """Models, analyzers, data options and version of the run. A call continues a saved run only if all are equal.
 
         Args:
             argument: see `Model.identity`.
@@ -169,11 +172,11 @@ class Analysis:
 
     @cached_property
     def counts(self) -> DataCounts:
-        """Counts of all data. The first access reads and tokenises all data."""
+        """Counts of all data, which is read at the first access."""
         return count_data(self.batches)
 
     def snapshot(self, part: DataPart, tallies: Mapping[str, Tally]) -> Snapshot:
-        """Progress and sums of a part of the data, as a file stores them. A shard's file also has what `merge` needs.
+        """Progress and sums of a part of the data, for a file. The file of a shard also holds the models, for `merge`.
 
         Args:
             part: the part of the data.
@@ -186,7 +189,7 @@ class Analysis:
         return {"counts": asdict(part.counts), "models": models, "provenance": self.provenance, **notes}, tensors
 
     def read_ahead(self) -> None:
-        """Read and keep the rows of an iterator, if the run needs them more than once.
+        """Keep the rows of an iterator that the run needs more than once.
 
         Raises:
             LayersimError: the rows are too large to be kept.
@@ -202,7 +205,7 @@ class Analysis:
             self.batches.read_ahead("a comparison with a model on a server", "list(data)")
 
     def check(self) -> None:
-        """Raise an error if an analyzer cannot use a model or the options, and print how long slow results take to compute."""
+        """Raise an error if an analyzer cannot use a model or the options. Results that take long are announced."""
         models = self.plan.models()
         for name, analyzer in self.analyzers.items():
             analyzer.check_sites(*models[name])
@@ -214,7 +217,7 @@ class Analysis:
                     f"`pack` is True; it must be False for {type(analyzer).__name__}, whose rows must be single texts."
                 )
         for name, analyzer in self.analyzers.items():
-            # With intervals, a call for all data and for the data without each block.
+            # With intervals, a call for all data and for the data without each jackknife block.
             times = 1 + MOST_BLOCKS * self.intervals
             if (seconds := times * analyzer.compute_seconds(models[name][0])) >= 10:
                 took = f"{type(analyzer).__name__} takes about {duration_in_words(seconds)} on one core after the data pass."
@@ -222,7 +225,7 @@ class Analysis:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which the models run without dropout, and with the features that the analyzers need."""
+        """Context in which the models run without dropout, and blocks can be replayed if an analyzer needs it."""
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))
@@ -230,7 +233,7 @@ class Analysis:
 
 
 def count_data(batches: Batches) -> DataCounts:
-    """Read and tokenise all data once, and count its batches, rows and tokens.
+    """Read all data once and count its batches, rows and tokens.
 
     Args:
         batches: the data.

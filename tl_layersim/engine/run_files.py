@@ -1,4 +1,4 @@
-"""Conversion of a run's progress, sums, models and analyzers to the JSON notes and tensors of a file, and back."""
+"""Converts the state of a run to the JSON notes and tensors of a file, and back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PLAIN = ("batches", "sequences", "tokens", "digest", "seconds", "done")
 
 
 def sums_snapshot(prefix: str, sums: Mapping[str, Sums]) -> dict[str, Tensor]:
-    """Tensors of named sums, with keys "prefix/name/field"; `sums_below` restores the sums."""
+    """Convert named sums to tensors with keys "prefix/name/field"."""
     return {f"{prefix}/{name}/{key}": tensor for name, own in sums.items() for key, tensor in own.fields.items()}
 
 
 def sums_below(prefix: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
-    """Restore the named sums from the tensors of `sums_snapshot`."""
+    """Restore named sums from the tensors of `sums_snapshot`."""
     found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, tensor in tensors_below(f"{prefix}/", tensors).items():
         name, _, field = key.partition("/")
@@ -37,12 +37,12 @@ def sums_below(prefix: str, names: list[str], tensors: Mapping[str, Tensor]) -> 
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose keys begin with `prefix`; the prefix is removed from the keys."""
+    """The tensors whose keys begin with `prefix`, under keys without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
-    """Convert the progress and sums of each pass to the JSON notes and tensors of a file."""
+    """Convert the progress of each pass to notes and tensors."""
     passes: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for label, tally in tallies.items():
@@ -60,7 +60,7 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
 
 
 def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """Restore the progress and sums of each pass from the notes and tensors of `tallies_snapshot`."""
+    """Restore the progress of each pass from `tallies_snapshot`."""
     tallies = {}
     for label, kept in notes["passes"].items():
         plain = {name: kept[name] for name in PLAIN}
@@ -74,7 +74,7 @@ def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
 
 
 def model_notes(model: Model) -> dict[str, Any]:
-    """The description of a model as plain data, without its tokenizer and its processor."""
+    """A model's description as plain data, without tokenizer and processor."""
     plain = {
         f.name: getattr(model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "processor", "head", "weights")
     }
@@ -82,7 +82,7 @@ def model_notes(model: Model) -> dict[str, Any]:
 
 
 def model_of(notes: Mapping[str, Any]) -> Model:
-    """Restore the description of a model from the plain data of `model_notes`."""
+    """Restore a model's description from `model_notes`."""
     plain = dict(notes)
     head = plain.pop("head")
     if head is not None:
@@ -97,7 +97,7 @@ def model_of(notes: Mapping[str, Any]) -> Model:
 
 
 def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
-    """Class, options and code digest of an analyzer, in the form that a file stores."""
+    """Class, options and code digest of an analyzer, for a file."""
     cls = type(analyzer)
     where = f"{cls.__module__}.{cls.__qualname__}"
     return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
@@ -106,7 +106,7 @@ def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
 def restored_analyzers(
     recipes: Mapping[str, Any], analyzers: AnalyzersArgument | None, call: str = "lsim.load_run(path, analyzers=[...])"
 ) -> dict[str, Analyzer]:
-    """The analyzers of a run by name, as given by the user or as described in the file.
+    """The analyzers of a saved run, by name.
 
     Args:
         recipes: descriptions of the analyzers by name, in the form that a file stores.
@@ -121,12 +121,12 @@ def restored_analyzers(
     chosen = choose_analyzers(analyzers)
     given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != recipes:
-        raise LayersimError(f"`analyzers` are {str(given)[:300]}; they must be those of the saved run, {str(recipes)[:300]}.")
+        raise LayersimError(f"`analyzers` are {str(given)[:300]}; the saved run has {str(recipes)[:300]}.")
     return chosen
 
 
 def _restored(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
-    """Restore an analyzer from its options in a file. Only installed analyzers are restored; a file cannot import a class."""
+    """Restore an analyzer from its options in a file. A file cannot import a class, so the analyzer must be installed."""
     installed = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in find_analyzers().values()}
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
     restored = None

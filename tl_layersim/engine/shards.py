@@ -1,4 +1,7 @@
-"""Shards: contiguous parts of the data that separate processes measure; `merge` makes one report from their files."""
+"""Shards: contiguous parts of the data that separate processes measure.
+
+`merge` makes one report from the files of all shards.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tqdm.auto import tqdm
 
 from ..core.arguments import typed
 from ..core.errors import LayersimError
-from ..core.file_format import MALFORMED, checksum
+from ..core.file_format import checksum
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile, differences
 from ..core.sums import SumTree, Tally
@@ -34,7 +37,7 @@ FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[s
 
 
 def paths_of(files: FilesArgument, argument: str) -> list[Path]:
-    """Paths of files: the files in folders, the files that match patterns, and the given paths.
+    """Paths of the given files, of files in folders, and of files that match patterns.
 
     Args:
         files: a folder, a pattern or a path; or several.
@@ -58,23 +61,23 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """The sums of one shard, read from its file; or the added sums of the first pass over all shards.
+    """Sums of one shard, read from its file. `merged_first` returns the first pass over all shards in this form.
 
     Attributes:
         path: path of the file.
         number: index of the shard, from 0.
         of: number of shards of the run.
-        stage: "first" for the sums of a first pass, which the main pass continues from; "main" for the sums of a report.
+        pass_name: "first" or "main", the pass whose sums the file is for.
         identity: model, analyzers, options and version as plain data; the same in all shards of a run.
         counts: counts of all data.
-        tallies: tallies by pass. The first pass is that of all data, unless `stage` is "first".
+        tallies: tallies by pass. In a file of the main pass, the tally of the first pass is that of all shards.
         notes: the header of the file, from which the report is made.
     """
 
     path: str
     number: int
     of: int
-    stage: str
+    pass_name: str
     identity: Mapping[str, Any]
     counts: DataCounts
     tallies: Mapping[str, Tally]
@@ -83,12 +86,12 @@ class ShardPart:
     @property
     def is_done(self) -> bool:
         """Whether the shard was measured to its end."""
-        return self.stage in self.tallies and self.tally.done
+        return self.pass_name in self.tallies and self.tally.done
 
     @property
     def tally(self) -> Tally:
-        """Tally of the pass whose sums the file holds."""
-        return self.tallies[self.stage]
+        """Tally of the pass `pass_name`."""
+        return self.tallies[self.pass_name]
 
     def refuse_other_counts(self, given: str, counts: DataCounts) -> None:
         """Raise an error if the shard was measured on other data.
@@ -105,53 +108,43 @@ class ShardPart:
 
 
 def run_shard(
-    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first: ShardPart | None
+    analysis: Analysis, identity: Mapping[str, Any], shard: tuple[int, int], path: Path, first_pass: ShardPart | None
 ) -> Path:
-    """Measure one shard of the data, and write its sums to a file that is also the shard's checkpoint.
+    """Measure one shard and write its sums to a file, which is also the shard's checkpoint.
 
     Args:
         analysis: model, data and analyzers.
         identity: identity of the run as plain data, see `Analysis.identity`. A forward pass may change the model's description.
         shard: index of the shard and number of shards.
         path: path of the file.
-        first: the first stage of all shards; None in the first stage, or if there is none.
+        first_pass: the first pass over all shards; None to measure the first pass, or if no first pass runs the model.
 
     Returns:
         Path of the file.
 
     Raises:
-        LayersimError: an analyzer cannot use the model or the data, or the file or the first stage belongs to another run.
+        LayersimError: an analyzer cannot use the model or the data, or the file or the first pass belongs to another run.
         OSError: the file cannot be written.
     """
-    if analysis.batches.one_shot:
-        raise LayersimError(
-            "`data` can be read only once, and a shard reads it twice. Pass list(data), or "
-            "datasets.Dataset.from_generator(...)."
-        )
     analysis.check()
-    if first is not None:
-        if not analysis.first_needs_model:
-            raise LayersimError(
-                "`first` is given, but no analyzer of this call runs the model in a first pass. Leave `first` out."
-            )
-        if words := differing_entries(identity, first.identity):
-            raise LayersimError(f"`first` holds the first pass of another run: {words}.")
+    if first_pass is not None and (words := differing_entries(identity, first_pass.identity)):
+        raise LayersimError(f"`first` holds the first pass of another run: {words}.")
     # A first pass without the model is a part of each shard.
-    stage = FIRST if analysis.first_needs_model and first is None else MAIN
-    digest = "" if first is None else checksum("", sums_snapshot(FIRST, first.tally.tree.total().sums))
-    file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "stage": stage})
+    pass_name = FIRST if analysis.first_needs_model and first_pass is None else MAIN
+    digest = "" if first_pass is None else checksum("", sums_snapshot(FIRST, first_pass.tally.tree.total().sums))
+    file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "stage": pass_name})
     kept = file.resume(partial(_part_of, str(path)))
     counts = analysis.counts if kept is None or kept.is_done else kept.counts
     if kept is not None and kept.is_done:
         kept.refuse_other_counts(f"`save_to` is {path}, which holds a shard of other data", counts)
         tqdm.write(f"{path} holds this shard already, and is complete.", file=sys.stderr)
         return path
-    if first is not None:
-        first.refuse_other_counts("`first` holds the first pass over other data", counts)
+    if first_pass is not None:
+        first_pass.refuse_other_counts("`first` holds the first pass over other data", counts)
     refuse_empty(counts.tokens, counts.sequences)
-    held = kept or first
+    held = kept or first_pass
     tallies = {} if held is None else dict(held.tallies)
-    part = DataPart(counts=counts, within=counts.within(*shard), stage=stage)
+    part = DataPart(counts=counts, within=counts.within(*shard), last_pass=pass_name)
     file.write(*analysis.snapshot(part, tallies))
     run(analysis, part, file, tallies)
     return path
@@ -171,26 +164,26 @@ def read_part(path: str | os.PathLike[str]) -> ShardPart:
 
 
 def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ShardPart:
-    """Parse a shard's file from its notes and tensors. Malformed notes or tensors may raise any exception."""
+    """Parse a shard's file. Malformed notes or tensors may raise any exception."""
     identity = dict(notes["identity"])
     number, of = identity.pop("shard")
-    held = {"number": number, "of": of, "stage": identity.pop("stage")}
+    held = {"number": number, "of": of, "pass_name": identity.pop("stage")}
     counts = DataCounts(**notes["counts"])
     if not 0 <= number < of:
         raise ValueError(f"shard {number} of {of}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
-    if held["stage"] in tallies and tallies[held["stage"]].tree.start != start:
+    if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
         raise ValueError(f"the sums do not begin after row {start}")
     return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, notes=notes)
 
 
 @typed
 def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -> Report:
-    """Add the sums of all shards of a run, and compute the report.
+    """Make the report of a run from the files of its shards.
 
-    Batches are added in one order that depends on their number alone, so every number equals that of one process over all data
-    to the last bit, intervals included. Only `seconds` differs: it is the sum over all shards. Memory holds the sums of one
-    shard beside the total.
+    The order of additions depends on the number of rows alone. Every number, intervals included, therefore equals that of one
+    process over all data to the last bit. `seconds` is the sum over all shards. Memory holds the sums of one shard beside the
+    total.
 
     Args:
         files: the files that `analyze(..., shard=(i, n), save_to=path)` wrote, in any order: paths, a folder that holds only
@@ -202,7 +195,7 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
 
     Raises:
         FileNotFoundError: there is no such file.
-        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first stage; the message
+        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first pass; the message
             names the files.
 
     Examples:
@@ -218,18 +211,6 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         True
     """
     parts = _in_order(map(_header_of, paths_of(files, "files")), MAIN)
-    try:
-        return _report_of(parts, analyzers)
-    except LayersimError:
-        raise
-    except MALFORMED as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise LayersimError(
-            f"`files` cannot be merged ({reason}): {_shard_names(parts)}. A file was edited, or an analyzer of your own fails."
-        ) from error
-
-
-def _report_of(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None) -> Report:
     tree, head, counts = _tree_of_shards(parts), parts[0], parts[0].counts
     chosen = restored_analyzers(head.identity["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
     # A first pass without a model is a part of each shard; one with a model is the same in all.
@@ -240,15 +221,15 @@ def _report_of(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None) 
     places = [place for part in parts for place in part.notes["provenance"].get("remote", [])]
     how = head.notes["provenance"] | ({"remote": places} if places else {})
     models = {name: [model_of(own)] for name, own in head.notes["models"].items()}
-    first = read_part(head.path).tallies.get(FIRST, Tally()).tree.total().sums
-    return make_report(chosen, models, tally, first, how)
+    first_sums = read_part(head.path).tallies.get(FIRST, Tally()).tree.total().sums
+    return make_report(chosen, models, tally, first_sums, how)
 
 
 def merged_first(files: Iterable[Path]) -> ShardPart:
     """Add the sums of the first pass over all shards.
 
     Args:
-        files: the files of the first stage.
+        files: the files of the first pass.
 
     Raises:
         LayersimError: a shard is missing, given twice, not finished, or of another run.
@@ -261,42 +242,38 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
 
 
 def _header_of(path: Path) -> ShardPart:
-    """Read a shard's file and drop its sums, so that memory holds the sums of one shard at a time."""
+    """Read a shard's file without its sums, so that memory holds the sums of one shard at a time."""
     part = read_part(path)
     tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
     return replace(part, tallies=tallies)
 
 
 def _tree_of_shards(parts: Sequence[ShardPart]) -> SumTree:
-    """The sums of all batches, from the files of all shards in order."""
+    """Sums of all shards, read in order."""
     trees = (read_part(part.path).tally.tree for part in parts)
     return reduce(SumTree.join, trees)
 
 
-def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
+def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     """The shards in order of their index.
 
     Raises:
         LayersimError: a shard is missing, not finished, of another run, or given twice.
     """
     parts = list(headers)
-    others = [part for part in parts if part.stage != stage]
-    if others and stage == MAIN:
+    if others := [part for part in parts if part.pass_name != pass_name]:
+        argument, writer = ("files", "with") if pass_name == MAIN else ("first", "without")
         raise LayersimError(
-            f"These files hold only the first pass over the data: {_shard_names(others)}. Call analyze(..., shard=(i, n), "
-            "first=[these files], save_to=...) for every shard, and merge what those calls save."
-        )
-    if others:
-        raise LayersimError(
-            f"`first` holds files of the main pass over the data: {_shard_names(others)}. It must hold files of the first "
-            "pass, which calls without `first` write."
+            f"`{argument}` has sums of the {others[0].pass_name} pass over the data: {_shard_names(others)}. "
+            f"`{argument}` must have sums of the {pass_name} pass, which analyze(..., shard=(i, n), save_to=...) writes "
+            f"{writer} `first`."
         )
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:
         then = others[0].identity.get("version")
         raise LayersimError(
-            f"These shards were written by tl_layersim {then}, and this is {here}: {_shard_names(others)}. Their sums may have "
-            f"another meaning; install version {then}."
+            f"These shards were written by tl_layersim {then}, and this version is {here}: {_shard_names(others)}. Sums "
+            f"of other versions may have another meaning; install version {then}."
         )
     if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
         words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
@@ -308,7 +285,7 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
     if unfinished := [part for part in parts if not part.is_done]:
         raise LayersimError(
             f"These shards are not finished: {_shard_names(unfinished)}. Repeat the call with shard=({unfinished[0].number}, "
-            f"{unfinished[0].of}) and the same `save_to`; it continues from the file."
+            f"{unfinished[0].of}) and the same `save_to` to continue."
         )
     by_number = {part.number: part for part in parts}
     if twice := [part for part in parts if by_number[part.number] is not part]:
@@ -319,13 +296,13 @@ def _in_order(headers: Iterable[ShardPart], stage: str) -> list[ShardPart]:
         words = ", ".join(map(str, missing)) + (" ..." if count > len(missing) else "")
         raise LayersimError(
             f"{count} of {head.of} shards {'is' if count == 1 else 'are'} missing: {words}. Pass their files too, or measure "
-            f"them with shard=({missing[0]}, {head.of}){' and without `first`' if stage == FIRST else ''}."
+            f"them with shard=({missing[0]}, {head.of}){' and without `first`' if pass_name == FIRST else ''}."
         )
     return [by_number[number] for number in range(head.of)]
 
 
 def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
-    """The entries in which the identities of two runs differ, in words; "" if the identities are equal.
+    """Entries in which the identities of two runs differ, as text; "" if equal.
 
     Args:
         now: identity of this run.

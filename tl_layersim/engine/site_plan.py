@@ -1,4 +1,4 @@
-"""Plan of a run: the sites that each analyzer reads, the hook points of a forward pass, and the positions that count."""
+"""Plan of a run: the sites that analyzers read, and the positions that count."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class SitePlan:
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
-        """Wrap an analyzer's kernel: the new kernel takes views of all sites of a run, and reads only the analyzer's sites.
+        """Wrap a kernel that takes views of an analyzer's own sites.
+
+        The new kernel takes views of all sites of the run.
 
         Args:
             name: name of the analyzer.
@@ -71,23 +73,27 @@ class SitePlan:
         sites = tuple(choice.numbers for choice in choices)
         return replace(kernel, sites=sites) if isinstance(kernel, PoolKernel) else partial(at_sites, kernel=kernel, sites=sites)
 
-    def kernels(self, analyzers: Mapping[str, Analyzer], first: Mapping[str, Sums]) -> dict[str, AnyKernel]:
-        """Kernels of the main pass, by analyzer; names of additional kernels begin with `POOL` or `SIZES`.
+    def kernels(self, analyzers: Mapping[str, Analyzer], first_sums: Mapping[str, Sums]) -> dict[str, AnyKernel]:
+        """Kernels of the main pass, by name.
+
+        Kernels of pools and of sizes are named after their analyzer, with `POOL` or `SIZES` before it.
 
         Args:
             analyzers: the analyzers, by name.
-            first: sums of the first pass, by analyzer.
+            first_sums: sums of the first pass, by analyzer.
         """
         out: dict[str, AnyKernel] = {}
         for name, analyzer in analyzers.items():
-            own = first.get(name, Sums())
+            own = first_sums.get(name, Sums())
             out[name] = self.kernel(name, analyzer.kernel(own))
             if (pool := analyzer.pool_kernel(own)) is not None:
                 out[POOL + name] = self.kernel(name, pool)
         return out | self.kernels_of_sizes(analyzers)
 
     def kernels_of_sizes(self, analyzers: Mapping[str, Analyzer], number: int | None = None) -> dict[str, AnyKernel]:
-        """Kernels that measure the sizes of activations, for analyzers that give larger samples or dimensions more weight.
+        """Kernels that measure the sizes of activations.
+
+        They run for analyzers that give larger samples or dimensions more weight.
 
         Args:
             analyzers: the analyzers, by name.
@@ -96,7 +102,7 @@ class SitePlan:
         return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
 
     def models(self, *models: Model) -> dict[str, list[Model]]:
-        """Descriptions of the models, by analyzer; their `layers` are the sites that the analyzer reads.
+        """Descriptions of the models, by analyzer. Their `layers` are the sites that the analyzer reads.
 
         Args:
             *models: a description of each model; by default that of its source, which a forward pass may complete.
@@ -124,7 +130,7 @@ class SitePlan:
 def plan_sites(
     sources: Sequence[Source], analyzers: Mapping[str, Analyzer], at: AtArgument = DEFAULT, per_head: bool = False
 ) -> SitePlan:
-    """Choose the sites of every analyzer, and set the sources to read them.
+    """Choose the sites of every analyzer. The sources then read these sites.
 
     Args:
         sources: the models.
@@ -183,7 +189,7 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
 
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
-    """Families of sites that are optional for the analyzer, and that the model has."""
+    """Optional families of sites that the model has."""
     has = []
     for family in analyzer.optional_families:
         with suppress(LayersimError):
@@ -193,14 +199,14 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
 
 
 def _with_ends(source: CanReadSites, points: Points) -> Points:
-    """Add the first and the last residual layer to hook points. A lens starts from the first and compares with the last."""
-    first, last = source.residual.points[0], source.residual.points[-1]
-    inner = [point for point in points if point.name not in (first.name, last.name)]
-    return (first, *inner, last)
+    """Add the lowest and the highest residual layer, which a lens needs."""
+    lowest, highest = source.residual.points[0], source.residual.points[-1]
+    inner = [point for point in points if point.name not in (lowest.name, highest.name)]
+    return (lowest, *inner, highest)
 
 
 def _stream(points: Points) -> str:
-    """The value of `Model.stream` for sites other than the residual layers."""
+    """Value of `Model.stream` for the given hook points."""
     return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
 
 
@@ -216,7 +222,7 @@ def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
 def chosen_rule(
     given: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
 ) -> PositionRule:
-    """The rule by which a run counts positions.
+    """Rule for the positions that a run counts.
 
     Args:
         given: the user's rule; None for the default: the position that the head reads, or all positions for other models.
@@ -239,23 +245,8 @@ def chosen_rule(
     return rule
 
 
-def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[str, Analyzer]) -> Positions:
-    """The rule by which `attach` counts positions of forward passes, see `chosen_rule`.
-
-    Raises:
-        LayersimError: as for `chosen_rule`; or the rule needs a column of the data.
-    """
-    positions = Positions(chosen_rule(given, [model], analyzers))
-    if positions.marked:
-        raise LayersimError(
-            f"`positions` is {brief(positions.rule)}, a column of data, but `attach` receives only forward passes. Set "
-            "`probe.mask` before the forward pass."
-        )
-    return positions
-
-
 def refuse_selection(data: Data, reads: str, *names: str) -> None:
-    """Raise an error if an option of `Data` selects positions, but the called function has fixed positions.
+    """Raise an error if an option of `Data` selects positions that a function has fixed.
 
     Args:
         data: the data of the call.
@@ -271,7 +262,7 @@ def refuse_selection(data: Data, reads: str, *names: str) -> None:
 
 
 def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
-    """The default of `positions`: the position that the output head reads, or "all" if all analyzers read whole rows."""
+    """Default of `positions`: the position that the head reads, or "all"."""
     rules = [_rule_of(model) for model in models]
     if set(rules) == {"all"}:
         return "all"
@@ -284,7 +275,7 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
     if whole:
         raise LayersimError(
             f"`positions` must be given: {whole[0]} reads whole rows, and {single[0]} single positions. Use positions='all', "
-            "or a call for each."
+            "or one call for each analyzer."
         )
     if len(set(rules)) > 1:
         raise LayersimError(
@@ -293,14 +284,14 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
         )
     if rules[0] == "first" and skip_first:
         raise LayersimError(
-            f"`skip_first` is {skip_first}, but by default only the position that the head of {models[0].name} reads is "
-            "measured, and it is among those left out. Leave out skip_first, or give positions=, such as positions='all'."
+            f"`skip_first` is {skip_first}, which leaves out the only position that is measured by default: the position that "
+            f"the head of {models[0].name} reads. Leave `skip_first` out, or pass `positions`, such as positions='all'."
         )
     return rules[0]
 
 
 def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyzer, model: Model) -> None:
-    """Raise an error if an analyzer applies the output head at other positions than the head reads."""
+    """Raise an error for positions that the output head does not read."""
     if model.head is None or model.head.reads == "every":
         return
     own, name = _rule_of(model), type(analyzer).__name__
@@ -317,10 +308,10 @@ def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyz
 
 
 def _rule_of(model: Model) -> str:
-    """The rule for the positions that a model's output head reads; "all" if it reads several."""
+    """Rule for the positions that a model's head reads; "all" for several."""
     return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
 
 
 def _head_reads(rule: str) -> str:
-    """The positions that an output head reads, in words."""
+    """Positions that an output head reads, in words."""
     return {"all": "every position", "rows": "all positions"}.get(rule, f"the {rule} position")

@@ -1,4 +1,4 @@
-"""`RemoteRun`: an analysis whose requests were all sent to a server, to be collected later or in another process."""
+"""`RemoteRun`: an analysis on a server, collected later or in another process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .site_plan import SiteChoice, SitePlan
 
 @dataclass(frozen=True)
 class RunHeader:
-    """Description of a non-blocking run as plain data, as its file stores it.
+    """Description of a remote run, as its file stores it.
 
     Attributes:
         server: address of the server, without a login.
@@ -53,7 +53,7 @@ class RunHeader:
         sent: when the jobs were sent.
         place: facts about the server, with the number of requests and bytes before this process.
         first: names of the analyzers with sums of a first pass.
-        first_block: number of rows in the first block of the data; None without intervals.
+        first_block: number of rows in a jackknife block at the start; None without intervals.
         kernels: names of the kernels.
     """
 
@@ -77,7 +77,8 @@ class Job:
     Attributes:
         id: name of the job on the server.
         batches: batches of the request; empty once its sums have arrived.
-        steps: counts of the tally after each batch.
+        rows: number of rows whose sums the server returns; the last rows of the data are rounded up to a whole leaf.
+        steps: counts of the batches of the request.
         parts: sums that the server returned.
         state: last state that the server reported; also ERROR if a reply cannot be read.
         failure: the failure of a job in the state ERROR.
@@ -86,16 +87,12 @@ class Job:
 
     id: str
     batches: list[Batch]
+    rows: int
     steps: list[Step]
     parts: list[PartialSums] = field(default_factory=list)
     state: str = "SENT"
     failure: Exception | None = None
     silent_since: float | None = None
-
-    @property
-    def rows(self) -> int:
-        """Number of rows whose sums the job returns."""
-        return sum(len(step.tokens) * step.leaf for step in self.steps if step.measured)
 
 
 # Entries of `RunHeader.place` that are also attributes of `NdifClient`.
@@ -118,12 +115,12 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     for place, (count, names) in enumerate(item["parts"]):
         sums = sums_below(f"part/{number}/{place}", names, tensors)
         parts.append(PartialSums(count, [], {name: own.fields for name, own in sums.items()}))
-    steps = [Step._make(step)._replace(tokens=tuple(step[3])) for step in item["steps"]]
-    return Job(item["id"], batches, steps, parts, item["state"])
+    steps = [Step._make(step)._replace(tokens=tuple(step[2])) for step in item["steps"]]
+    return Job(item["id"], batches, item["rows"], steps, parts, item["state"])
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
-    """The fields of a batch as plain data and tensors, for a file. Keys of further model inputs begin with "input/"."""
+    """A batch as plain data and tensors, for a file. Keys of further model inputs begin with "input/"."""
     held = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name != "inputs"}
     tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
     facts = {name: value for name, value in held.items() if name not in tensors} | {"positional": sorted(batch.positional)}
@@ -131,7 +128,7 @@ def _batch_snapshot(batch: Batch) -> Snapshot:
 
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """Restore a batch from the plain data and tensors of `_batch_snapshot`."""
+    """Restore a batch from `_batch_snapshot`."""
     more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
     held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
     return Batch(**{**facts, **more}, **held, inputs=tensors_below("input/", tensors))
@@ -146,9 +143,9 @@ KIND = "remote_run"
 
 
 class RemoteRun:
-    """An analysis that runs on an NDIF server; `analyze(open_model(model, remote=True), ..., blocking=False)` returns one.
+    """An analysis that runs on an NDIF server, returned by `analyze(..., blocking=False)`.
 
-    It holds no API key: the process that collects it uses the key that nnsight is set to there.
+    A run holds no API key. The process that collects the run uses its own key, as set in nnsight.
 
     Attributes:
         server: address of the server.
@@ -169,7 +166,7 @@ class RemoteRun:
         kernels: Mapping[str, AnyKernel] | None = None,
     ) -> None:
         self.server, self.analyzers = ndif.name, dict(analyzers)
-        self._header, self._models, self._first, self._jobs = run
+        self._header, self._models, self._first_sums, self._jobs = run
         self._ndif, self._source, self._kernels = ndif, source, kernels or {}
         self._unreached: tuple[float, Exception] | None = None
 
@@ -191,8 +188,8 @@ class RemoteRun:
     def result(self, timeout: float | None = None) -> Report:
         """Wait for all jobs, and compute the report from their sums.
 
-        A job that was too long for the server, or that the server has lost, is measured again where the model is open, in
-        smaller requests if it was too long: in the process that sent it, or after `load_run(path, model=...)`.
+        A job that was too long for the server, or that the server has lost, is measured again, in smaller requests if needed.
+        This process must have the model: it sent the job, or it called `load_run(path, model=...)`.
 
         Args:
             timeout: largest number of seconds to wait; None for no limit.
@@ -222,7 +219,10 @@ class RemoteRun:
         return self._report()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the run to a file: names of its jobs, sums that arrived, and tokens of the jobs that are not complete."""
+        """Write the run to a file.
+
+        The file holds the names of the jobs, the sums that arrived, and the tokens of the other jobs.
+        """
         tensors: dict[str, Tensor] = {}
         jobs = []
         for number, job in enumerate(self._jobs):
@@ -237,13 +237,14 @@ class RemoteRun:
                     "id": job.id,
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
+                    "rows": job.rows,
                     "batches": [facts for facts, _ in batches],
                     "steps": [list(step) for step in job.steps],
                     "parts": [[part.count, list(part.out)] for part in job.parts],
                 }
             )
         header = asdict(replace(self._header, place=self._place())) | {"jobs": jobs, "version": version("tl_layersim")}
-        ResumableFile(path, KIND).write(header, tensors | sums_snapshot("first", self._first))
+        ResumableFile(path, KIND).write(header, tensors | sums_snapshot("first", self._first_sums))
         return Path(path)
 
     def _poll(self, job: Job) -> None:
@@ -258,7 +259,7 @@ class RemoteRun:
         if state is None:
             job.silent_since = job.silent_since or now
             if now - job.silent_since > FORGOTTEN:
-                job.state, job.failure = "ERROR", TransientFailure("the server does not know it")
+                job.state, job.failure = "ERROR", TransientFailure("the server does not know the job")
             return
         job.state, job.silent_since = state, None
         if state == "ERROR":
@@ -274,12 +275,12 @@ class RemoteRun:
         except LayersimError as error:
             job.state, job.failure = "ERROR", error
         except (AttributeError, TypeError, ValueError) as error:
-            job.state, job.failure = "ERROR", TransientFailure(f"its result has another form ({error})")
+            job.state, job.failure = "ERROR", TransientFailure(f"the result of the job has another form ({error})")
         else:
             job.parts, job.batches = parts, []
 
     def _measure_again(self, job: Job) -> None:
-        """Measure the batches of a failed job again, as a blocking run does.
+        """Measure the batches of a failed job again.
 
         Raises:
             LayersimError: another attempt would fail with the same error, or the model is not open here.
@@ -316,12 +317,12 @@ class RemoteRun:
             self.analyzers,
             {name: [model] for name, model in self._models.items()},
             tally,
-            self._first,
+            self._first_sums,
             {**header.settings, "remote": [self._place()]},
         )
 
     def _place(self) -> dict[str, Any]:
-        """Facts about the server, and the total requests and bytes of this and earlier processes."""
+        """Facts about the server, and the traffic of the run so far."""
         before = self._header.place
         return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 
@@ -341,9 +342,11 @@ def start(analysis: Analysis) -> RemoteRun:
     sent, jobs = time.time(), list[Job]()
     reading = iter(tqdm(data_pass.read(), desc="sending", unit="batch", disable=None))
     with analysis.running():
-        batches = source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, data_pass.first_block, deque())
+        schedule = source.schedule
+        batches = schedule.groups(reading, 0, most, lambda: schedule.most_batches, data_pass.jackknife_rows, deque())
         while group := next(batches):
-            jobs.append(Job(source.send(group, kernels), group, state.take(sum(batch.leaf_rows for batch in group))))
+            rows = sum(batch.leaf_rows for batch in group)
+            jobs.append(Job(source.send(group, kernels), group, rows, state.take(rows)))
     if not jobs:
         state.add_unmeasured()
         refuse_empty(state.tally.tokens, state.tally.sequences)
@@ -360,18 +363,18 @@ def start(analysis: Analysis) -> RemoteRun:
         settings=analysis.settings | analysis.batches.row_counts(),
         sent=sent,
         place=source.record() | dict.fromkeys(TRAFFIC, 0),
-        first=list(data_pass.first),
-        first_block=data_pass.first_block,
+        first=list(data_pass.first_sums),
+        first_block=data_pass.jackknife_rows,
         kernels=list(kernels),
     )
-    return RemoteRun((header, models, dict(data_pass.first), jobs), analysis.analyzers, source.ndif, source, kernels)
+    return RemoteRun((header, models, dict(data_pass.first_sums), jobs), analysis.analyzers, source.ndif, source, kernels)
 
 
 @typed
 def load_run(
     path: str | os.PathLike[str], *, model: Any = None, analyzers: AnalyzersArgument | None = None, remote: str | None = None
 ) -> RemoteRun:
-    """Read a run that `RemoteRun.save` wrote, in this process or another.
+    """Read a run that `RemoteRun.save` wrote.
 
     Args:
         path: the file.
@@ -384,16 +387,17 @@ def load_run(
     """
 
     def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[KeptRun, dict[str, Analyzer]]:
-        if notes.get("version") != version("tl_layersim"):
+        here, then = version("tl_layersim"), notes.get("version")
+        if then != here:
             raise LayersimError(
-                f"The run in {path} was sent by tl_layersim {notes.get('version')}, and this is {version('tl_layersim')}. Its "
-                f"sums may have another meaning; install version {notes.get('version')}."
+                f"The run in {path} was sent by tl_layersim {then}, and this version is {here}. Sums of other versions may "
+                f"have another meaning; install version {then}."
             )
         run = parsed(notes, tensors)
         return run, restored_analyzers(run[0].analyzers, analyzers)
 
     run, chosen = ResumableFile(path, KIND).read(parse)
-    header, models, first, _ = run
+    header, models, first_sums, _ = run
     server = header.server if remote is None else remote
     ndif = NdifClient(server, header.model_key, {})
     if ndif.name != header.server:
@@ -412,4 +416,4 @@ def load_run(
             f"{header.model_key} {then}."
         )
     choices = {name: (SiteChoice(tuple(map(header.sites.index, models[name].layers))),) for name in chosen}
-    return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first))
+    return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first_sums))

@@ -284,11 +284,10 @@ class AllPairs(Analyzer):
         return first if self.first_without_model else sums_of_pair(first, pair)
 
     def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
-        models = [run.models[number] for number in pair]
+        models = tuple(run.models[number] for number in pair)
         provenance = replace(run.provenance, **record_of_models(models))
-        about = (provenance, self._first(run.first, pair), models[0].head, models[0].stream, tuple(models))
         try:
-            return self.measure.compute(sums_of_pair(sums, pair), Run(models[0].layers, models[1].layers, *about))
+            return self.measure.compute(sums_of_pair(sums, pair), Run(models, provenance, self._first(run.first, pair)))
         except LayersimError as error:
             names = " and ".join(self.models[number] for number in pair)
             raise LayersimError(f"{names}: {error}") from error

@@ -1,4 +1,4 @@
-"""Analyzers inside a user's own loop: `attach`."""
+"""`attach`: analyzers inside a user's own loop."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""`attach`: run analyzers on the forward passes of a user's own loop."""
+"""`attach`: runs analyzers on the forward passes of a user's own loop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.non_token_inputs import TOKEN_IDS
+from ..data.positions import Positions
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
-from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, attached_rule, plan_sites
+from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, chosen_rule, plan_sites
 from ..remote.open_model import open_source
 from ..sources.activation_checks import check_lens, check_stream_sums
 from ..sources.hooked_module import HookedSource
@@ -28,7 +29,7 @@ from .probe_hooks import stack_side
 
 
 def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Raise an error if a model or an analyzer needs more than the forward passes of the user's loop.
+    """Raise an error if an analyzer needs more than the forward passes of a loop.
 
     Args:
         source: the model.
@@ -39,7 +40,12 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         LayersimError: names the analyzer and its need.
     """
     if isinstance(source, NNsightSource):
-        refuse_untraceable(source)
+        # Traces of other models do not tell the positions of their rows.
+        if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
+            raise LayersimError(
+                f"`model` is {source.model.name}; the nnsight model of a probe must take token ids and have one stack. Use "
+                "lsim.analyze(model.edit(...), data, analyzers)."
+            )
     elif stack_side(source) == "both":
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
@@ -58,25 +64,10 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
             raise LayersimError(f"{type(analyzer).__name__} cannot be attached: it needs {need}. Use {instead}.")
 
 
-def refuse_untraceable(source: NNsightSource) -> None:
-    """Raise an error for a model whose traces do not tell the positions of its rows.
-
-    Args:
-        source: the model.
-
-    Raises:
-        LayersimError: the model takes other inputs than token ids, or has an encoder and a decoder.
-    """
-    if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
-        takes = "has an encoder and a decoder" if encoder_and_decoder(source.module) else f"takes `{source.model.main_input}`"
-        raise LayersimError(
-            f"`model` is {source.model.name}, which {takes}; a probe in a trace needs a model of one stack that takes token "
-            "ids. Use lsim.analyze(model.edit(...), data, analyzers)."
-        )
-
-
 def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Find the order and the widths of the sites by a short row of made-up tokens, and check the sites and the lens.
+    """Find the order and the widths of a model's sites, and check its lens.
+
+    A short row of made-up tokens runs through the model.
 
     Args:
         source: the model.
@@ -110,12 +101,13 @@ def attach(
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     intervals: bool = False,
 ) -> Probe:
-    """Run analyzers on every forward pass of a model inside a `with` block: in your own loop, a training step or `generate`.
+    """Run analyzers on every forward pass of a model inside a `with` statement.
 
-    Outputs, gradients and state of the model do not change, and every hook is removed at the end, also after an exception.
-    Errors of the probe are raised by `probe.results()`, not in the loop. Positions that the model's attention mask excludes are
-    not counted; in an encoder-decoder it is the mask of the stack that is read. Changes by hooks at the same hook points are
-    measured if these hooks were added before.
+    The forward passes may be those of your own loop, a training step or `generate`. Outputs, gradients and state of the model
+    do not change, and every hook is removed at the end, also after an exception. Errors of the probe are raised by
+    `probe.results()`, not in the loop. Positions that the model's attention mask excludes are not counted; in an
+    encoder-decoder, the mask of the stack that is read counts. Changes by hooks at the same hook points are measured if these
+    hooks were added before.
 
     An nnsight model is measured inside your own traces, after your interventions, in this process or on a server: call
     `probe.read()` in an empty invoke of each trace, see `Probe.read`. The lens and the sites are checked by a short row of
@@ -128,12 +120,10 @@ def attach(
         per_head: see `analyze`.
         positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
             are counted only by "all" and "last". Columns of data and "assistant" are not available: set `probe.mask`.
-        intervals: keep the sums of 16 to 32 blocks of forward passes, which give every result confidence intervals, see
-            `analyze`.
+        intervals: keep the sums of 16 to 32 jackknife blocks of forward passes, which give every result confidence intervals.
 
     Returns:
-        A `Probe`, which measures the model inside a `with` block, or traces by `read()`, and whose `results()` returns the
-        report.
+        A `Probe`. It measures forward passes inside a `with` statement, or traces by `read()`; `results()` is the report.
 
     Raises:
         LayersimError: the model cannot be hooked, or an analyzer needs a first pass.
@@ -159,7 +149,12 @@ def attach(
     plan = plan_sites([source], chosen, at, per_head)
     plan.check_sites(chosen)
     refuse_unattachable(source, chosen, plan)
-    rule = attached_rule(positions, source.model, chosen)
+    rule = Positions(chosen_rule(positions, [source.model], chosen))
+    if rule.marked:
+        raise LayersimError(
+            f"`positions` is {brief(positions)}, a column of data, but `attach` receives only forward passes. Set `probe.mask` "
+            "before the forward pass."
+        )
     if isinstance(source, HookedSource):
         return LoopProbe(source, chosen, plan, rule, intervals)
     settle(source, chosen, plan)

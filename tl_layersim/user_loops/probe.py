@@ -1,4 +1,4 @@
-"""`Probe`: the sums of the forward passes of a user's own loop or traces so far, and their report."""
+"""`Probe`: measures the forward passes of a user's own loop, or nnsight traces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..data.batches import new_digest
 from ..data.padding_masks import as_mask
 from ..data.positions import Positions
 from ..engine.report_assembly import make_report
-from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of, sums_so_far
+from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of
 from ..engine.site_plan import SitePlan
 from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
 from ..remote.traces import partial_sums
@@ -40,11 +40,11 @@ BUFFERED_TOKENS = 2048
 
 
 class Probe:
-    """Adds up sums of the forward passes of a user's own loop, inside `with lsim.attach(...) as probe`, or of nnsight traces.
+    """Measures the forward passes of a user's own loop, or nnsight traces.
 
-    `results()` is the report so far, at any time; `reset()` begins anew, such as for each epoch. In a loop a forward pass in
-    another thread than the one that entered the block is an error, and an error of the probe is raised by `results()`, never in
-    the loop. In a trace `read()` measures the forward pass, and raises its own errors.
+    `results()` is the report so far, at any time; `reset()` begins anew, such as for each epoch. A loop is measured inside
+    `with lsim.attach(...) as probe`, in the thread of this statement. Errors of the probe are raised by `results()`, never in
+    the loop. In an nnsight trace, `read()` measures the forward pass and raises its own errors.
     """
 
     _source: CanReadSites
@@ -80,7 +80,7 @@ class Probe:
                 probe.read()
         ```
 
-        The probe reads all rows of the trace, with the mask and the padding of nnsight. Where the trace runs on a server, only
+        The probe reads all rows of the trace, with the mask and the padding of nnsight. If the trace runs on a server, only
         sums return.
 
         Returns:
@@ -108,7 +108,7 @@ class Probe:
         self._mask = None if mask is None else as_mask(mask)
 
     def results(self) -> Report:
-        """The report of all forward passes so far, at any time inside the block and after it.
+        """The report of all forward passes so far.
 
         Raises:
             LayersimError: no forward pass ran, or too few for an analyzer; activations were not finite; or a forward pass could
@@ -118,10 +118,10 @@ class Probe:
             return self._report(self._sums(), tuple(self._analyzers))
 
     def headline(self) -> dict[str, float]:
-        """The headline numbers of all forward passes so far as a flat dict for a logger, see `Report.headline`.
+        """Headline numbers of all forward passes so far, for a logger.
 
-        Analyzers that need more data than there is so far are left out; the dict may be empty. It raises nothing and repeats no
-        warning, so that it cannot end a loop: `results()` raises what is wrong.
+        Analyzers that need more data than there is so far are left out; the dict may be empty. The call raises no error and
+        repeats no warning, so that it cannot end a loop; `results()` raises errors.
         """
         numbers: dict[str, float] = {}
         with kernels_alone(), suppress(Exception):
@@ -132,10 +132,9 @@ class Probe:
         return numbers
 
     def reset(self) -> None:
-        """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers the passes that follow.
+        """Forget all forward passes so far. `results()` then covers later forward passes only.
 
-        The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
-        before the reset too.
+        The probe stays attached, and `probe.mask` stays as it is. `results()` still raises an error from before the reset.
         """
         with kernels_alone():
             self._begin()
@@ -149,7 +148,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """The models that each analyzer measures, and the options that only this kind of probe records."""
+        """The models by analyzer, and the options that this kind of probe records."""
         raise NotImplementedError
 
     def _checked(
@@ -164,14 +163,12 @@ class Probe:
             where: description of the forward pass, for the message.
         """
         refuse_not_finite(not_finite, [self._source.sites], where)
-        known = sums_so_far(self._tree)
-        own = sums_of(names, out, known)
-        if self._intervals and not known.keys() & set(names):
+        own = sums_of(names, out)
+        if self._intervals and not any(node.sums[name] for node in self._tree.nodes for name in names):
             check_memory(own, TYPICAL_LEAVES, True)
         return own
 
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
-        """The report of some analyzers."""
         analyzers = {name: self._analyzers[name] for name in names}
         tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest(), tree=tree)
         models, more = self._described()
@@ -181,7 +178,7 @@ class Probe:
 
 
 class LoopProbe(Probe):
-    """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`."""
+    """Measures the forward passes inside `with lsim.attach(...)`."""
 
     _source: HookedSource
 
@@ -198,10 +195,6 @@ class LoopProbe(Probe):
         super().__init__(analyzers, plan, positions, intervals)
         self._recorder: Recorder | None = None
         self._hooks = ExitStack()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Raise an error if a probe is copied or pickled, because the copy would have no hooks on the model."""
-        raise LayersimError("A probe cannot be copied or pickled. Save probe.results().")
 
     def _begin(self) -> None:
         super()._begin()
@@ -248,7 +241,7 @@ class LoopProbe(Probe):
         self._positions.notes.once(self._positions.notes.runs.warning(self._source.model))
         # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
         self._plan.check_sites(self._analyzers)
-        return self._tree.add(self._block(0, pending)) if pending else self._tree
+        return self._tree.add(self._leaf(0, pending)) if pending else self._tree
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
@@ -291,18 +284,18 @@ class LoopProbe(Probe):
         self._tokens += count
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         own = {name: self._reduced(name, [view]) for name in self._immediate}
-        first, continued = self._first_row(call)
+        before, continued = self._rows_before(call)
         self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
         for name, views in self._waiting.items():
             pooled = isinstance(self._kernels[name], PoolKernel)
-            views.append(replace(view, sequence=view.sequence + first) if pooled else view)
+            views.append(replace(view, sequence=view.sequence + before) if pooled else view)
             if self._is_enough(name, views, continued):
                 own[name] = self._reduced(name, views)
                 self._waiting[name] = []
-        self._tree = self._tree.add(self._block(count, own))
+        self._tree = self._tree.add(self._leaf(count, own))
 
-    def _first_row(self, call: Call) -> tuple[int, bool]:
-        """Index of a forward pass's first row among all rows, and whether the pass continues the rows of the pass before.
+    def _rows_before(self, call: Call) -> tuple[int, bool]:
+        """Number of rows before a forward pass, and whether the pass continues the rows of the last pass.
 
         Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
         """
@@ -314,7 +307,7 @@ class LoopProbe(Probe):
         return self._last[0], False
 
     def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
-        """Whether there are enough views to call a kernel: many tokens, or enough rows and samples for a `PoolKernel`.
+        """Whether the views are enough for one call of a kernel.
 
         Cached generation gives one position at a time, and few calls are faster than many.
         """
@@ -328,13 +321,13 @@ class LoopProbe(Probe):
             return True
         return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
-    def _block(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
+    def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
         """Sums of one forward pass."""
         names = (*self._immediate, *self._waiting)
         return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
 
     def _reduced(self, name: str, views: list[View]) -> Sums:
-        """Output of a kernel for some views; empty if the kernel fails."""
+        """Sums of a kernel over some views; empty if the kernel fails."""
         kernel = self._kernels[name]
         try:
             joined = _by_row(views) if isinstance(kernel, PoolKernel) else _joined(views)
@@ -352,7 +345,7 @@ def _dtype_of(source: HookedSource) -> str:
 
 
 def _joined(views: list[View]) -> View:
-    """Join several views into one; rows of different views get different sequence numbers."""
+    """Join views. Rows of different views get different sequence numbers."""
     if len(views) == 1:
         return views[0]
     rows, offset = [], 0
@@ -363,7 +356,7 @@ def _joined(views: list[View]) -> View:
 
 
 def _by_row(views: list[View]) -> View:
-    """Join several views whose sequence numbers count all rows, so that the samples of a row follow each other."""
+    """Join views so that the samples of a row follow each other."""
     rows = torch.cat([view.sequence for view in views])
     number = torch.unique(rows, return_inverse=True)[1]
     joined = _with_sequence(views, number)
@@ -393,7 +386,7 @@ def _with_sequence(views: list[View], sequence: Tensor) -> View:
 
 
 class TraceProbe(Probe):
-    """Adds up sums of forward passes in the user's own nnsight traces, each of which calls `probe.read()` in an empty invoke.
+    """Measures nnsight traces. Each trace calls `probe.read()` in an empty invoke.
 
     `results()` is the report of all traces so far; `reset()` begins anew.
     """
@@ -448,8 +441,8 @@ class TraceProbe(Probe):
             return self._tree
         if self.sent:
             raise LayersimError(
-                f"The probe was sent with {len(self.sent)} traces, and none of their results has arrived. The probe must have "
-                "a name of its own in the function that opens the trace: an argument, or `probe = self.probe`."
+                f"No result of the {len(self.sent)} traces with this probe has arrived. In the function that opens the trace, "
+                "the probe must be an argument or a local variable, such as `probe = self.probe`."
             )
         raise LayersimError("The probe measured nothing: no trace called probe.read(), or no position was counted.")
 
@@ -477,8 +470,8 @@ class TraceProbe(Probe):
         self._forwards += 1
         if read["padded"] and not self._padded:
             warn(
-                f"{read['padded']} rows of a trace start or end with a padding id that its attention mask does not exclude, "
-                "and are measured as they are. Pass {'input_ids': tokens, 'attention_mask': mask} to the invoke."
+                f"In a trace, {read['padded']} rows start or end with a padding id that no attention mask excludes, and the "
+                "padding is measured. Pass {'input_ids': tokens, 'attention_mask': mask} to the invoke."
             )
         self._padded += read["padded"]
         if not read["tokens"]:

@@ -1,4 +1,4 @@
-"""Recorder: hooks on the model of a user's loop, which collect the activations of each complete forward pass.
+"""Hooks that collect the activations of each complete forward pass in a user's loop.
 
 Forward passes may be nested, fail half way, generate with a cache, or be run again by gradient checkpointing.
 """
@@ -37,7 +37,7 @@ from ..sources.source import not_once
 
 
 class ProbeHook:
-    """A forward hook or forward pre-hook. A copied or pickled module has a hook that does nothing in its place.
+    """A forward hook or forward pre-hook. In a copy of the module, the hook does nothing.
 
     Args:
         call: the function that torch calls.
@@ -56,7 +56,7 @@ class ProbeHook:
 
 
 def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
-    """Wrap a hook that only reads, so that forward passes under `torch.compile` continue.
+    """Wrap a hook so that forward passes under `torch.compile` continue.
 
     The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
 
@@ -69,7 +69,7 @@ def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callabl
     run = compiler.disable(hook)
 
     # While a graph is made, torch calls a function of a constant result, and traces all others.
-    def look() -> bool:
+    def is_one_graph() -> bool:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         # torch has no public name for these. True where a later version has other names: no hook is then traced.
@@ -79,7 +79,7 @@ def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callabl
             missed()
         return single
 
-    is_skipped = compiler.assume_constant_result(look)
+    is_skipped = compiler.assume_constant_result(is_one_graph)
 
     def call(*args: Any) -> None:
         if not (torch.compiler.is_compiling() and is_skipped()):
@@ -95,7 +95,7 @@ OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
 
 @dataclass(frozen=True)
 class Call:
-    """Shape and inputs of one forward pass, as known when its first site is read.
+    """Shape and inputs of one forward pass.
 
     Attributes:
         shape: `batch pos` of the activations in the blocks (one position per row in cached generation).
@@ -113,12 +113,12 @@ class Call:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the positions are tokens: the call has token ids or a mask."""
+        """Whether the positions are tokens. If so, the call has token ids or a mask."""
         return self.tokens is not None or self.attention is not None
 
     @cached_property
     def attended(self) -> Tensor | None:
-        """`batch pos`, the positions of the attention mask; None if there is no mask with one value for each position."""
+        """Positions of the attention mask, `batch pos`; None for masks of other shapes."""
         mask, (batch, pos) = self.attention, self.shape
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
             return None
@@ -128,7 +128,7 @@ class Call:
 
 @dataclass(frozen=True)
 class ForwardPassPositions:
-    """Chooses the positions of each forward pass that are counted.
+    """Chooses the counted positions of each forward pass.
 
     Attributes:
         rule: the rule of the run for positions.
@@ -143,7 +143,7 @@ class ForwardPassPositions:
     notes: Notes = field(default_factory=Notes)
 
     def choose(self, call: Call, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Masks of the counted and of the attended positions of a forward pass, each `batch pos`.
+        """Masks of the counted and of the attended positions, each `batch pos`.
 
         Args:
             call: the forward pass.
@@ -176,7 +176,7 @@ class ForwardPassPositions:
         return self.rule.select_rows(ids, known.cpu(), continues(call)).to(known.device), attended
 
     def _attended(self, call: Call) -> Tensor:
-        """Positions of the model's attention mask; all positions if the model was called without a mask."""
+        """Positions that the model attends to; all positions if there is no mask."""
         attention = call.attention
         if attention is None:
             if call.tokens is not None and tuple(call.tokens.shape) == call.shape:
@@ -199,7 +199,7 @@ class ForwardPassPositions:
         return call.attended
 
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
-        """Raise an error if rows start or end with padding that no mask excludes, so that the model attended to it."""
+        """Raise an error for padding at the ends of rows that no mask excludes."""
         self.notes.runs.add(tokens.cpu(), self.source.model)
         if mask_of(tokens.cpu(), self.source.model) is not None:
             raise LayersimError(
@@ -209,7 +209,7 @@ class ForwardPassPositions:
 
 
 def continues(call: Call) -> bool:
-    """Whether a forward pass continues rows whose earlier positions are in a cache.
+    """Whether a forward pass continues rows from a cache.
 
     Args:
         call: the forward pass.
@@ -221,8 +221,8 @@ def continues(call: Call) -> bool:
 
 
 @dataclass
-class Pass:
-    """Activations that were read so far in one forward pass.
+class ForwardPass:
+    """Activations read so far in one forward pass.
 
     Attributes:
         call: its shape and inputs.
@@ -258,7 +258,7 @@ class Frame:
         self.read_here: set[int] = set()
         # Whether all sites were read in this call.
         self.complete = False
-        self.reading: Pass | None = None
+        self.reading: ForwardPass | None = None
 
     @property
     def outermost(self) -> Frame:
@@ -270,12 +270,12 @@ class Frame:
 
     @property
     def seen(self) -> list[int]:
-        """The sites read so far in the pass that is not complete."""
+        """Sites read so far in the incomplete forward pass."""
         return [] if self.reading is None else self.reading.seen
 
 
 def stack_side(source: HookedSource) -> str:
-    """The stack of an encoder-decoder whose residual stream is read.
+    """The stack of an encoder-decoder that is read.
 
     Returns:
         "encoder" or "decoder"; "" for a model of one stack, "both" if blocks of both or of none are read.
@@ -284,7 +284,9 @@ def stack_side(source: HookedSource) -> str:
 
 
 class Recorder:
-    """Fills a view with the sites of a forward pass, in order. Sites out of order or in a backward pass are ignored.
+    """Collects the activations of each complete forward pass.
+
+    Sites out of order, or in a backward pass, are ignored.
 
     Args:
         source: the model.
@@ -321,7 +323,7 @@ class Recorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Context with hooks on the model, its stacks and every site."""
+        """Context with hooks on the model."""
         source = self.source
         with temporary_hooks() as handles, temporary_hooks() as testing:
 
@@ -378,13 +380,13 @@ class Recorder:
         return ProbeHook(uncompiled(call, self._miss))
 
     def _stop(self, error: Exception) -> None:
-        """Report the first error, and stop reading."""
+        """Report an error, and stop reading."""
         if not self.stopped:
             self.stopped = True
             self.on_error(error)
 
     def _miss(self) -> None:
-        """Report that torch compiles a forward pass to one graph, which has no place for hooks."""
+        """Report that a compiled forward pass has no place for hooks."""
         self._stop(
             LayersimError(
                 "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
@@ -445,27 +447,26 @@ class Recorder:
             # A filter of the user may make errors of warnings.
             with suppress(Warning):
                 warn(
-                    f"A forward pass did not run the module of {self.names[missing]}, and is not measured. Modules "
-                    "that are replaced need a new probe. A graph that torch compiled before runs modules only under "
+                    f"A forward pass is not measured, because the module of {self.names[missing]} did not run. A module "
+                    "that was replaced needs a new probe; a model that torch compiled before needs "
                     'torch.compiler.set_stance("force_eager").'
                 )
 
     def _see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the tokens at the embedding."""
         given = [x for x in (*args, *kwargs.values()) if _is_tokens(x)]
         # A user may embed tokens outside of any forward pass; an encoder-decoder embeds those of both stacks.
         if given and self._counts(self.frame) and not self.side:
             self.frame.tokens = given[0].detach()
 
     def _see_mask(self, _module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the mask at the first block, for models whose `forward` is called without their hooks."""
+        """Read the mask at block 0, for direct calls of `model.forward`."""
         mask, frame = kwargs.get("attention_mask"), self.frame
         if frame.attention is None and isinstance(mask, Tensor) and mask.dim() == 2:
             frame.attention = mask
         frame.cached |= kwargs.get("past_kv_cache_entry") is not None
 
     def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Compare the lens with the head's output, on the first row of the head's first call."""
+        """Compare the lens with the logits, once."""
         frame = self.frame
         hidden, frame.last = frame.last, None
         lens = self._lens() if self.compare and self._counts(frame) else None
@@ -479,7 +480,7 @@ class Recorder:
         refuse_other_logits(lambda: gap, self.source.model, logits.dtype)
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
-        """Store the sites that are parts of a module's input or output."""
+        """Store the sites of a module's input or output."""
         here = self.frame
         if self.source.aside() or not self._counts(here):
             return
@@ -508,7 +509,7 @@ class Recorder:
             self.on_view(self._view(reading), reading.call)
 
     def _expected(self, site: int, frame: Frame) -> bool:
-        """Whether this site is the next one of the forward pass, or the first of a new pass, which then begins."""
+        """Whether the forward pass reads this site next. The site that is read first begins a new forward pass."""
         if self.order is None:
             # A site that was read in this pass begins another pass.
             if site in frame.seen:
@@ -521,9 +522,8 @@ class Recorder:
             return True
         if frame.superseded is not None and site == self.order[frame.superseded]:
             raise LayersimError(
-                "A forward pass was interrupted by another one of the same model, and continued after it: "
-                f"{self.names[site]} ran after the start of a second pass. Call model(tokens) inside hooks, not "
-                "model.forward(...)."
+                f"Two forward passes of the model overlap: {self.names[site]} of the outer pass ran after the start of the "
+                "inner pass. Call model(tokens) inside hooks, not model.forward(...)."
             )
         return False
 
@@ -531,8 +531,8 @@ class Recorder:
         """Whether the running layers belong to a forward pass."""
         return self.direct or frame.level >= 0
 
-    def _start(self, site: int, here: Frame, hidden: Tensor) -> Pass:
-        """Choose the counted positions of a forward pass, when its first site is read."""
+    def _start(self, site: int, here: Frame, hidden: Tensor) -> ForwardPass:
+        """Begin to read a forward pass, and choose its counted positions."""
         shape = (hidden.shape[0], hidden.shape[1] if hidden.dim() > 2 else 1)
         if hidden.dim() == 2 and here.tokens is not None and here.tokens.dim() == 2 and here.tokens.numel() == shape[0]:
             # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
@@ -548,16 +548,16 @@ class Recorder:
                 f"{' x '.join(map(str, counted.shape))} x width, the shape of the input tokens."
             )
         keep = counted.reshape(-1).nonzero()[:, 0]
-        return Pass(call, attended, SiteBuffer(self.names, keep, shape, self.pooled, call.has_tokens))
+        return ForwardPass(call, attended, SiteBuffer(self.names, keep, shape, self.pooled, call.has_tokens))
 
     def _not_once(self, site: int, why: str) -> LayersimError:
         return not_once(self.names[site], self.points[site].module, why)
 
     def _lens(self) -> Unembed | None:
-        """The logit lens, made anew for each forward pass because weights may change dtype, device or module in a loop."""
+        """The logit lens with the current weights, which may change in a loop."""
         return lens_of(self.source.module, self.source.model.head)
 
-    def _view(self, reading: Pass) -> View:
+    def _view(self, reading: ForwardPass) -> View:
         buffer, read = reading.buffer, reading.call.tokens
         shape, samples = buffer.shape, buffer.samples.to(buffer.activations.device)
         tokens, following = torch.zeros(shape, dtype=torch.int64), torch.full(shape, NO_LABEL)
@@ -581,7 +581,7 @@ def _is_tokens(value: Any) -> TypeGuard[Tensor]:
 
 
 def _stacks(source: HookedSource) -> list[torch.nn.Module]:
-    """The model and the modules in it that contain all blocks, outermost first; a caller may run any of them."""
+    """Modules that contain all blocks, outermost first. A user may call any of them."""
     blocks, found = set(source.blocks), [source.module]
     for root in (source.module, vars(source.module).get("original_model")):
         if isinstance(root, torch.nn.Module):

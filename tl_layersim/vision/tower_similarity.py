@@ -221,8 +221,8 @@ class TowerComparison(Analyzer):
             return found
         own |= {name: own[name][rows] for name in ("xx", "r_x", "r_x^2")}
         own |= {name: own[name][columns] for name in ("yy", "r_y", "r_y^2")} | {"xy": own["xy"][rows][:, columns]}
-        layers, others = (tuple(names[i] for i in kept) for names, kept in ((run.layers, rows), (run.column_layers, columns)))
-        some = replace(run, layers=layers, column_layers=others)
+        pair = zip((run.models[0], run.models[-1]), (rows, columns), strict=True)
+        some = replace(run, models=tuple(replace(model, layers=tuple(model.layers[i] for i in kept)) for model, kept in pair))
         found[rows[:, None], columns] = self._cka().compute(Sums(own), some).values
         return found
 

@@ -1,0 +1,123 @@
+"""Runs several models on the same batches.
+
+Models in this process run side by side, and kernels read the activations of all models. If a model is on a server, the models
+run one after the other, and only small statistics of each model (`Exchange`) are kept and joined. Edits of one model on one
+server run in one request, see `Analysis.single_source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ..activations.row_pools import AnyKernel, run_batch
+from ..activations.view import Kernel, Reduced
+from ..analyzers.analyzer import Analyzer, Exchange
+from ..core.errors import LayersimError, in_words
+from ..core.sums import SIZES
+from ..data.batches import Batch, BatchSize
+from ..sources.out_of_memory import reduce_batch
+from ..sources.source import PartialSums, Source
+from .site_plan import SitePlan
+
+
+def side_by_side(
+    sources: Sequence[Source], batches: Iterator[Batch], kernels: Mapping[str, AnyKernel]
+) -> Iterator[list[PartialSums]]:
+    """Run each batch on all models, and run kernels on the activations of all models.
+
+    Args:
+        sources: the models, in this process.
+        batches: the batches, in the order of the data.
+        kernels: the kernels, by name.
+    """
+
+    def run(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        return reduce_batch(batch, kernels, *(source.collect(batch) for source in sources))
+
+    return ([PartialSums(batch.leaf, *own) for own in run_batch(run, batch, kernels)] for batch in batches)
+
+
+def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
+    """Statistics for comparisons of models on different machines, by analyzer.
+
+    Raises:
+        LayersimError: an analyzer needs the activations of both models in one place.
+    """
+    by_name = {}
+    for name, analyzer in analyzers.items():
+        statistics = analyzer.exchange()
+        if statistics is None:
+            raise LayersimError(
+                f"{analyzer!r} needs the activations of both models on one machine, but a model is on a server. Load both "
+                'models here, pass two edits of one model on the server, or use CKA(estimator="minibatch").'
+            )
+        by_name[name] = statistics
+    return by_name
+
+
+def one_after_another(
+    sources: Sequence[Source],
+    batches: Iterator[Batch],
+    analyzers: Mapping[str, Analyzer],
+    plan: SitePlan,
+    show: Callable[[str], None],
+) -> Iterator[list[PartialSums]]:
+    """Run each batch on one model after the other, and join the statistics of all models.
+
+    Args:
+        sources: the models.
+        batches: the batches, in the order of the data.
+        analyzers: the analyzers, by name.
+        plan: the sites that each analyzer reads.
+        show: function that shows a few words on the model that runs.
+    """
+    by_name = exchanges(analyzers)
+    kernels = [
+        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()}
+        | plan.kernels_of_sizes(analyzers, number)
+        for number in range(len(sources))
+    ]
+    for batch in batches:
+        sides = []
+        for number, source in enumerate(sources):
+            show(f"model {number + 1} of {len(sources)}")
+            sides.append(source.sums(batch, kernels[number]))
+        if any(len(leaves) != len(sides[0]) for leaves in sides):
+            # Of a model whose activations are not finite.
+            yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
+            continue
+        yield [PartialSums(batch.leaf, *_joined(by_name, leaves)) for leaves in zip(*sides, strict=True)]
+
+
+def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
+    """Join the statistics of all models over one leaf. An analyzer has none if its pool ends in another leaf."""
+    not_finite = [count for counts, _ in leaves for count in counts]
+    if any(bool(count.any()) for count in not_finite):
+        return not_finite, {}
+    out = {}
+    for name, item in by_name.items():
+        statistics = [own[name] for _, own in leaves]
+        out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
+        sizes = [own.get(SIZES + name, {}) for _, own in leaves]
+        # Each was number 0 in its own pass.
+        out[SIZES + name] = {f"{i}{key[1:]}": value for i, each in enumerate(sizes) for key, value in each.items()}
+    return not_finite, out
+
+
+def crossing(analyzers: Mapping[str, Analyzer], models: int, plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
+    """Text on the number of bytes that a comparison transfers.
+
+    Args:
+        analyzers: the analyzers, by name.
+        models: number of models.
+        plan: the sites that each analyzer reads.
+        sizes: sizes of the batches.
+    """
+    size = sum(
+        item.size(batch.rows, batch.density, len(choice.numbers))
+        for name, item in exchanges(analyzers).items()
+        for choice in plan.choices[name]
+        for batch in sizes
+    )
+    how = "on one model and then on the other" if models == 2 else f"on {models} models in turn"
+    return f"{len(sizes)} batches, each run {how}; {in_words(size)} are transferred in all."
