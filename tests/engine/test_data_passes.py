@@ -163,9 +163,9 @@ def test_a_generator_above_the_limit_is_refused_before_the_rest_is_read(no_cache
 
 
 def test_data_above_the_limit_that_is_gone_or_other_on_the_second_pass_is_noticed(no_cache):
-    with pytest.raises(lsim.LayersimError, match=r"different rows on the second data pass(.|\n)*160 tokens, then 0"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\b160 .*\b0 "):
         lsim.analyze(tiny_llama(), [iter(random_tokens())], "cosine")
-    with pytest.raises(lsim.LayersimError, match=r"different rows on the second data pass(.|\n)*160 tokens, then 160 others"):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*\b160 .*\b160 "):
         lsim.analyze(tiny_llama(), Fickle(), "cosine")
 
 

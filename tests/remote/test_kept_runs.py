@@ -144,7 +144,7 @@ def test_a_file_that_is_no_whole_run(small, sent, tmp_path):
 def test_waiting_has_an_end(small, sent):
     small.set(faults=["", "silent"])
     run = sent()
-    with pytest.raises(TimeoutError, match="Nothing is lost"):
+    with pytest.raises(TimeoutError, match=r"`timeout` is 1\.0 s"):
         run.result(1.0)
     assert run.status()["COMPLETED"] == 3
 

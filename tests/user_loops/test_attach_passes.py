@@ -262,7 +262,7 @@ def test_a_pass_inside_another_that_cannot_be_told_apart_is_refused():
     with torch.no_grad(), lsim.attach(lsim.open_model(model, layers=[f"parts.{i}" for i in range(3)]), COSINE) as probe:
         model(random_tokens(2, 9))
     handle.remove()
-    with pytest.raises(lsim.LayersimError, match="forward passes of the model overlap"):
+    with pytest.raises(lsim.LayersimError, match=r"model\.forward\(\.\.\.\)"):
         probe.results()
 
 

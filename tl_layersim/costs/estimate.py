@@ -125,7 +125,7 @@ class CostEstimate:
         return f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
 
     def rows(self) -> list[tuple[str, str]]:
-        """The costs by name, as text with units."""
+        """Rows of the table of costs: pairs of a name and a value with its unit, as text."""
         batch, positions = self.batch
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
@@ -274,7 +274,7 @@ def _traffic(run: MeteredBatch, rows: int, tokens_per_request: int | None) -> Tr
 
 
 def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Module]:
-    """Source and module of a model or of a configuration."""
+    """Open a model, or make one without weights from a configuration. Returns its source and its module."""
     model = opened.model
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
@@ -296,7 +296,7 @@ def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: in
         shape = shape_of_row(module, described, described.main_input)
         data[described.main_input] = torch.randn(rows, *shape, generator=random)
     elif described.vocabulary is None:
-        raise LayersimError(f"`model_or_config` is {described.name}, which reads neither tokens nor images.")
+        raise LayersimError(f"`model_or_config` is {described.name}; it must take tokens, images or recordings.")
     elif described.context is not None and length > described.context:
         raise LayersimError(f"`seq_len` is {length}; it must be at most {described.context}, the context of {described.name}.")
     else:
@@ -338,7 +338,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextmanager
     def counting(self, part: str, share: float = 1) -> Iterator[None]:
-        """Context in which FLOPs are counted under a given name.
+        """Context manager that counts FLOPs under the name `part`.
 
         Args:
             part: the name.
@@ -383,7 +383,7 @@ FORMULAS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention_on_cpu}
 
 
 def _storages(values: Any) -> dict[int, Any]:
-    """Storages of the tensors in nested values, by an identifier."""
+    """Dict from identifiers to the storages of all tensors in nested containers."""
     storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
     return {storage._cdata: storage for storage in storages}
 
@@ -524,7 +524,7 @@ class MeteredBatch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """Stand-in for a pool of rows, filled with the samples of one batch.
+    """Simulated pool of rows, with samples from one batch, for the costs of a pool kernel.
 
     Attributes:
         kernel: kernel of the pool.
@@ -542,7 +542,7 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """Make a pool whose rows have as many counted positions as the mean row of a batch.
+        """Make a pool for a kernel. Each row has the batch's mean number of counted positions.
 
         Args:
             kernel: kernel of the pool.

@@ -49,7 +49,7 @@ SEEDS = 3
 
 
 def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None) -> Report:
-    """Run analyzers over all data.
+    """Run an analysis over all data and return its report.
 
     Args:
         analysis: models, data and analyzers.
@@ -88,7 +88,7 @@ def run_with_baseline(
     baseline: BaselineArgument,
     checkpoint: str | os.PathLike[str] | None,
 ) -> Report:
-    """Measure models and, for a baseline, untrained copies of them.
+    """Run an analysis on the given models and, with `baseline="untrained"`, on models with fresh weights.
 
     Args:
         opened: the trained models.
@@ -126,7 +126,7 @@ R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
 class _Computes(Protocol[R_co]):
-    """Type of an analyzer whose `compute` returns a known class of result."""
+    """Protocol for type checkers: an analyzer whose results have the type `R_co`."""
 
     def compute(self, sums: Sums, run: Run) -> R_co: ...
 
@@ -254,7 +254,7 @@ def analyze(
 def opened_analysis(
     opened: Sequence[OpenedModel], data: Data, analyzers: dict[str, Analyzer], at: AtArgument, per_head: bool, intervals: bool
 ) -> Analysis:
-    """Open models, and choose the sites and positions that the analyzers read.
+    """Make the `Analysis` of a run: open the models, and choose the sites and positions.
 
     Args:
         opened: the model, or the models to compare.

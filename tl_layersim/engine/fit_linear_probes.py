@@ -146,7 +146,7 @@ class LogisticProbe(ProbeAnalyzer):
 
 
 def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
-    """Kernel that keeps the training samples of a batch, for models in this process.
+    """Append the training samples of one batch to `kept`. This kernel needs a model in this process.
 
     Args:
         view: activations of one batch.

@@ -70,7 +70,7 @@ class ModelCopy:
         return plain(self._analysis.identity(self._argument))
 
     def describe(self) -> Description:
-        """Load the model, count the data and describe the run."""
+        """Identity of the run, counts of its data, and whether the first pass runs the model."""
         analysis = self._analysis
         analysis.check()
         return self._identity, analysis.counts, analysis.first_needs_model
@@ -139,7 +139,7 @@ class Workers:
         return list(files.values())
 
     def _add(self, path: Path, files: dict[int, Path], bar: Any, given: str) -> int:
-        """Add the file of a shard. Returns the number of shards of the run."""
+        """Check the file of a shard and add its path to `files`. Returns the number of shards of the run."""
         part = read_part(path)
         if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
             raise LayersimError(f"{given} other models, analyzers or options than this run: {words}.")
@@ -150,7 +150,7 @@ class Workers:
         return part.of
 
     def _wait(self) -> tuple[str, int, Any]:
-        """Wait for a call to end. Returns its pass, the index of its shard and its result."""
+        """Wait for the call of a worker to end. Returns the pass, the shard index and the result of the call."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
         actor, pass_name, number = self._running.pop(reference)
         self._free.append(actor)

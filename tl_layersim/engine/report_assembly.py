@@ -43,7 +43,7 @@ def notes_on_sizes(
     sums: Mapping[str, Sums],
     options: Mapping[str, Any],
 ) -> list[Note]:
-    """Warnings that few tokens or a single dimension decide a number.
+    """Warnings about results that depend mostly on few tokens or on one dimension.
 
     Args:
         analyzers: the analyzers, by name.
@@ -78,7 +78,7 @@ def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
 
 
 def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
-    """Warning that few samples decide the numbers; "" for none."""
+    """Warning that the effective sample size is small; "" for no warning."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
     # By number of first positions that are left out, the sites at which few samples weigh most.
@@ -111,7 +111,7 @@ def _sites(named: Mapping[str, float]) -> str:
 
 
 def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
-    """Warning that one dimension decides the numbers; "" for none."""
+    """Warning that one dimension has most of the squared norm or of the variance; "" for no warning."""
     large = {
         layer: float(share)
         for number, model in enumerate(models)
@@ -136,7 +136,7 @@ MOST_CORRELATION = 0.4
 
 
 class JackknifeBlock(NamedTuple):
-    """Sums of one analyzer over consecutive rows, which one jackknife replicate leaves out.
+    """Sums of one analyzer over a block of consecutive rows. One jackknife replicate leaves this block out.
 
     Attributes:
         tokens: number of counted positions.
@@ -194,13 +194,13 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
                 result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
-        warn(f"{name!r} has no intervals: it is undefined without one of the {len(blocks)} jackknife blocks. {error}")
+        warn(f"{name!r} has no intervals: computing it from a part of the {len(blocks)} jackknife blocks failed. {error}")
         return result
     return result.with_replicates(tuple(replicates), tokens)
 
 
 def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
-    """Warning that neighbouring jackknife blocks are alike, so that intervals are too narrow.
+    """Warning that intervals are too narrow, because neighbouring jackknife blocks are correlated.
 
     Args:
         results: results with their replicates, by name of the analyzer.
@@ -217,7 +217,7 @@ def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
 
 
 def drift_of(result: Result) -> float:
-    """Mean correlation of neighbouring jackknife blocks; NaN for few blocks.
+    """Mean correlation between neighbouring jackknife blocks; NaN for fewer than `FEW_BLOCKS` blocks.
 
     The mean is taken over all numbers of the result that have an interval, see `neighbour_correlation`.
 

@@ -43,7 +43,7 @@ TITLES = {FIRST: "first pass", MAIN: "layers"}
 
 
 class Step(NamedTuple):
-    """Counts of one batch.
+    """Counts of the tokens in one batch and of the batches read so far.
 
     Attributes:
         measured: whether this process runs the model on the batch.
@@ -89,15 +89,14 @@ class PassState:
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Count the last batches, on which this process runs no model."""
+        """Add the counts of all waiting batches to the tally. This process runs no model on these batches."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove waiting batches and return them.
+        """Remove from `waiting` the batches that hold the next `rows` measured rows, and return their counts.
 
-        The model ran on `rows` of their rows. At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
-
+        At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
         """
         taken: list[Step] = []
         while rows > 0 and self.waiting:
@@ -108,7 +107,7 @@ class PassState:
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """The tally with the counts of more batches, but without their sums."""
+    """Copy of a tally that includes the counts of `steps`, but not their sums."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
@@ -234,14 +233,14 @@ class DataPass:
             row += batch.capacity * measured
 
     def _with_leaf(self, batch: Batch, row: int) -> Batch:
-        """The batch with its number of rows per leaf, which depends on the index of its first row."""
+        """Copy of a batch with its sizes of leaves and blocks. With intervals these depend on `row`, its first row's index."""
         leaf = min(ROWS, batch.capacity)
         if self.jackknife_rows is None:
             return replace(batch, leaf=leaf)
         return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.jackknife_rows))
 
     def _settle(self, batch: Batch) -> None:
-        """Run a batch on models whose sites are not fully known yet."""
+        """Run a forward pass on models whose order of sites is unknown, and check the sites."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)
@@ -273,7 +272,10 @@ class DataPass:
         """Yields the sums of the remaining batches, in the order of the data."""
         sources, batches = self.sources, self.read()
         if not sources:
-            return ([PartialSums(batch.leaf, *own) for own in run_batch(_tokens_of, batch, self.kernels)] for batch in batches)
+            return (
+                [PartialSums(batch.leaf, *own) for own in run_batch(_run_without_model, batch, self.kernels)]
+                for batch in batches
+            )
         if (single := self.analysis.single_source) is not None:
             return single.stream(batches, self.kernels, self.state.tally.tree.end, show, self.jackknife_rows)
         by_statistics = self.name == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
@@ -338,9 +340,8 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
     for tally in tallies.values():
         if expected is not None and tally.done and tally.digest != expected.digest:
             raise LayersimError(
-                f"`data` gave different rows on the second data pass: {expected.tokens} tokens, then {tally.tokens}"
-                + (" others" if tally.tokens else "")
-                + ". Pass list(data)."
+                f"`data` gave different rows on the second data pass: {expected.tokens} tokens on the first pass, and "
+                f"{tally.tokens} on the second. Pass list(data)."
             )
     return last
 
@@ -365,8 +366,7 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
         tqdm.write(source.plan(passes, count, tokens), file=sys.stderr)
 
 
-def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-    """Run kernels that read only tokens and labels."""
+def _run_without_model(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
     return [], reduce(kernels, tokens_alone(batch))[1]
 
 
@@ -397,9 +397,9 @@ def rows_in_data(data: Data) -> int | None:
 def check_memory(
     sums: Mapping[str, Sums], leaves: int, intervals: bool, analyzers: Mapping[str, Analyzer] = MappingProxyType({})
 ) -> None:
-    """Compare the memory of all sums with the limits.
+    """Raise an error if the sums of an analyzer exceed its limit; warn if all sums exceed the free memory.
 
-    Sums are added in pairs, so several copies are held at once. Sums above the free memory give a warning.
+    Sums are added in pairs, so several copies are held at once.
 
     Args:
         sums: sums of one batch, by kernel.
@@ -423,7 +423,7 @@ def check_memory(
     free = psutil.virtual_memory().available
     if needs.total() > free:
         warn(
-            f"The sums of this run may not fit into memory: up to {copies} copies take {in_words(needs.total())}, but only "
+            f"The sums of this run may not fit into memory: they need up to {in_words(needs.total())} ({copies} copies), and "
             f"{in_words(free)} are free. {needs.most_common(1)[0][0]!r} has the largest sums. Read fewer sites with at=[...]"
             f"{', or measure without intervals' if intervals else ''}."
         )

@@ -88,13 +88,13 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
     heads = getattr(analyzer, "heads", None)
     if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
         raise LayersimError(
-            f"`heads` of {type(analyzer).__name__} are {in_words(heads.nbytes)}; a request to a server carries at most "
-            f"{in_words(LARGEST_HEADS)}. heads.to(torch.bfloat16) halves the size of float32 heads."
+            f"`heads` of {type(analyzer).__name__} take {in_words(heads.nbytes)}; they must take at most "
+            f"{in_words(LARGEST_HEADS)} in a request to a server. heads.to(torch.bfloat16) halves the size of float32 heads."
         )
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with another tokenizer or image processor; unchanged for None."""
+    """Copy of a model description with another tokenizer or image processor. None changes nothing."""
     if tokenizer is None:
         return model
     if getattr(tokenizer, "image_processor", None) is not None:
@@ -108,7 +108,9 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """Description of the inputs that two models accept. Context and vocabulary are the smaller ones.
+    """Merge the descriptions of two models into one that takes only inputs that both models accept.
+
+    Context and vocabulary are the smaller ones.
 
     Args:
         a: the first model, whose tokenizer is used.

@@ -52,7 +52,7 @@ class DataCounts:
     capacity: int
 
     def within(self, number: int, of: int) -> range:
-        """Indices of a shard's batches among the batches with a counted position.
+        """Range of the batches of one shard. Batches without a counted position are left out of the numbering.
 
         Args:
             number: index of the shard.
@@ -68,7 +68,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class DataPart:
-    """The batches and the passes of one call.
+    """Part of the data that one call measures, and the last pass that the call makes.
 
     Attributes:
         deal: the batches that this rank measures.
@@ -132,7 +132,7 @@ class Analysis:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options with which data and models were opened."""
+        """Options of the data, the models, the sites and the intervals, by name."""
         intervals = {"intervals": True} if self.intervals else {}
         return self.batches.record() | dict(self.opened_with) | self.plan.record() | intervals
 
@@ -172,7 +172,7 @@ class Analysis:
 
     @cached_property
     def counts(self) -> DataCounts:
-        """Counts of all data, which is read at the first access."""
+        """Numbers of batches, rows and tokens in all data. The first access reads all data."""
         return count_data(self.batches)
 
     def snapshot(self, part: DataPart, tallies: Mapping[str, Tally]) -> Snapshot:
@@ -189,7 +189,7 @@ class Analysis:
         return {"counts": asdict(part.counts), "models": models, "provenance": self.provenance, **notes}, tensors
 
     def read_ahead(self) -> None:
-        """Keep the rows of an iterator that the run needs more than once.
+        """Read an iterator of rows into memory, if the run reads its data more than once.
 
         Raises:
             LayersimError: the rows are too large to be kept.
@@ -225,7 +225,7 @@ class Analysis:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context in which the models run without dropout, and blocks can be replayed if an analyzer needs it."""
+        """Context manager in which the models run without dropout, and analyzers can replay blocks if they need it."""
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))

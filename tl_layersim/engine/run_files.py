@@ -1,4 +1,4 @@
-"""Converts the state of a run to the JSON notes and tensors of a file, and back."""
+"""Converts the state of a run to JSON data and tensors for a file, and back."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def sums_below(prefix: str, names: list[str], tensors: Mapping[str, Tensor]) -> 
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose keys begin with `prefix`, under keys without it."""
+    """Select the tensors whose keys begin with `prefix`, and remove the prefix from their keys."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
-    """Convert the progress of each pass to notes and tensors."""
+    """Convert the tallies of all passes to JSON data and tensors."""
     passes: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for label, tally in tallies.items():
@@ -60,7 +60,7 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
 
 
 def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """Restore the progress of each pass from `tallies_snapshot`."""
+    """Restore the tallies of all passes from the output of `tallies_snapshot`."""
     tallies = {}
     for label, kept in notes["passes"].items():
         plain = {name: kept[name] for name in PLAIN}
@@ -121,7 +121,7 @@ def restored_analyzers(
     chosen = choose_analyzers(analyzers)
     given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != recipes:
-        raise LayersimError(f"`analyzers` are {str(given)[:300]}; the saved run has {str(recipes)[:300]}.")
+        raise LayersimError(f"`analyzers` are {str(given)[:300]}; they must be those of the saved run, {str(recipes)[:300]}.")
     return chosen
 
 

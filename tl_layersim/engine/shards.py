@@ -90,7 +90,6 @@ class ShardPart:
 
     @property
     def tally(self) -> Tally:
-        """Tally of the pass `pass_name`."""
         return self.tallies[self.pass_name]
 
     def refuse_other_counts(self, given: str, counts: DataCounts) -> None:
@@ -173,7 +172,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
         raise ValueError(f"shard {number} of {of}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
     if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
-        raise ValueError(f"the sums do not begin after row {start}")
+        raise ValueError(f"the sums must begin at row {start}")
     return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, notes=notes)
 
 
@@ -242,14 +241,14 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
 
 
 def _header_of(path: Path) -> ShardPart:
-    """Read a shard's file without its sums, so that memory holds the sums of one shard at a time."""
+    """Contents of a shard's file without the sums, so that memory holds the sums of one shard at a time."""
     part = read_part(path)
     tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
     return replace(part, tallies=tallies)
 
 
 def _tree_of_shards(parts: Sequence[ShardPart]) -> SumTree:
-    """Sums of all shards, read in order."""
+    """Read the sums of all shards and join them into one tree."""
     trees = (read_part(part.path).tally.tree for part in parts)
     return reduce(SumTree.join, trees)
 
@@ -262,11 +261,10 @@ def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     """
     parts = list(headers)
     if others := [part for part in parts if part.pass_name != pass_name]:
-        argument, writer = ("files", "with") if pass_name == MAIN else ("first", "without")
+        argument, how = ("files", "with") if pass_name == MAIN else ("first", "without")
         raise LayersimError(
-            f"`{argument}` has sums of the {others[0].pass_name} pass over the data: {_shard_names(others)}. "
-            f"`{argument}` must have sums of the {pass_name} pass, which analyze(..., shard=(i, n), save_to=...) writes "
-            f"{writer} `first`."
+            f"`{argument}` holds files of the {others[0].pass_name} pass over the data: {_shard_names(others)}. It must hold "
+            f"files of the {pass_name} pass: call analyze(..., shard=(i, n), save_to=...) {how} `first`."
         )
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:

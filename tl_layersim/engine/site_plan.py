@@ -1,4 +1,4 @@
-"""Plan of a run: the sites that analyzers read, and the positions that count."""
+"""Chooses the sites that analyzers read, and the positions that a run counts."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class SitePlan:
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
-        """Wrap a kernel that takes views of an analyzer's own sites.
+        """Wrap an analyzer's kernel, so that it accepts activations of all sites of the run.
 
-        The new kernel takes views of all sites of the run.
+        The given kernel accepts only activations of the analyzer's own sites.
 
         Args:
             name: name of the analyzer.
@@ -91,7 +91,7 @@ class SitePlan:
         return out | self.kernels_of_sizes(analyzers)
 
     def kernels_of_sizes(self, analyzers: Mapping[str, Analyzer], number: int | None = None) -> dict[str, AnyKernel]:
-        """Kernels that measure the sizes of activations.
+        """Kernels that sum squared norms and variances of activations, by name.
 
         They run for analyzers that give larger samples or dimensions more weight.
 
@@ -174,8 +174,8 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
         return None
     if not isinstance(source, CanReadSites):
         own = f"{type(analyzer).__name__} reads {', '.join(analyzer.families)}"
-        asked = own if analyzer.families else f"`at` is {brief(at)}"
-        raise LayersimError(f"{asked}, but a {type(source).__name__} reads the residual stream only.")
+        asked = own if analyzer.families else f"`at` is {brief(at)}{' and `per_head` is True' if per_head else ''}"
+        raise LayersimError(f"{asked}; the source {type(source).__name__} reads only the residual stream.")
     if analyzer.families:
         return source.hook_points([*analyzer.families, *_optional(source, analyzer)], False)
     if analyzer.needs_sites in ("stream", "every_block"):
@@ -199,14 +199,14 @@ def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
 
 
 def _with_ends(source: CanReadSites, points: Points) -> Points:
-    """Add the lowest and the highest residual layer, which a lens needs."""
+    """Add the first and the last layer of the residual stream, which the logit lens needs."""
     lowest, highest = source.residual.points[0], source.residual.points[-1]
     inner = [point for point in points if point.name not in (lowest.name, highest.name)]
     return (lowest, *inner, highest)
 
 
 def _stream(points: Points) -> str:
-    """Value of `Model.stream` for the given hook points."""
+    """Value of `Model.stream`: "parts" if all hook points lie in the residual stream, else "none"."""
     return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
 
 
@@ -246,7 +246,7 @@ def chosen_rule(
 
 
 def refuse_selection(data: Data, reads: str, *names: str) -> None:
-    """Raise an error if an option of `Data` selects positions that a function has fixed.
+    """Raise an error for position options of `Data`, in functions that fix the positions.
 
     Args:
         data: the data of the call.
@@ -258,7 +258,7 @@ def refuse_selection(data: Data, reads: str, *names: str) -> None:
     """
     for name in names:
         if getattr(data, name):
-            raise LayersimError(f"`{name}` of `Data` is {brief(getattr(data, name))}; it cannot be chosen here: {reads}.")
+            raise LayersimError(f"`{name}` of `Data` is {brief(getattr(data, name))}; it must be left out: {reads}.")
 
 
 def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
@@ -274,8 +274,8 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
         return "all"
     if whole:
         raise LayersimError(
-            f"`positions` must be given: {whole[0]} reads whole rows, and {single[0]} single positions. Use positions='all', "
-            "or one call for each analyzer."
+            f"`positions` must be given: {whole[0]} reads whole rows, and {single[0]} reads single positions. Pass "
+            "positions='all', or call once for each analyzer."
         )
     if len(set(rules)) > 1:
         raise LayersimError(
@@ -284,8 +284,8 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
         )
     if rules[0] == "first" and skip_first:
         raise LayersimError(
-            f"`skip_first` is {skip_first}, which leaves out the only position that is measured by default: the position that "
-            f"the head of {models[0].name} reads. Leave `skip_first` out, or pass `positions`, such as positions='all'."
+            f"`skip_first` is {skip_first}; it must be 0, because the head of {models[0].name} reads only the first position. "
+            "Pass positions='all' to measure other positions."
         )
     return rules[0]
 
@@ -308,7 +308,7 @@ def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyz
 
 
 def _rule_of(model: Model) -> str:
-    """Rule for the positions that a model's head reads; "all" for several."""
+    """Position rule of a model's output head; "all" if the head reads several positions, or without a head."""
     return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
 
 

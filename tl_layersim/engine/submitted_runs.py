@@ -179,7 +179,10 @@ class RemoteRun:
         return Counter(job.state for job in self._jobs)
 
     def status(self) -> dict[str, int]:
-        """Number of jobs in each state: QUEUED, RUNNING, COMPLETED, ERROR ... Fetches the sums of completed jobs."""
+        """Number of jobs by state, such as "QUEUED", "RUNNING", "COMPLETED" or "ERROR".
+
+        The call fetches the sums of completed jobs.
+        """
         for job in self._jobs:
             if job.state not in ("COMPLETED", "ERROR"):
                 self._poll(job)
@@ -214,7 +217,10 @@ class RemoteRun:
                 if self._unreached is not None and time.monotonic() - self._unreached[0] > sum(client.WAITS):
                     raise self._ndif.given_up(self._unreached[1], 1)
                 if end is not None and time.monotonic() > end:
-                    raise TimeoutError(f"{self!r} after {timeout} s. Nothing is lost: call result() again, or save(path).")
+                    raise TimeoutError(
+                        f"`timeout` is {timeout} s, and some jobs are not complete: {self!r}. Nothing is lost: call result() "
+                        "again, or save(path)."
+                    )
                 time.sleep(PAUSE)
         return self._report()
 
@@ -322,7 +328,7 @@ class RemoteRun:
         )
 
     def _place(self) -> dict[str, Any]:
-        """Facts about the server, and the traffic of the run so far."""
+        """Record of the server and of the run's traffic so far, for the provenance."""
         before = self._header.place
         return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 

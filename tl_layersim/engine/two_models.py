@@ -38,7 +38,7 @@ def side_by_side(
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
-    """Statistics for comparisons of models on different machines, by analyzer.
+    """The `Exchange` of each analyzer, by name: how it compares models on different machines.
 
     Raises:
         LayersimError: an analyzer needs the activations of both models in one place.
@@ -90,7 +90,7 @@ def one_after_another(
 
 
 def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
-    """Join the statistics of all models over one leaf. An analyzer has none if its pool ends in another leaf."""
+    """Combine the statistics of all models on one leaf of rows. An analyzer has none if its pool ends in another leaf."""
     not_finite = [count for counts, _ in leaves for count in counts]
     if any(bool(count.any()) for count in not_finite):
         return not_finite, {}
@@ -105,7 +105,7 @@ def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduc
 
 
 def crossing(analyzers: Mapping[str, Analyzer], models: int, plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
-    """Text on the number of bytes that a comparison transfers.
+    """Message with the number of batches and the bytes that a comparison transfers.
 
     Args:
         analyzers: the analyzers, by name.

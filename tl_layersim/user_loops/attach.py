@@ -29,7 +29,7 @@ from .probe_hooks import stack_side
 
 
 def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Raise an error if an analyzer needs more than the forward passes of a loop.
+    """Raise an error if `attach` cannot use the model or an analyzer.
 
     Args:
         source: the model.
@@ -43,8 +43,8 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         # Traces of other models do not tell the positions of their rows.
         if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
             raise LayersimError(
-                f"`model` is {source.model.name}; the nnsight model of a probe must take token ids and have one stack. Use "
-                "lsim.analyze(model.edit(...), data, analyzers)."
+                f"`model` is {source.model.name}; an nnsight model in `attach` must take token ids and be no encoder-decoder. "
+                "Use lsim.analyze(model.edit(...), data, analyzers)."
             )
     elif stack_side(source) == "both":
         raise in_both_stacks(source.module)
@@ -65,9 +65,9 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
 
 
 def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Find the order and the widths of a model's sites, and check its lens.
+    """Run a short row of made-up tokens, to check the sites and the logit lens.
 
-    A short row of made-up tokens runs through the model.
+    The forward pass finds the order and the widths of the sites.
 
     Args:
         source: the model.
@@ -143,7 +143,7 @@ def attach(
     source = open_source(opened, either_stack=True, at=at)
     if not isinstance(source, HookedSource | NNsightSource):
         raise LayersimError(
-            f"`model` is {brief(opened.model)}, whose modules are not known, so it cannot be attached. Use "
+            f"`model` is {brief(opened.model)}; it must be a torch module or an nnsight model. Use "
             "lsim.analyze(model, data, analyzers)."
         )
     plan = plan_sites([source], chosen, at, per_head)
@@ -152,8 +152,8 @@ def attach(
     rule = Positions(chosen_rule(positions, [source.model], chosen))
     if rule.marked:
         raise LayersimError(
-            f"`positions` is {brief(positions)}, a column of data, but `attach` receives only forward passes. Set `probe.mask` "
-            "before the forward pass."
+            f"`positions` is {brief(positions)}; it reads the data, but `attach` receives only forward passes. Set "
+            "`probe.mask` before the forward pass."
         )
     if isinstance(source, HookedSource):
         return LoopProbe(source, chosen, plan, rule, intervals)

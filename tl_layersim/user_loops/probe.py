@@ -55,7 +55,7 @@ class Probe:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with empty sums."""
+        """Reset all sums and counts."""
         # Forward passes stand in the place of rows.
         self._tree = SumTree(1 if self._intervals else None)
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
@@ -148,7 +148,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """The models by analyzer, and the options that this kind of probe records."""
+        """Descriptions of the models by analyzer, and further entries of the provenance."""
         raise NotImplementedError
 
     def _checked(
@@ -231,8 +231,8 @@ class LoopProbe(Probe):
             )
         if self._recorder is not None and self._recorder.compare:
             raise LayersimError(
-                f"The lens cannot be checked: the head never ran in {self._forwards} forward passes of the blocks alone. Run "
-                "the whole model once inside the `with` block."
+                f"The logit lens cannot be checked: {self._forwards} forward passes ran the blocks without the output head. "
+                "Run the whole model once inside the `with` block."
             )
         # Views that wait are reduced for this report and wait on: calling results() must not change the minibatches.
         pending = {name: self._reduced(name, views) for name, views in self._waiting.items() if views}
@@ -295,9 +295,9 @@ class LoopProbe(Probe):
         self._tree = self._tree.add(self._leaf(count, own))
 
     def _rows_before(self, call: Call) -> tuple[int, bool]:
-        """Number of rows before a forward pass, and whether the pass continues the rows of the last pass.
+        """Index of the first row of a forward pass, and whether the pass continues earlier rows.
 
-        Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
+        Steps of cached generation continue the rows of the prompt, because their tokens belong to one text.
         """
         rows = call.shape[0]
         if continues(call) and self._last[1] == rows:
@@ -307,7 +307,7 @@ class LoopProbe(Probe):
         return self._last[0], False
 
     def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
-        """Whether the views are enough for one call of a kernel.
+        """Whether enough samples wait for one call of a kernel.
 
         Cached generation gives one position at a time, and few calls are faster than many.
         """
@@ -322,12 +322,12 @@ class LoopProbe(Probe):
         return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
     def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
-        """Sums of one forward pass."""
+        """Data block of one forward pass. Kernels that have not run yet have empty sums."""
         names = (*self._immediate, *self._waiting)
         return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
 
     def _reduced(self, name: str, views: list[View]) -> Sums:
-        """Sums of a kernel over some views; empty if the kernel fails."""
+        """Run a kernel on the activations of `views`. Returns its sums, which are empty if the kernel fails."""
         kernel = self._kernels[name]
         try:
             joined = _by_row(views) if isinstance(kernel, PoolKernel) else _joined(views)
@@ -339,13 +339,12 @@ class LoopProbe(Probe):
 
 
 def _dtype_of(source: HookedSource) -> str:
-    """Current dtype of the model's first weights."""
     first = next(source.module.parameters(), None)
     return str(first.dtype) if first is not None else "unknown"
 
 
 def _joined(views: list[View]) -> View:
-    """Join views. Rows of different views get different sequence numbers."""
+    """Concatenate the samples of several views. Rows of different views get different sequence numbers."""
     if len(views) == 1:
         return views[0]
     rows, offset = [], 0
@@ -356,7 +355,7 @@ def _joined(views: list[View]) -> View:
 
 
 def _by_row(views: list[View]) -> View:
-    """Join views so that the samples of a row follow each other."""
+    """Concatenate the samples of several views, sorted by row."""
     rows = torch.cat([view.sequence for view in views])
     number = torch.unique(rows, return_inverse=True)[1]
     joined = _with_sequence(views, number)
@@ -427,7 +426,7 @@ class TraceProbe(Probe):
 
     @property
     def mask(self) -> Tensor | None:
-        """None, because nnsight passes the mask of a trace to the model itself."""
+        """Always None: nnsight itself passes the mask of a trace to the model."""
         return None
 
     @mask.setter
@@ -453,7 +452,7 @@ class TraceProbe(Probe):
         return models, {"in_traces": True, "rows_with_attended_padding": self._padded} | places
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A `ShippedProbe`: nnsight pickles a probe to ship it with a trace."""
+        """Pickle the probe as a `ShippedProbe`. nnsight pickles a probe to send it with a trace."""
         ticket = uuid.uuid4().hex
         self.sent.add(ticket)
         return ShippedProbe, (self._key, ticket, self._reader(on_server=True))

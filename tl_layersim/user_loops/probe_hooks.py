@@ -113,12 +113,12 @@ class Call:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the positions are tokens. If so, the call has token ids or a mask."""
+        """Whether the positions are tokens: the call has token ids or an attention mask."""
         return self.tokens is not None or self.attention is not None
 
     @cached_property
     def attended(self) -> Tensor | None:
-        """Positions of the attention mask, `batch pos`; None for masks of other shapes."""
+        """Attention mask at the positions of this pass, bool `batch pos`; None for masks of other shapes."""
         mask, (batch, pos) = self.attention, self.shape
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
             return None
@@ -193,13 +193,13 @@ class ForwardPassPositions:
             return torch.ones(call.shape, dtype=torch.bool)
         if call.attended is None:
             raise LayersimError(
-                f"`attention_mask` has shape {tuple(getattr(attention, 'shape', ()))}; the probe finds padding only in a "
-                f"mask of shape {call.shape}. Set `probe.mask` before the forward pass."
+                f"`attention_mask` has shape {tuple(getattr(attention, 'shape', ()))}; it must have shape "
+                f"{call.shape} to show the padding. Set `probe.mask` before the forward pass."
             )
         return call.attended
 
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
-        """Raise an error for padding at the ends of rows that no mask excludes."""
+        """Raise an error if rows start or end with padding, for calls without an attention mask."""
         self.notes.runs.add(tokens.cpu(), self.source.model)
         if mask_of(tokens.cpu(), self.source.model) is not None:
             raise LayersimError(
@@ -209,7 +209,7 @@ class ForwardPassPositions:
 
 
 def continues(call: Call) -> bool:
-    """Whether a forward pass continues rows from a cache.
+    """Whether a forward pass is a later step of cached generation.
 
     Args:
         call: the forward pass.
@@ -238,9 +238,9 @@ class ForwardPass:
 
 
 class Frame:
-    """A running call of the model (level 0) or of a stack inside it.
+    """State of one running call of the model, or of a module inside it that contains all blocks.
 
-    The lowest frame, of level -1, stands for activations outside of any call.
+    The model has level 0. The root frame, of level -1, is for activations outside of any call.
     """
 
     def __init__(self, module: torch.nn.Module | None, level: int, parent: Frame | None) -> None:
@@ -275,7 +275,7 @@ class Frame:
 
 
 def stack_side(source: HookedSource) -> str:
-    """The stack of an encoder-decoder that is read.
+    """Name of the stack that the probe reads in an encoder-decoder.
 
     Returns:
         "encoder" or "decoder"; "" for a model of one stack, "both" if blocks of both or of none are read.
@@ -323,7 +323,7 @@ class Recorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Context with hooks on the model."""
+        """Context manager that adds hooks to the model and removes them at the end."""
         source = self.source
         with temporary_hooks() as handles, temporary_hooks() as testing:
 
@@ -386,7 +386,6 @@ class Recorder:
             self.on_error(error)
 
     def _miss(self) -> None:
-        """Report that a compiled forward pass has no place for hooks."""
         self._stop(
             LayersimError(
                 "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
@@ -447,8 +446,8 @@ class Recorder:
             # A filter of the user may make errors of warnings.
             with suppress(Warning):
                 warn(
-                    f"A forward pass is not measured, because the module of {self.names[missing]} did not run. A module "
-                    "that was replaced needs a new probe; a model that torch compiled before needs "
+                    f"A forward pass is not measured, because the module of {self.names[missing]} did not run. If the "
+                    "module was replaced, attach a new probe. If the model was compiled before, call "
                     'torch.compiler.set_stance("force_eager").'
                 )
 
@@ -459,14 +458,14 @@ class Recorder:
             self.frame.tokens = given[0].detach()
 
     def _see_mask(self, _module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the mask at block 0, for direct calls of `model.forward`."""
+        """Read the attention mask from the arguments of block 0. Direct calls of `model.forward` run no hooks of the model."""
         mask, frame = kwargs.get("attention_mask"), self.frame
         if frame.attention is None and isinstance(mask, Tensor) and mask.dim() == 2:
             frame.attention = mask
         frame.cached |= kwargs.get("past_kv_cache_entry") is not None
 
     def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Compare the lens with the logits, once."""
+        """Compare the logit lens with the model's logits, when the head runs for the first time."""
         frame = self.frame
         hidden, frame.last = frame.last, None
         lens = self._lens() if self.compare and self._counts(frame) else None
@@ -480,7 +479,7 @@ class Recorder:
         refuse_other_logits(lambda: gap, self.source.model, logits.dtype)
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
-        """Store the sites of a module's input or output."""
+        """Store the input or output of a module as the activations of `sites`. Complete forward passes go to `on_view`."""
         here = self.frame
         if self.source.aside() or not self._counts(here):
             return
@@ -522,13 +521,13 @@ class Recorder:
             return True
         if frame.superseded is not None and site == self.order[frame.superseded]:
             raise LayersimError(
-                f"Two forward passes of the model overlap: {self.names[site]} of the outer pass ran after the start of the "
-                "inner pass. Call model(tokens) inside hooks, not model.forward(...)."
+                f"A second forward pass of the model began before the first reached {self.names[site]}. Inside hooks, call "
+                "model(tokens), not model.forward(...)."
             )
         return False
 
     def _counts(self, frame: Frame) -> bool:
-        """Whether the running layers belong to a forward pass."""
+        """Whether `frame` belongs to a forward pass of the model."""
         return self.direct or frame.level >= 0
 
     def _start(self, site: int, here: Frame, hidden: Tensor) -> ForwardPass:
@@ -565,8 +564,8 @@ class Recorder:
             if read.dim() != 2 or read.shape[1] != shape[1] or read.shape[0] not in (1, shape[0]):
                 raise LayersimError(
                     f"The input tokens have shape {tuple(read.shape)}, but the blocks receive {shape[0]} x {shape[1]} "
-                    "positions. Call model(inputs_embeds=...), or name blocks of the part of the model that reads "
-                    "the tokens."
+                    "positions. Call model(inputs_embeds=...), or name the blocks that read the tokens: "
+                    "open_model(model, layers=[...])."
                 )
             tokens = read.expand(shape)
             if not buffer.pooled:
