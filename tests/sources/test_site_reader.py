@@ -45,13 +45,14 @@ def test_it_stores_the_counted_positions_of_each_site():
 
 
 @pytest.mark.parametrize(
-    ("order", "runs", "site", "after"), [((0, 1, 2), (1,), 2, 0), ((0, 1, 2), (0, 0), 0, 2), (None, (1, 1), 2, 1)]
+    ("order", "runs", "site", "before"), [((0, 1, 2), (1,), 2, 0), ((0, 1, 2), (0, 0), 0, None), (None, (1, 1), 2, None)]
 )
-def test_a_site_out_of_order_or_twice_is_refused(order, runs, site, after):
+def test_a_site_out_of_order_or_twice_is_refused(order, runs, site, before):
     read = source(*runs)
     read.reading = replace(read.reading, order=order)
-    point = read.reading.points[site]
-    with pytest.raises(lsim.LayersimError, match=rf"^{point.name} ran after {after} of 3 .* {point.module} runs twice"):
+    points = read.reading.points
+    when = "twice" if before is None else f"before {points[before].name}"
+    with pytest.raises(lsim.LayersimError, match=rf" {points[site].name} .*{points[site].module}\b.* {when}"):
         read.collect(batch(torch.ones(2, 3, dtype=torch.bool)))
 
 

@@ -143,7 +143,7 @@ def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
 
 
 def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
-    """`lists_of_blocks` of a model with stages; empty for other models."""
+    """Path of the list of blocks in each stage (as in Swin); empty without stages."""
     return {stack: path for stack, path in lists_of_blocks(module).items() if stack.startswith("stages.")}
 
 
@@ -154,7 +154,7 @@ def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
 
 
 def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
-    """Name of the stack with modules in `paths`; "" if there are several such stacks or none."""
+    """Name of the only stack that contains modules of `paths`; "" if several do or none does."""
     stacks = stacks_with(module, paths)
     return stacks[0] if len(stacks) == 1 else ""
 

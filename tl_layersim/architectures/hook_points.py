@@ -42,9 +42,7 @@ Index = int | slice
 
 @dataclass(frozen=True)
 class Channels:
-    """Evidence from modules on which axis of an activation tensor holds channels.
-
-    The modules are those in and around a hook point.
+    """Evidence on the channel axis of a hook point's activations, from the modules in and around it.
 
     Attributes:
         axis: 1 for `batch channel ...`, -1 for `batch ... channel`, if the module itself decides it; None if sizes must decide.
@@ -138,7 +136,7 @@ def at_point(
         raise LayersimError(
             f"The activations at {name or 'this site'} are not batch x pos x width: their shape is "
             f"{' x '.join(map(str, hidden.shape))}"
-            + (f", for {shape[0]} x {shape[1]} positions." if shape is not None else ".")
+            + (f", but batch x pos must be {shape[0]} x {shape[1]}." if shape is not None else ".")
             + remedy
         )
     if hidden.dim() > 3:
@@ -344,7 +342,7 @@ def has_convolution(module: torch.nn.Module) -> bool:
 
 
 def _keeps(module: torch.nn.Module) -> bool:
-    """Whether a module, such as an activation, keeps the channel axis of its input."""
+    """Whether a module, such as an activation function, keeps the channel axis of its input."""
     if isinstance(module, torch.nn.MultiheadAttention):
         return False
     known = isinstance(module, torch.nn.Identity) or type(module).__name__.endswith(KEEPING_NAMES)

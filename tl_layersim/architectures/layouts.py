@@ -614,7 +614,7 @@ NO_HEAD = {
 
 @dataclass(frozen=True)
 class Tower:
-    """One tower of a model of images and texts, by module path.
+    """Module paths of the vision or the text tower of a CLIP.
 
     Attributes:
         name: "vision" or "text".

@@ -111,7 +111,7 @@ def _scaled(head: Head, module: torch.nn.Module) -> Head:
 
 
 def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
-    """Paths of the modules from the normed residual to the logits, and `Head.reads`."""
+    """Paths of the modules from the final norm to the logits, and the positions they read (`Head.reads`)."""
     find: Any = getattr(module, "get_output_embeddings", lambda: None)
     output = find()
     path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None
@@ -222,9 +222,9 @@ def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.
 
 @dataclass(frozen=True)
 class DetectionHeads:
-    """Class logits and boxes at every layer of a DETR.
+    """The class head and the box head of a DETR, applied to every decoder layer.
 
-    Below the last layer they equal the model's `auxiliary_outputs`, at the last layer its outputs.
+    Below the last layer the outputs equal the model's `auxiliary_outputs`, at the last layer its outputs.
 
     Attributes:
         classes: maps the output of a decoder layer to class logits, the last of which is "no object".

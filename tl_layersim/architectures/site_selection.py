@@ -106,7 +106,7 @@ def as_int(item: Any) -> Any:
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
-    """The sums on the residual stream that contain a site of some families.
+    """The sums on the residual stream with a site of some families as a term or the total.
 
     An example is resid_pre + attn_out = resid_mid.
 
@@ -127,8 +127,8 @@ def _by_head(site: Site) -> list[HookPoint]:
     if site.heads or _HEAD.match(site.point.name):
         return [site.head(number) for number in range(len(site.heads))] or [site.point]
     raise LayersimError(
-        f"`per_head` is True, but {site.point.name} is not divided into heads. The families {', '.join(HEAD_FAMILIES)} are, if "
-        "the configuration gives the number of heads."
+        f"`per_head` is True, but {site.point.name} has no heads; `at` must name sites of {', '.join(HEAD_FAMILIES)}, and the "
+        "configuration must give the number of heads."
     )
 
 
@@ -169,13 +169,13 @@ def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | No
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
             f"`at` is {name!r}, but this hook point of the {known.model} is not the tensor of the family {site.family!r}. "
-            f"The family is read at {site.point.module}."
+            f"Use at={site.family!r} for the family, which is read at {site.point.module}."
         )
     return site
 
 
 def _tensor_of(point: HookPoint) -> tuple[object, ...]:
-    """Key of the tensor that a hook point reads, equal for equal tensors."""
+    """A key that is equal for two hook points if they read the same tensor."""
     part = point.part
     return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
 
@@ -246,7 +246,7 @@ def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argumen
 
 
 def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -> list[str] | None:
-    """Module paths of the blocks to read: `layers`, or the stack, stage or modules of `at`.
+    """Module paths of the blocks that `layers` or `at` chooses; None for the default blocks.
 
     A name with a stack or a stage chooses this stack of an encoder-decoder or of a model of stages. Families without one belong
     to the blocks that are read by default. Several stages can be read in one call, with names of their stages. In a model with
@@ -282,9 +282,12 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
     reached = stacks_with(module, [*modules, *home] if len(others) < len(items) else modules) or [read]
     if (layers is not None and reached != [read]) or ("encoder" in reached and len(reached) > 1):
         raise LayersimError(
-            f"`at` is {brief(at)}, which names sites of {' and '.join(reached)}"
-            + (f", but `layers` names blocks of {read or 'no stage'}" if layers else ", whose positions differ")
-            + ". Read one stack in a call, such as at='encoder.attn_out'."
+            f"`at` is {brief(at)}, with sites of {' and '.join(reached)}"
+            + (
+                f", but `layers` has blocks of {read or 'several stacks or none'}; both must name the same stack."
+                if layers
+                else "; it must name sites of one stack, such as 'encoder.attn_out'."
+            )
         )
     return layers if len(reached) > 1 or reached == [read] else blocks_in(module, lists[reached[0]])
 
@@ -319,8 +322,8 @@ def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -
     if parted:
         more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
         raise LayersimError(
-            f"`at` names {', '.join(parted[:3])}{more}, whose activations tensor parallelism divides among ranks "
-            f"{sorted(peers)}. The outputs of attention, MLPs and blocks are whole on each rank."
+            f"`at` names {', '.join(parted[:3])}{more}, but tensor parallelism splits these activations over the ranks "
+            f"{sorted(peers)}; it must name outputs of attention, MLPs or blocks, which each rank holds whole."
         )
 
 

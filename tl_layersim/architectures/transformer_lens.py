@@ -114,7 +114,7 @@ def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapp
         return None if found is None else output_of(paths[id(found)].removeprefix("blocks.0."))
 
     def held(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
-        """The tensor of the bridge that equals a tensor of the Hugging Face block."""
+        """The tensor of the bridge with the values of `term` in the Hugging Face block; None without one."""
         if family in ("q", "k", "v"):
             return hook(f"attn.{family}.hook_out")
         side = "hook_in" if term.incoming else "hook_out"
@@ -196,9 +196,9 @@ def head_of(model: Any) -> Head | None:
 
 
 def stream_processing(model: Any) -> tuple[str, str] | None:
-    """How weight processing has changed the residual stream; None if it has not.
+    """Two texts on the weight processing that has changed the residual stream; None if none has.
 
-    The second text is the call that loads the model without processing.
+    They are the kind of processing, and the call that loads the model without it.
 
     Folded norms leave the residual stream as it is.
     """

@@ -136,7 +136,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Branches:
-    """Head modules that each read an equal part of the last axis and are averaged."""
+    """The mean output of several head modules, each applied to an equal chunk of the last axis."""
 
     modules: tuple[HeadModule, ...]
 
@@ -209,7 +209,7 @@ class Unembed:
         return x.reshape(*shape[:-1], x.shape[-1])
 
     def features(self, x: Tensor, normed: bool = True) -> Tensor:
-        """Compute the input of the last part, `... width`: normed residuals, or the output of a pooler.
+        """Compute the input of the head's last module, `... width`: normed residuals, or the output of a pooler.
 
         Args:
             x: residuals `... d_model`.
@@ -219,7 +219,7 @@ class Unembed:
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
-        """Apply parts of the head; without parts, convert residuals to the head's dtype."""
+        """Apply some modules of the head to residuals, in the dtype of the head."""
         if normed:
             x = self.normed(x)
         # One row of many positions; for heads that read one position of a row, many rows of one position.
@@ -264,7 +264,7 @@ class Unembed:
 
 
 def tensor_of(output: Any) -> Tensor:
-    """The logits or the residual in an output: a tensor, `.logits`, or the first tensor."""
+    """The logits or residual in a module's output: the output itself, `.logits`, or the first tensor."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -278,7 +278,7 @@ def tensor_of(output: Any) -> Tensor:
 
 
 def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The module if it is a plain linear layer with weights here; else None."""
+    """The module itself if it is a plain linear layer with weights in this process; else None."""
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return None
     # torchao keeps the class of the module and stores another kind of tensor in it.
@@ -286,7 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Distance between lens logits at the last layer and the model's logits, and the logits' norm.
+    """Norm of the lens's logits at the last layer minus the model's logits, and norm of the model's logits.
 
     Args:
         unembed: the lens.
@@ -322,7 +322,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """The largest relative difference that rounding can cause, by the coarsest dtype."""
+    """The largest relative difference that rounding can cause in the coarsest of some dtypes."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps

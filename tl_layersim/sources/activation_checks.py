@@ -64,8 +64,8 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
     allowed = rounding(model.torch_dtype, computed)
     if difference <= allowed * max(size, 1e-3):
         return
-    off = "gives logits of another shape" if math.isnan(size) else f"is off by {difference / max(size, 1e-3):.2g} of their size"
-    raise _other_logits(model, off)
+    gap = f"differs from them by {difference / max(size, 1e-3):.2g} of their norm"
+    raise _other_logits(model, "gives logits of another shape" if math.isnan(size) else gap)
 
 
 def _other_logits(model: Model, given: str) -> LayersimError:
@@ -121,8 +121,8 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
     named = ", ".join(model.layers[1:4]) + (", ..." if len(model.layers) > 4 else "")
     if model.stream == "none":
         raise LayersimError(
-            f"{what} needs the residual stream, but these modules do not pass it on with one width: {named}. Leave out "
-            "layers=, or name whole blocks."
+            f"{what} needs the residual stream: at least two blocks that each take the output of the block before and keep its "
+            f"width. The modules {named} are not such blocks. Leave out layers=, or name whole blocks."
         )
     if model.stream == "parts" and not parts:
         raise LayersimError(f"{what} needs every block of the residual stream, but layers= names {named}.")
@@ -182,7 +182,9 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """The error of each stream sum, and the largest norm among its terms and its total.
+    """A dict with the error of each stream sum, "gap", and its largest norm, "size".
+
+    An error is the norm of the summed terms minus the total. The largest norm is that of a term or of the total.
 
     Args:
         view: the view of one row.
@@ -228,8 +230,8 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
     bridged = [path for path, sub in verify.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
     if bridged:
         raise LayersimError(
-            f"`verify` is {with_article(type(verify).__name__)} with modules of TransformerLens, such as {bridged[0]!r}. Pass "
-            "the Hugging Face model as it was before: copy.deepcopy(model), made before the bridge."
+            f"`verify` is {with_article(type(verify).__name__)} with modules of TransformerLens, such as {bridged[0]!r}; it "
+            "must be the Hugging Face model without a bridge. Pass copy.deepcopy(model), made before the bridge."
         )
     source.check_first_row(lambda batch: check_residuals(source, verify, batch))
 
@@ -295,7 +297,7 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
 
 
 def _cancellation(residuals: Tensor) -> Tensor:
-    """Largest residual norm up to each layer over the norm there, `layer pos`."""
+    """The maximum residual norm up to a layer, divided by the norm at that layer, `layer pos`."""
     norms: Tensor = residuals.double().cpu().norm(dim=-1).nan_to_num()
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 

@@ -107,9 +107,8 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
         hidden = int((batch.inputs[mask] == 0).sum())
         raise LayersimError(
-            f"`{mask}` {tuple(batch.inputs[mask].shape)} has {hidden} zeros. The model applies the mask inside a forward pass "
-            f"only, so masked positions of {model.layers[0]} would be measured too. Give images without padding, or measure "
-            "with lsim.attach."
+            f"`{mask}` {tuple(batch.inputs[mask].shape)} has {hidden} zeros, but masked positions of {model.layers[0]} would "
+            "be measured too. Give images without padding, or measure with lsim.attach."
         )
 
 

@@ -1,4 +1,4 @@
-"""HookedSource: reads a torch module in this process by forward hooks.
+"""HookedSource: reads activations of a torch module in this process by forward hooks.
 
 Hooks are placed on TransformerLens hook points if the model has them. The model itself is not changed.
 """
@@ -55,7 +55,7 @@ def whole_tensor(hidden: Tensor, name: str) -> Tensor:
 
 
 class HookedSource(CanReadSites):
-    """Source that reads a torch module in this process by forward hooks.
+    """Source that reads activations of a torch module in this process by forward hooks.
 
     The blocks must run one after the other, once each, and the first axis of their outputs must be the batch. TorchScript
     modules and modules whose weights were never loaded cannot be read.
@@ -97,7 +97,7 @@ class HookedSource(CanReadSites):
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
 
     def aside(self) -> bool:
-        """Whether probes must ignore the current forward pass."""
+        """Whether hooks must ignore the current forward pass, such as that of a stitched model's front."""
         return False
 
     @property
@@ -105,7 +105,7 @@ class HookedSource(CanReadSites):
         return super().is_settled and self._check is None
 
     def check_first_row(self, check: Callable[[Batch], None]) -> None:
-        """Set a function that the next `settle` calls with its batch."""
+        """Store a check of one batch, which the next `settle` runs once."""
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
@@ -130,7 +130,7 @@ class HookedSource(CanReadSites):
         super().settle(batch)
 
     def note_widths(self, view: View) -> None:
-        """Take the widths of the sites from a view."""
+        """Store the widths of a view's sites, unless they are the residual layers."""
         if not self.reads_residual:
             self.reading = replace(self.reading, widths=view.widths)
 
@@ -140,7 +140,7 @@ class HookedSource(CanReadSites):
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """Indices of the sites at each module input (True) and module output (False)."""
+        """A dict from module and side (True for its input) to the indices of the sites there."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
@@ -157,12 +157,11 @@ class HookedSource(CanReadSites):
                 return
             for site in sites:
                 point = points[site]
-                if site in seen or (order is not None and site != order[len(seen)]):
-                    raise LayersimError(
-                        f"{point.name} ran after {len(seen)} of {len(points)} sites were read, so its module {point.module} "
-                        "runs twice or out of order. Name the blocks in the order in which they run, as layers=[...], and "
-                        "remove hooks that run the model again."
-                    )
+                if site in seen:
+                    raise self._not_in_order(f"{point.name} (module {point.module}) was reached twice")
+                if order is not None and site != order[len(seen)]:
+                    expected = points[order[len(seen)]].name
+                    raise self._not_in_order(f"{point.name} (module {point.module}) was reached before {expected}")
                 whole = to_positions(whole_tensor(hidden, point.name), point.channels, point.name, batch.token_positions)
                 buffer.put(site, whole, point.part)
                 seen.append(site)
@@ -179,7 +178,7 @@ class HookedSource(CanReadSites):
         if len(seen) < len(points):
             raise self._not_in_order(f"{len(seen)} of {len(points)} sites were reached")
         if self.calling and len(calls) != len(self.blocks):
-            raise self._not_in_order(f"{len(calls)} block calls for {len(self.blocks)} blocks")
+            raise self._not_in_order(f"it made {len(calls)} calls of {len(self.blocks)} blocks")
         x = buffer.activations
         # Beside activations without values, tokens keep theirs: minibatches and targets depend on them.
         device = torch.device("cpu") if x.is_meta else x.device
@@ -203,8 +202,8 @@ class HookedSource(CanReadSites):
 
     def _not_in_order(self, given: str) -> LayersimError:
         return LayersimError(
-            f"The forward pass of {self.model.name} did not go through its layers in order: {given}. Name the blocks in the "
-            "order in which they run, as layers=[...]."
+            f"The forward pass of {self.model.name} must reach each site once, in the order of the blocks, but {given}. Name "
+            "the blocks in the order in which they run, as layers=[...], and remove hooks that run the model again."
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:

@@ -172,7 +172,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def is_unrecorded() -> bool:
-    """Whether this thread runs a kernel, or a forward pass of this package."""
+    """Whether this thread runs an analyzer's kernel, or a forward pass of this package."""
     return getattr(_local, "unrecorded", False)
 
 
@@ -182,6 +182,6 @@ _KERNELS = threading.RLock()
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """A context manager for kernels, during which other threads run no kernels."""
+    """A context manager in which only this thread runs kernels; other threads wait."""
     with _KERNELS, unrecorded():
         yield

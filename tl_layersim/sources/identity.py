@@ -158,8 +158,8 @@ def refuse_edits(changes: str, what: str) -> None:
     """
     if EDIT in changes:
         raise LayersimError(
-            f"{what} calls blocks of the model outside a trace, where {changes} does not apply. Use a forward hook of PyTorch, "
-            "or model.clear_edits()."
+            f"{what} would ignore the edits of the model, because it calls blocks outside a trace: {changes}. Use a forward "
+            "hook of PyTorch, or model.clear_edits()."
         )
 
 
@@ -172,7 +172,7 @@ def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 
 def _user_function(hook: Any) -> Any:
-    """The user's function inside wrappers of TransformerLens and of `torch.no_grad()`; other hooks are unchanged."""
+    """The user's function in a hook that TransformerLens or `torch.no_grad()` wraps; else the hook itself."""
     while defined_in(hook) == "transformer_lens.hook_points" and getattr(hook, "__closure__", None):
         held = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))
         inner = held.get("hook", held.get("full_hook"))
@@ -203,7 +203,7 @@ def _is_own(function: Any) -> bool:
 
 
 def _is_wrapper(function: Any) -> bool:
-    """Whether a function is a library's wrapper, which has the name of the function inside."""
+    """Whether a function is a library's wrapper, by its globals: `functools.wraps` changes `__module__`."""
     return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith(OWN_PACKAGES)
 
 
@@ -247,7 +247,7 @@ class StoredWeights:
         return self._checksum
 
     def again(self) -> StoredWeights:
-        """The same weights, for which the checksum will be computed again."""
+        """A new object for the same module, which computes the checksum anew."""
         return StoredWeights(self._module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -417,7 +417,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """Where accelerate keeps offloaded weights: mappings, and the path of the module in each mapping."""
+    """The mappings in which accelerate holds each module's offloaded weights, and the module's path in each."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")

@@ -88,7 +88,7 @@ class Model(ModelInputs):
     attention: str = ""
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
-        """The fields `inputs`, `pads`, `starts` and `ends` for reading data that two models share."""
+        """A dict of the fields `inputs`, `pads`, `starts` and `ends` that fits both models."""
         either = {**self.inputs, **other.inputs}
         # A value must be equivalent to leaving the input out in both models.
         for name in self.inputs.keys() & other.inputs.keys():
@@ -112,7 +112,7 @@ class Model(ModelInputs):
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
     def identity(self, argument: str | None) -> tuple[str, ...]:
-        """The properties that two runs of the same model share.
+        """A tuple that identifies the model between runs: checksums, changes, class, basis and dtype.
 
         Args:
             argument: name of the argument that holds the run's file, for messages; None if no later run is compared with this
@@ -124,8 +124,8 @@ class Model(ModelInputs):
         unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
         if unknown and argument is not None:
             raise LayersimError(
-                f"`{argument}` cannot be used: a later call cannot tell whether {', '.join(unknown)} is the same. Write the "
-                "change as a function of plain values."
+                f"`{argument}` cannot be given for a model with {', '.join(unknown)}: a later run must be able to compare the "
+                "change. Write the change as a function of plain values."
             )
         # Another machine may have the same weights in another folder.
         which = self.weights_hash or self.name
@@ -290,7 +290,9 @@ def hash_config(config: dict[str, Any]) -> str:
 
 
 def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
-    """Update a description after a forward pass has tested for the residual stream.
+    """The description with the `stream` and `basis` that a forward pass has shown.
+
+    If the modules are not blocks, `layers` has the names of the modules.
 
     Args:
         model: the description before.

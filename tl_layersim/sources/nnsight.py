@@ -53,7 +53,7 @@ class TraceStep:
 
 @dataclass
 class TraceReader:
-    """The sites that the traces of one model read, and its logit lens.
+    """The sites that traces of a model read, and the model's logit lens.
 
     Attributes:
         model: the nnsight model, with its edits.
@@ -215,7 +215,7 @@ class NNsightSource(CanReadSites):
         return steps
 
     def reader(self) -> TraceReader:
-        """The sites that each trace of the model reads, and its logit lens."""
+        """The `TraceReader` of the current sites."""
         # Edits do not apply to a block that is called again.
         differentiated = self.calling and is_edited(self.envoy)
         return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer), differentiated)
@@ -229,7 +229,7 @@ class NNsightSource(CanReadSites):
         return positions_of(shape, point.channels, point.name)
 
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
-        """Call a function that opens one trace. Its argument holds nnsight's keyword arguments, such as `remote`."""
+        """Open one trace: call `run` with a dict of nnsight's keyword arguments, such as `remote`."""
         return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -287,7 +287,7 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Indices of the counted positions in the flattened `batch pos`, and token fields of the view."""
+    """Indices of the counted positions in the flattened `batch pos`, and a dict of the view's token fields."""
     fields = tokens_alone(batch).token_fields()
     del fields["sequence"], fields["position"]
     return batch.counted.reshape(-1).nonzero()[:, 0], fields
@@ -354,7 +354,7 @@ def _trace_gap(
     options: dict[str, Any],
     attended: Tensor,
 ) -> Tensor:
-    """`unembed_gap` of one row, from one trace of the whole model; see `_trace`."""
+    """The error of the logit lens on one row (`unembed_gap`), from one trace. The body is shipped, see `_trace`."""
     import nnsight
 
     with torch.no_grad(), model.trace(*args, **options):
@@ -371,7 +371,7 @@ def _trace_gap(
 
 
 def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...], options: dict[str, Any]) -> list[int]:
-    """The shape of a module's input or output, from one trace; see `_trace`."""
+    """The shape of a module's input or output, from one trace. The body is shipped, see `_trace`."""
     import nnsight
 
     ends_early = not is_edited(model)

@@ -92,7 +92,9 @@ class OpenedModel:
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
-    """The options `layers` and `verify` of several models, for the provenance; None if no model has them.
+    """A dict of the options `layers` and `verify` of several models, for the provenance.
+
+    Each value is a list with one item per model; None if no model has the option.
 
     Args:
         opened: the models.
@@ -267,7 +269,7 @@ def refuse_changed(model: Any) -> None:
     hooks = hooks_on(module) if isinstance(module, torch.nn.Module) else ""
     if edits or hooks:
         raise LayersimError(
-            f"`model` has changes that a model with fresh weights would lack: {'; '.join(filter(None, (edits, hooks)))}. "
+            f"`model` has hooks or edits, which an untrained model would lack: {'; '.join(filter(None, (edits, hooks)))}. "
             "Make untrained(model) first, and register the hooks on both models."
         )
 

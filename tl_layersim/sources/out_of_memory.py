@@ -49,7 +49,7 @@ def release_memory() -> None:
 
 
 def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
-    """The view of a batch from several forward passes, in one tensor.
+    """The view of a batch whose rows run in several forward passes.
 
     The parts keep the width of the batch, so that positions and padding are those of the whole batch.
 
@@ -77,7 +77,7 @@ def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
 
 
 def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Run `reduce` on the views of a batch, while no other thread runs kernels.
+    """Run kernels on the views of a batch (see `reduce`) while no other thread runs kernels.
 
     Args:
         batch: the rows.

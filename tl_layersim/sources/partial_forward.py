@@ -33,7 +33,7 @@ Replacement = Callable[[Tensor], Tensor]
 
 
 def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Sums over the positions that have a target.
+    """A dict of sums over the positions with a target: "loss", "correct" and "count".
 
     "loss" is the cross-entropy, "correct" the number of correct top-1 predictions, "count" the number of targets.
 
@@ -47,7 +47,7 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """The mean cross-entropy, "loss", and its "gradient" with respect to the residual `x`.
+    """A dict of the mean cross-entropy, "loss", and its "gradient" with respect to `x`.
 
     Args:
         logits: logits that were computed from `x`; see `predictions`.
@@ -166,7 +166,7 @@ class SplitModel(ABC):
         return self.lower(batch, layer, _as_it_is)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        """Loss and correct predictions of the model, see `score_of`. If given, `x` replaces the residual at the layer."""
+        """The output of `score_of` for the model. If given, `x` replaces the residual at the layer."""
         return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
@@ -175,9 +175,9 @@ class SplitModel(ABC):
         return float(found["loss"]), found["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Sums of the front model's and this model's residuals at attended tokens.
+        """Apply `moments_of` to the front model's and this model's residuals at attended tokens.
 
-        The function runs in the process of this model.
+        `moments_of` runs in the process of this model.
 
         Args:
             batch: the tokens.
@@ -199,7 +199,7 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Raise an error unless the loss follows from the residual at the layer.
+        """Raise an error if the upper part does not reproduce the loss from the residual.
 
         Raises:
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
@@ -217,9 +217,9 @@ class SplitModel(ABC):
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the model's loss is {theirs:.6g}, the upper "
-                f"part gives {ours:.6g} from the model's residual there, and {wrong:.6g} from another residual. "
-                "layers=[...] must name blocks that run one after the other."
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the loss is {theirs:.6g} for the whole "
+                f"model, {ours:.6g} for the upper part on the model's residual (must be equal), and {wrong:.6g} on a changed "
+                "residual (must differ). layers=[...] must name blocks that run one after the other."
             )
 
 
@@ -228,7 +228,7 @@ def _as_it_is(x: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_with(x: Tensor, moments_of: Moments, h: Tensor, attention: Tensor) -> dict[str, Tensor]:
-    """Apply `moments_of` to two residuals at attended tokens."""
+    """Apply `moments_of` to the residuals `h` and `x` at attended tokens."""
     # Apple's GPUs have no float64.
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     keep = attention.to(device)
@@ -418,7 +418,7 @@ def _one_token() -> Batch:
 
 
 def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A forward for a block that returns its input, or `put(input)`.
+    """A function for a block's `forward` that returns the block's input, or `put(input)`.
 
     The result is the first item of a tuple unless `length` is 0. With `own`, the block's own forward, the block runs for what
     it returns beside the residual.

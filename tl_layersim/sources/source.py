@@ -59,13 +59,13 @@ class Source(ABC):
 
     @abstractmethod
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run one forward pass over the batch and return `reduce(kernels, view)`.
+        """Run one forward pass over the batch and return the kernels' outputs, see `reduce`.
 
         `reduce` runs in the process that holds the activations.
         """
 
     def collect(self, batch: Batch) -> View:
-        """Run one forward pass over the batch and return the view.
+        """Run one forward pass over the batch and return its activations as a `View`.
 
         Raises:
             LayersimError: activations cannot leave the process that computes them.
@@ -97,7 +97,7 @@ class Source(ABC):
         return ()
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-        """Run one batch and return its sums, one for each leaf (a group of rows).
+        """Run one batch and return a list of kernel outputs, one for each group of rows (leaf).
 
         Args:
             batch: a batch of one or more forward passes.
@@ -113,7 +113,7 @@ class Source(ABC):
         say: Callable[[str], None],
         first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        """Run batches in order and return their sums, in groups of consecutive rows.
+        """Run batches in order and return an iterator of sums over groups of consecutive rows.
 
         Args:
             batches: each with at least one counted token.
@@ -148,7 +148,7 @@ class CanUnembed(Source):
 
     @abstractmethod
     def unembed_gap(self, batch: Batch) -> Tensor:
-        """`unembed_gap` of the lens at the last layer, from one row of the batch."""
+        """The error of the logit lens at the last layer, on one row; see `architectures.unembed.unembed_gap`."""
 
 
 class CanReplay(Source):
@@ -197,7 +197,7 @@ class OnServer(Source):
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
-        """Facts about the server that a result records."""
+        """A dict of facts about the server, stored in results."""
 
 
 @contextmanager
@@ -414,7 +414,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the order of the sites is known, and whether they are the residual stream."""
+        """Whether the order of the sites and `Model.stream` are known, so that `settle` runs nothing."""
         return self.model.stream != "unknown" and self.reading.order is not None
 
     @abstractmethod
@@ -425,7 +425,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self.module.get_submodule(path)
 
     def _events(self) -> tuple[HookPoint, ...]:
-        """Further hook points whose place in the forward pass must be known."""
+        """Hook points that are not read; their order in the forward pass must be known too."""
         return ()
 
     def settle(self, batch: Batch) -> None:
@@ -465,7 +465,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """The hooks of `settling`, as arguments of `on_tensor`; empty if no test is needed.
+        """A list of arguments of `on_tensor` for the hooks of `settling`; empty if no test is needed.
 
         Args:
             end: function that is called after the last module.
@@ -530,11 +530,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
-        """The sums on the residual stream that contain a site chosen by `read_at`."""
+        """The sums on the residual stream with a chosen site (`read_at`) as a term or the total."""
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def without_stack(self, at: Any) -> Any:
-        """Shorten families of the stack that is read: "encoder.attn_out" becomes "attn_out".
+        """Remove the name of the stack that is read from families in `at`.
+
+        If the encoder is read, "encoder.attn_out" becomes "attn_out".
 
         Args:
             at: see `hook_points`.

@@ -64,13 +64,13 @@ class TowerSource(HookedSource):
         return super().collect(self._own(batch))
 
     def projected(self) -> Unembed:
-        """The tower's final norm and projection to the shared space."""
+        """An `Unembed` of the tower's final norm and projection to the shared space."""
         lens = lens_of(self.clip, self.tower.head)
         assert lens is not None
         return lens
 
     def _own(self, batch: Batch) -> Batch:
-        """The inputs of this tower in a batch of pairs."""
+        """The batch of this tower's inputs, from a batch of image-text pairs."""
         if self.tower.name == "text":
             # The first part of a longer text fills the context, but for a BOS of its own.
             latest, context = max(start for _, start in batch.origins), self.model.context
@@ -114,13 +114,13 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
 
 
 def pair_model(vision: Model, text: Model) -> Model:
-    """A description with the inputs of both towers, to read images with texts."""
+    """A model description with the inputs of both towers, for data of images and texts."""
     name = text.name.removesuffix(", text tower")
     return replace(text, name=name, inputs={**text.inputs, **vision.inputs, PIXELS: None}, processor=vision.processor)
 
 
 def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -> None:
-    """Raise an error if projected last layers differ from the model's embeddings of one pair.
+    """Raise an error if projected last layers differ from the model's embeddings of the first row.
 
     Args:
         sources: the vision and the text tower.
@@ -152,7 +152,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:
-    """The position rule for texts: the position at which the text tower is read.
+    """The position rule of a text tower, whose head reads the end-of-text token or the first.
 
     Args:
         model: the model.
