@@ -249,7 +249,7 @@ def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
 
 
 def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
-    """Turn the Gram matrices of a minibatch into a `PairRelation` whose inner products are HSIC.
+    """Turn the Gram matrices of a minibatch into a `PairRelation` whose inner products give HSIC.
 
     Its `numbers` are the sums of r and r^2 over samples, with r a sample's squared distance from the mean.
 
