@@ -261,7 +261,7 @@ def test_few_samples_are_effective_beside_a_massive_one(estimator):
 
 
 def test_few_samples_are_spoken_of():
-    with pytest.warns(lsim.LayersimWarning, match="CKA rests on 40 samples here"):
+    with pytest.warns(lsim.LayersimWarning, match="CKA rests on 40 samples"):
         from_views(lsim.CKA(), [samples(residuals(0, tokens=40))])
 
 

@@ -72,11 +72,11 @@ def test_names_of_other_sites_are_left_out():
 def test_vectors_that_are_zero_are_omitted_with_a_warning():
     views = [known([0.0, 2.0], [0.0, 0.0], [2.0, 0.0]), known([1.0, 0.0], [1.0, 0.0], [0.0, 0.0])]
     places = r"blocks\.0\.hook_attn_out: 1 of 2, blocks\.0\.hook_mlp_out: 1 of 2"
-    with pytest.warns(LayersimWarning, match=f"have no cosine.*{places}"):
+    with pytest.warns(LayersimWarning, match=f"cosine is not defined.*{places}"):
         found = from_views(lsim.Contribution(), views)
     torch.testing.assert_close(found.relative_norm, torch.tensor([1.0, 0.5]).double())
     torch.testing.assert_close(found.cosine, torch.tensor([0.0, 1.0]).double())
-    with pytest.warns(LayersimWarning, match="have no cosine"):
+    with pytest.warns(LayersimWarning, match="cosine is not defined"):
         alone = from_views(lsim.Contribution(), views[1:])
     assert bool(alone.relative_norm[0].isnan() & alone.cosine[0].isnan())
     assert len(alone.headline()) == 2

@@ -75,7 +75,7 @@ def test_monotone_share_counts_tokens_that_rise_at_every_step():
     np.testing.assert_allclose(found.triple_share, [np.nan, 0.75, (3 + 2 + 3 + 2) / 12])
 
 
-@pytest.mark.filterwarnings("ignore:Tokens whose residual is zero")
+@pytest.mark.filterwarnings("ignore:The cosine is not defined")
 def test_a_token_without_direction_at_a_layer_has_no_triple_there():
     x = residuals(0)
     x[0, :30] = 0

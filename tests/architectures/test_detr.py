@@ -13,7 +13,7 @@ from ..detectors import LAYERS, QUERIES, outputs_by_layer, scenes, tiny_detr
 
 COSINE = lsim.Cosine(center="none")
 # Queries start as zeros, which have no cosine.
-pytestmark = pytest.mark.filterwarnings("ignore:.*have no cosine|.*zero:tl_layersim.LayersimWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*cosine is not defined|.*zero:tl_layersim.LayersimWarning")
 both = pytest.mark.parametrize("auxiliary_loss", [False, True])
 
 

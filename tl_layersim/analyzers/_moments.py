@@ -83,9 +83,9 @@ def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: p
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: partial[Tensor] | None) -> Draws:
-    """Draw the rows or single samples that the permutation null exchanges.
+    """Draw the samples of a pool that the permutation null permutes. Returns their indices, `row position`, by part.
 
-    Rows are exchanged at positions that all of them have.
+    Whole rows are permuted at positions that all of them have. A single sample is a row of one position.
 
     Args:
         samples: the samples of a pool.
@@ -113,7 +113,9 @@ def exchanged_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Cross-products of a pool's samples, in true order and with the rows of the second site permuted.
+    """Cross-products between sites for the permutation null, over one pool of rows.
+
+    Sites are multiplied in true order, and with the rows of the second site permuted.
 
     Args:
         sides: samples of one model or of two, `site sample width`.
@@ -141,7 +143,7 @@ def exchanged_sums(
 def cross_products(
     sides: Sequence[Tensor], permutations: Tensor | None = None, own: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
-    """Sums of the samples, and cross-products between the sites of one or two models.
+    """Cross-products X'Y between the sites of one or two models, and sums of the samples.
 
     Args:
         sides: samples of each model, `site sample width`, float64.
@@ -195,7 +197,7 @@ def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> No
 
 
 def warn_of_few_rows(measure: str, rows: int) -> None:
-    """Warn if few held-out rows have samples.
+    """Warn if a measure is evaluated on fewer than `FEW_HELD_OUT_ROWS` held-out rows.
 
     Args:
         measure: name of the analyzer.
@@ -209,7 +211,7 @@ def warn_of_few_rows(measure: str, rows: int) -> None:
 
 
 def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float) -> Tensor:
-    """Weights of a ridge regression on standardised dimensions.
+    """Coefficients of a ridge regression that standardises its predictors.
 
     The covariance of standardised dimensions has a mean eigenvalue of 1, and one dimension of large variance does not raise the
     penalty of the others.
@@ -329,7 +331,11 @@ class Covariances:
             self.columns = Sites(own["yy"], own["y"], self.samples)
 
     def permuted(self, number: int) -> Covariances:
-        """The covariances for one random pairing of samples. The covariance of a site with itself is unchanged."""
+        """Copy in which the samples of the second site are permuted. The covariance of a site with itself is unchanged.
+
+        Args:
+            number: index of the permutation.
+        """
         other = copy(self)
         other._cross = self._by_pair(self._null[number])
         return other
@@ -396,7 +402,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
 
     @property
     def split(self) -> partial[Tensor] | None:
-        """`held_out` with the options of the analyzer; None if no rows are held out."""
+        """Function that returns which samples are held out, given the row of each; None if no rows are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:
@@ -427,7 +433,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
         return PoolKernel(self.read, self.whole_rows, EXCHANGED, draw, sums)
 
     def defined_pairs(self, run: Run, sides: Sequence[Tensor], count: int) -> Tensor:
-        """Whether each pair of sites has a value, `row column`. Warns of sites whose samples are all equal.
+        """Mask of the pairs of sites that have a value, `row column`. Warns of sites whose samples are all equal.
 
         Args:
             run: the finished run.

@@ -91,10 +91,12 @@ def average_ranks(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairRelation:
-    """Relations between a minibatch's samples at each layer, such as centred Gram matrices.
+    """Each layer as a vector for one minibatch, such as a flattened centred Gram matrix.
+
+    The inner product of two such vectors, with `signs`, is the unnormalised similarity of two layers.
 
     Attributes:
-        terms: `layer term`, float64; the similarity of two layers is a sum of products of their terms.
+        terms: `layer term`, float64, the entries of the vectors.
         signs: `term`, the sign of each product of terms.
         numbers: numbers by layer that are summed over minibatches; {} in a name stands for the side, x or y.
         by_row: `layer row row term`, the terms by pair of rows, for samples on a grid `row position`; None if not asked for.
@@ -117,7 +119,7 @@ Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
-    """Draw a pool's minibatches, and the rows and positions that the null exchanges.
+    """Draw the minibatches of a pool, and the samples that the null permutes. Returns indices of samples.
 
     Args:
         samples: the samples of the pool.
@@ -147,7 +149,7 @@ def pool_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Sum the products of layers' relations over a pool's minibatches, for all pairs of layers.
+    """Sum the unnormalised similarities of all pairs of layers over the minibatches of a pool.
 
     Args:
         sides: samples of one model or of two models, `layer sample d_model`.
@@ -184,7 +186,7 @@ def pair_statistics(
     seed: int,
     triangles: bool = True,
 ) -> dict[str, Tensor]:
-    """Matrices between the samples of each minibatch, for each layer of one model.
+    """Sample-by-sample matrices of each layer of one model, for each minibatch of a pool.
 
     Args:
         sides: samples of the model, `layer sample d_model`.
@@ -230,7 +232,7 @@ Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
 def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
-    """Turn one model's matrices into relations between samples, for each minibatch and for the null.
+    """Turn the sample-by-sample matrices of one model into `PairRelation`s, for each minibatch and for the null.
 
     Args:
         statistics: output of `pair_statistics`.
@@ -252,7 +254,9 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
 
 
 def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
-    """The sums of `pool_sums`, from the statistics and relations of both models.
+    """Sum the unnormalised similarities of the layers of two models over the minibatches of a pool.
+
+    The sums are those of `pool_sums`, from statistics of each model instead of activations.
 
     Args:
         a: output of `relations_of_pairs` for the first model.
@@ -273,7 +277,7 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
 
 
 def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[str, Tensor]:
-    """Products of layers' relations in one minibatch, for all pairs of layers.
+    """Unnormalised similarities of all pairs of layers in one minibatch.
 
     Args:
         x: relation of the first model.
@@ -293,7 +297,6 @@ def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[
 
 
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
-    """Products of layers' relations, and the `numbers` of both models."""
     a, b = x.terms, y.terms.to(x.terms.device)
     norms = a.norm(dim=1), b.norm(dim=1)
     own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
@@ -305,7 +308,7 @@ def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
 
 
 def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
-    """Products with the rows of the second model permuted, `permutation row column`.
+    """Unnormalised similarities with the rows of the second model permuted, `permutation row column`.
 
     Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
     of `draw_permutations`: cyclic shifts, whose products follow from Fourier transforms along the diagonals.
@@ -331,9 +334,10 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Reorder the rows, and Fourier-transform the terms along the diagonals: `frequency layer (diagonal term)`.
+    """Fourier transforms along the diagonals of each layer's row-by-row matrix: `frequency layer (diagonal term)`.
 
-    A cyclic shift of the rows moves the entries of a matrix along its diagonals, which wrap around.
+    The rows and columns are first reordered. A cyclic shift of the rows moves the entries of a matrix along its diagonals,
+    which wrap around.
 
     Args:
         terms: terms by pair of rows, `layer row row term`.
@@ -368,7 +372,7 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
 
 
 def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
-    """Make a `PairRelation` of matrices between samples.
+    """Make a `PairRelation` from flattened sample-by-sample matrices.
 
     Args:
         terms: `layer (n n)`, 0 for pairs that are left out.
@@ -444,7 +448,7 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
 @typed
 @dataclass(frozen=True, eq=False)
 class MinibatchAnalyzer(SampleAnalyzer):
-    """Base class of analyzers that compare layers by relations between the samples of a minibatch.
+    """Base class of analyzers that compare layers by sample-by-sample matrices of minibatches.
 
     Args:
         minibatch: see `CKA`, as for all options.
@@ -466,7 +470,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     @property
     @abstractmethod
     def formula(self) -> tuple[Matrix, Relate]:
-        """The arguments `matrix` and `relate` of `pool_sums`."""
+        """Functions from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
 
     @property
     def least(self) -> int:
@@ -533,7 +537,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def similarities(
         self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """The fields that `CKA`, `RSA` and `MutualKNN` share. Warns if minibatches have few rows.
+        """Fields of the result that `CKA`, `RSA` and `MutualKNN` have in common, by name. Warns if minibatches have few rows.
 
         Args:
             sums: sums over all pools.
@@ -561,7 +565,10 @@ class MinibatchAnalyzer(SampleAnalyzer):
                 observed, permuted = without_inputs(observed, *inputs), without_inputs(permuted, *inputs)
             null = null_fields(observed.where(~values.isnan(), math.nan), permuted, one_model=is_one_model(run.models))
         elif self.permutations:
-            warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens to exchange. Pass more rows.")
+            warn(
+                f"`permutations` is {self.permutations}, which needs four rows with enough tokens in one pool; there were "
+                f"fewer, so {type(self).__name__} has no null. Pass more rows."
+            )
         return {
             "values": values,
             "samples": int(sums["samples"]),

@@ -181,7 +181,7 @@ class CalibratedMatrix(LayerMatrix):
         return self._to_last() | (null if self.permutations else {})
 
     def _to_last(self) -> dict[str, float]:
-        """Headline similarities of some layers with the last layer."""
+        """Similarities with the last layer that `headline` reports, by name."""
         to_last = self.values[:, -1]
         two = JOINT in self.provenance.model
         if len(to_last) == 1:
@@ -264,7 +264,7 @@ def p_values(values: Tensor, null: Tensor) -> Tensor:
 
 
 def null_threshold(values: Tensor, null: Tensor) -> Tensor:
-    """The 95 % quantile of the null values together with the observed value: the threshold of a test at `ALPHA`.
+    """Significance threshold at `ALPHA`: the 95 % quantile of the null values pooled with the observed value.
 
     Args:
         values: observed values, of any shape.

@@ -1,4 +1,4 @@
-"""Samples of a view, held-out rows, sums by row, and random draws from a pool of rows.
+"""Helpers of analyzers: samples from activations, held-out rows, sums by row, and random draws of samples.
 
 Plain functions of torch: they run inside the kernels that call them, also on a server.
 """
@@ -28,7 +28,7 @@ COUNTED_ROWS = 2**19
 
 
 def samples(view: View, *, level: str, pool: str) -> Tensor:
-    """Samples of a view, `layer sample d_model`: each counted token, or one vector for each row.
+    """Vectors that an analyzer compares, `layer sample d_model`: those of counted tokens, or one for each row.
 
     Args:
         view: activations of one batch.
@@ -128,7 +128,7 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row:
 
 
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw rows, and positions that all these rows have. Returns indices of samples, `row position`.
+    """Draw a grid of samples: rows, and positions that all these rows have. Returns indices, `row position`.
 
     Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
     numbers of samples of the rows alone.
@@ -226,7 +226,9 @@ def counted_rows(first: Sums) -> Tensor:
 
 
 def prompt_fields(name: str, sums: Sums, first: Sums) -> dict[str, Any]:
-    """The fields of a result by row of the data; empty if values by row were not measured.
+    """Fields of a result that hold the mean of a quantity in each row of the data, by name.
+
+    The fields are empty if values by row were not measured.
 
     Args:
         name: name of the quantity.
@@ -256,7 +258,7 @@ def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
-    """Values by row of the data, without NaN. Keys are names such as "row 3".
+    """A dict of the values that are not NaN, with keys such as "row 3".
 
     Args:
         values: `row`, the values.

@@ -45,7 +45,7 @@ Weight = Literal["samples", "power", "variance"]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, as `Analyzer.compute` receives it.
+    """Models and provenance of a finished run, for `Analyzer.compute`.
 
     Attributes:
         models: the model, or all models that are compared, each with the sites that were read.
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Compares two models by small statistics of each model, instead of their activations.
+    """Functions that compare two models by small statistics of each, instead of activations.
 
     Models on different machines are compared in this way, and many models of which each runs once a batch.
 
@@ -144,7 +144,7 @@ class Analyzer(ABC):
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
-        """Return an analyzer in which options that depend on the model are set.
+        """Return this analyzer with the options filled in that depend on the model.
 
         Args:
             model: the model, with the sites of this analyzer.
@@ -154,12 +154,12 @@ class Analyzer(ABC):
 
     @property
     def reads_head(self) -> bool:
-        """Whether the kernel reads the same positions of a row as the model's head."""
+        """Whether the kernel reads activations at the positions that the model's head reads."""
         return self.needs_unembed
 
     @property
     def needs_positions(self) -> bool:
-        """Whether the kernel needs single positions, so that `positions="mean"` raises an error."""
+        """Whether the kernel needs activations of single positions. If so, `positions="mean"` raises an error."""
         return self.needs_unembed or self.needs_calls
 
     @property
@@ -173,14 +173,16 @@ class Analyzer(ABC):
 
     @abstractmethod
     def kernel(self, first: Sums) -> AnyKernel:
-        """Kernel of the main pass: a function of views, or a `PoolKernel` for a measure over pairs of samples.
+        """Kernel of the main pass: a function from the activations of a batch to tensors that are summed.
+
+        A measure over pairs of samples returns a `PoolKernel` instead.
 
         Args:
             first: sums of the first pass, empty without one.
         """
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        """Second kernel of the main pass, which reads pools of rows; None for none. Its sums join those of `kernel`.
+        """Second kernel of the main pass, over pairs of samples; None if `kernel` is enough. The sums of both are joined.
 
         Args:
             first: sums of the first pass, empty without one.
@@ -196,7 +198,7 @@ class Analyzer(ABC):
         return 0
 
     def exchange(self) -> Exchange | None:
-        """Statistics by which models are compared without their activations; None if activations are needed."""
+        """Functions that compare models by statistics of each model; None if activations of both are needed."""
         return None
 
     @abstractmethod
@@ -284,7 +286,7 @@ class Analyzer(ABC):
         Raises:
             LayersimError: an option has a type that cannot be written to a file.
         """
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
+        return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
 
     @classmethod
     def summary(cls) -> str:
@@ -322,7 +324,7 @@ class LabelledAnalyzer(Analyzer):
 @typed
 @dataclass(frozen=True, eq=False)
 class SampleAnalyzer(Analyzer):
-    """Base class of analyzers with the options `level` and `pool`: a sample is a token, or one vector for each row.
+    """Base class of analyzers whose samples are tokens or one vector for each row, by the options `level` and `pool`.
 
     Args:
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
@@ -343,7 +345,7 @@ class SampleAnalyzer(Analyzer):
 
     @property
     def read(self) -> partial[Tensor]:
-        """The function that takes a view and returns its samples, `site sample width`."""
+        """Function that returns the samples, `site sample width`, from the activations of a batch (a `View`)."""
         return partial(samples, level=self.level, pool=self.pool)
 
 
@@ -374,7 +376,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
-    """The first four of the sites at which `chosen` is True, as text; "" if there are none.
+    """Names of the first four sites at which `chosen` is True, as text; "" if there are none.
 
     Args:
         sites: all sites.
@@ -384,7 +386,7 @@ def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
 
 
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
-    """Sites at which samples are omitted, with the numbers of samples, as text; "" for none.
+    """Counts of omitted samples at the first four such sites, as text: "blocks.0: 3 of 90"; "" for none.
 
     Args:
         sites: all sites.
@@ -445,18 +447,18 @@ def code_digest(analyzer: Analyzer) -> str:
     return digest_of_code(item for item in vars(cls).values() if isinstance(item, FunctionType))
 
 
-def _plain(value: Any) -> Any:
+def _plain(option: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         digest = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
         return f"tensor {tuple(value.shape)} sha256 {digest}"
     if isinstance(value, ExitHeads):
         return str(value)
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(option, item) for item in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise LayersimError(
-        f"An option of the analyzer is {brief(value)}; it must be text, a number, a tensor, None, or a list or tuple of these."
+        f"`{option}` is {brief(value)}; it must be text, a number, a tensor, None, or a list or tuple of these."
     )
 
 

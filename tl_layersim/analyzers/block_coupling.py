@@ -226,7 +226,7 @@ class BlockCouplingResult(Result):
 
     @property
     def null_coupling(self) -> Tensor:
-        """Coupling of random vectors, `layer layer`: 1 - `null`; -`null` with `normalize=False`."""
+        """Coupling expected for random vectors, `layer layer`: 1 - `null`; -`null` with `normalize=False`."""
         return float(self.normalize) - self.null
 
     def measured_on(self, field: str) -> str:
@@ -235,7 +235,7 @@ class BlockCouplingResult(Result):
 
     @typed
     def mean(self, field: PairField = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
-        """Mean of a matrix over the defined pairs of different blocks; NaN if there are none.
+        """Mean of a matrix of the result over pairs of different blocks. NaN entries are left out; NaN if no pair is left.
 
         Args:
             field: name of the matrix.
@@ -258,7 +258,7 @@ class BlockCouplingResult(Result):
         return float(matrix[chosen].nanmean())
 
     def by_prompt(self) -> dict[str, float]:
-        """Mean coupling of each row of the data, by names such as "row 3". `relate` takes this mapping.
+        """A dict of the mean coupling in each row of the data, with keys such as "row 3". `relate` takes this dict.
 
         Rows without a defined coupling are left out.
 
@@ -367,8 +367,8 @@ class BlockCoupling(Analyzer):
         short = int((lengths < needed).sum())
         if short and needed > 1:
             raise LayersimError(
-                f"`tokens` is {brief(self.tokens)}, but {short} of {len(lengths)} rows of a batch have fewer than {needed} "
-                "counted tokens."
+                f"`tokens` is {brief(self.tokens)}, which needs rows of at least {needed} counted tokens; {short} of "
+                f"{len(lengths)} rows of a batch have fewer."
             )
 
     def first_kernel(self) -> Kernel | None:

@@ -240,7 +240,7 @@ def _dimension_counts(numbers: list[int], defined: Tensor) -> Tensor:
 def _whitened_covariances(
     products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, itself: bool
 ) -> dict[tuple[int, int], Tensor]:
-    """Covariances between whitened sites, by pair of sites. Sites without dimensions are left out."""
+    """A dict of the cross-covariance of each pair of whitened sites. Sites without dimensions are left out."""
     return {
         (row, column): rows[row].whiten.T @ covariance @ columns[column].whiten
         for row, others in products.pairs(itself=itself)
@@ -250,7 +250,7 @@ def _whitened_covariances(
 
 
 def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> dict[str, Tensor]:
-    """Summaries of the canonical correlations, each `row column`. Within one model, a site has 1 with itself."""
+    """A dict of mean CCA, SVCCA and PWCCA, each `row column`. Within one model, a site has 1 with itself."""
     out = {
         name: torch.eye(len(rows), len(columns), dtype=torch.float64)
         for name in ("values", "squared", "svcca", "pwcca", "column_pwcca")

@@ -225,7 +225,7 @@ class CKA(MinibatchAnalyzer):
         why = f"all {count} {self.samples_in_words} are equal, as first tokens are before the first attention"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
         if count < 100:
-            warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
+            warn(f"CKA rests on {count} samples; with fewer than 100, its values scatter by tenths. Pass more data.")
         r = "xy.r" if exact else "r"
         values = sums["ratios"] / sums["minibatches"] if self.average == "cka" else cross / _scale(own_x, own_y)
         values = values.where(defined_x[:, None] & defined_y, math.nan)
@@ -244,14 +244,14 @@ class CKA(MinibatchAnalyzer):
 
 
 def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
-    """Square roots of the products of two HSICs, `row column`."""
+    """Denominator of CKA, `row column`: sqrt(HSIC(x, x) HSIC(y, y))."""
     return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
 
 
 def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
-    """Relations for HSIC: centred Gram matrices, or Gram matrices without pairs of one row.
+    """Turn the Gram matrices of a minibatch into a `PairRelation` whose inner products give HSIC.
 
-    Their `numbers` are the sums of r and r^2 over samples, with r a sample's squared distance from the mean.
+    Its `numbers` are the sums of r and r^2 over samples, with r a sample's squared distance from the mean.
 
     The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
     minibatch by its pairs, and cancels among minibatches of one size.
@@ -327,7 +327,7 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RowTerms:
-    """Terms of HSIC without the pairs of samples that share a row. Float64.
+    """Terms of an HSIC that leaves out pairs of samples from the same row. Float64.
 
     HSIC is a sum of products of the terms of two layers, each product times the sign of the term. The factors of `without_rows`
     are in the terms, times the number of pairs of samples of distinct rows, which weights a smaller minibatch by its pairs.
@@ -356,7 +356,9 @@ class RowTerms:
         return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
 
     def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The terms by pair of rows, `layer row row term`, and the signs of a row's terms with itself, `term`.
+        """All terms grouped by pair of rows, `layer row row term`.
+
+        Also returns the signs of the terms that pair a row with itself, `term`.
 
         The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
         three terms, so that there is place for those of single rows.
@@ -376,7 +378,9 @@ class RowTerms:
 
 
 def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""Terms of HSIC without pairs that share a row, and each sample's squared distance from the mean, `layer n`.
+    r"""Terms of an HSIC that leaves out pairs of samples from the same row.
+
+    Also returns the squared distance of each sample from the mean, `layer n`.
 
     With K and L of which pairs of one row are 0, G = `sample row` the membership of samples in rows, m = G'1, n = 1'm,
     R = G'KG and S = G'LG,
@@ -478,7 +482,7 @@ def _centred(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def _products(x: Tensor, y: Tensor, row: Tensor) -> dict[str, Tensor]:
-    """Products of centred samples, and of their sums by row.
+    """Cross-products of centred samples, and of the sums of samples in each row.
 
     Args:
         x: `layer sample d_model`.
@@ -521,7 +525,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC over all samples without pairs of one row, from the summed output of `exact_kernel`.
+    """HSIC over all samples except pairs from the same row, from the summed output of `exact_kernel`.
 
     The samples sum to 0, so the terms of `without_rows` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.

@@ -148,8 +148,8 @@ class Contribution(Analyzer):
         sublayers = sublayer_sites(run.layers)
         if zero := omitted_at(sublayers, count - sums["cosine known"], count):
             warn(
-                "Tokens at which a sublayer's output or its stream is zero have no cosine and are omitted from its mean: "
-                f"{zero}. Relative norms omit tokens whose stream is zero."
+                "The cosine is not defined for tokens at which a sublayer's output or the residual stream is zero. These "
+                f"tokens are omitted: {zero}. Relative norms omit tokens whose residual stream is zero."
             )
         (ratio, ratio_std), (cosine, cosine_std), (final, final_std) = (
             mean_and_std(sums, name) for name in ("ratio", "cosine", "final")
@@ -211,7 +211,7 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
 
 
 def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Indices of each sublayer's output, of the stream before it is added, and of the final stream."""
+    """Indices of three sites for each sublayer: its output, the residual stream before it, and the final stream."""
     streams = []
     for name in sublayers:
         stack, block = stack_and_block(name)

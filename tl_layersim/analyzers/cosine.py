@@ -200,11 +200,11 @@ class CosineResult(LayerMatrix):
                 f"of this result are {listed(self.layers)}."
             )
         if not 1 <= n <= blocks:
-            raise LayersimError(f"`n` is {n}; it must be from 1 to {blocks}, the blocks of the model.")
+            raise LayersimError(f"`n` is {n}; it must be from 1 to {blocks}, the number of blocks.")
         return self.angular.diagonal(n).clone()
 
     def blocks_to_drop(self, n: int) -> tuple[int, ...]:
-        """Indices of the n consecutive blocks that turn the residual stream least, by angular distance.
+        """Indices of the n consecutive blocks with the smallest angular distance between input and output.
 
         Args:
             n: number of blocks.
@@ -300,15 +300,15 @@ class Cosine(Analyzer):
         offset = self._mean(run.first)
         # Number of tokens that have a cosine at both layers; 0 / 0 is NaN.
         pairs = sums["pairs"].double()
-        what = "is zero" if offset is None else "is the mean itself"
+        what = "is zero" if offset is None else "equals the mean"
         if not bool(sums["pairs"].any()):
             raise LayersimError(
                 f"The cosine is not defined at any layer: at every layer, the residual of all {count} tokens {what}."
             )
         if affected := omitted_at(run.layers, count - sums["pairs"].diagonal(), count):
             warn(
-                f"Tokens whose residual {what} up to rounding have no cosine and are omitted: {affected}. Layers without "
-                "other tokens are NaN."
+                f"The cosine is not defined for tokens whose residual {what} up to rounding. These tokens are omitted: "
+                f"{affected}. Layers without other tokens are NaN."
             )
         mean = sums["sum"] / pairs
         itself = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
@@ -343,7 +343,10 @@ class Cosine(Analyzer):
 
 
 def _minimum_and_outliers(histogram: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest value and fraction of outliers of histograms over [-1, 1], each `series`; NaN if empty."""
+    """Minimum and fraction of outliers of each histogram over [-1, 1], each `series`; NaN for an empty histogram.
+
+    Outliers lie more than 1.5 interquartile ranges outside the quartiles.
+    """
     bins, total = histogram.shape[-1], histogram.sum(-1)
     edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)
     low, high = quantiles_from_histogram(histogram, -1.0, 1.0, (0.25, 0.75))
@@ -471,7 +474,7 @@ def _cosines(unit: Tensor, known: Tensor) -> Tensor:
 
 
 def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
-    """Numbers of ordered triples of layers and of all triples, by the last layer of the triple, `2 layer`.
+    """Counts of ordered triples of layers and of all triples, `2 layer`, by the last layer of the triple.
 
     A triple l1 < l2 < l3 is ordered if COS(l1, l3) < COS(l2, l3).
 
@@ -492,7 +495,7 @@ def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
-    """Histograms over [-1, 1] of the known values of each series: `token series` to `series bin`."""
+    """Histogram over [-1, 1] of each column: `token series` to `series bin`. Values that are not `known` are left out."""
     index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
     series = values.shape[1]
     index = index + bins * torch.arange(series, device=values.device)

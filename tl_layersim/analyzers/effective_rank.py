@@ -175,7 +175,7 @@ class EffectiveRank(SampleAnalyzer):
 
 
 def spectrum_of(second: Tensor, mean: Tensor) -> Tensor:
-    """Eigenvalues of the second moments about a mean, descending.
+    """Eigenvalues of the matrix of second moments about a mean, descending.
 
     Eigenvalues within the rounding error of the moments are 0; all are 0 if the samples do not differ from the mean.
 
@@ -191,7 +191,7 @@ def spectrum_of(second: Tensor, mean: Tensor) -> Tensor:
 
 
 def _ranks(values: Tensor, top: int) -> dict[str, Tensor]:
-    """The tensor fields of the result at one site, from descending eigenvalues; NaN if all are 0."""
+    """A dict of the ranks and the spectrum of one site, from descending eigenvalues; NaN if all eigenvalues are 0."""
     total = values.sum()
     share = values / total
     return {
@@ -206,7 +206,7 @@ def _ranks(values: Tensor, top: int) -> dict[str, Tensor]:
 
 
 def _exp_entropy(values: Tensor) -> Tensor:
-    """Exponential of the entropy of values divided by their sum."""
+    """Exponential of the entropy of the values, normalised to sum 1."""
     p = values / values.sum()
     rank: Tensor = torch.special.entr(p).sum().exp()
     return rank

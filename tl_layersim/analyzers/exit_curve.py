@@ -169,10 +169,10 @@ class ExitCurveResult(Result):
 
     @typed
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
-        """Lowest measured threshold at and above which agreement and accuracy reach the given values.
+        """Lowest measured threshold that has the required agreement and accuracy.
 
-        The lowest threshold is the fastest. It is chosen on one half of the rows, on which its agreement is too high.
-        `at(threshold, held_out=True)` has its agreement on the other half.
+        All higher measured thresholds have them too. The lowest threshold is the fastest. It is chosen on one half of the rows,
+        on which its agreement is too high. `at(threshold, held_out=True)` has its agreement on the other half.
 
         At threshold 1 no position exits early. If this threshold is returned, no lower measured threshold is sufficient, and
         more thresholds close to 1 should be measured.
@@ -185,7 +185,7 @@ class ExitCurveResult(Result):
             LayersimError: neither value was given, or no measured threshold reaches them.
         """
         if agreement is None and accuracy is None:
-            raise LayersimError("`agreement` or `accuracy` must be given.")
+            raise LayersimError("`agreement` and `accuracy` are None; at least one must be a number from 0 to 1.")
         found = self.lowest_threshold(agreement, accuracy)
         if found is None:
             wanted = {"agreement": agreement, "accuracy": accuracy}
@@ -199,7 +199,7 @@ class ExitCurveResult(Result):
 
     @typed
     def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
-        """The threshold of `threshold_for`; None if no measured threshold reaches the values.
+        """Lowest measured threshold that has the required agreement and accuracy, as do all higher ones; None if none has.
 
         Args:
             agreement: smallest agreement; None not to require any.
@@ -214,7 +214,7 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy, each `threshold`, on the half of the rows that chooses thresholds."""
+        """Agreement and accuracy by which thresholds are chosen, each `threshold`, on one half of the rows."""
         if bool(self.part_agreement.isnan().any()):
             # A half is empty.
             return self.agreement, self.accuracy
@@ -331,7 +331,9 @@ def exit_kernel(
     memory_mb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Count exits, and sum over the predictions at exits, by half of the rows and by threshold.
+    """Count exits at each layer, and correct and agreeing predictions, for each threshold.
+
+    Log-probabilities of the targets are summed too. The two halves of the rows are summed separately.
 
     Args:
         view: activations of one batch.
@@ -370,7 +372,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Half of the data that each token belongs to, `token`: 0 chooses thresholds, 1 is held out."""
+    """Index of the half of the rows that each token is in, `token`: 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:

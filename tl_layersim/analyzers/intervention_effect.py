@@ -188,7 +188,10 @@ class InterventionEffect(Analyzer):
     def compute(self, sums: Sums, run: Run) -> InterventionEffectResult:
         count = int(sums["count"])
         if zero := omitted_at(run.layers, count - sums["cosine known"], count):
-            warn(f"Tokens whose clean or edited activation is zero have no cosine and are omitted: {zero}.")
+            warn(
+                "The cosine is not defined for tokens whose clean or edited activation is zero. These tokens are omitted: "
+                f"{zero}."
+            )
         positions = int(sums["positions"])
         if self.lens:
             refuse_bad_logits(sums["bad"], run.layers)
@@ -207,7 +210,7 @@ class InterventionEffect(Analyzer):
 
 
 def effect_kernel(clean: View, edited: View, *, memory_mb: float | None) -> dict[str, Tensor]:
-    """Sum cosines, relative changes and changes of the lens over the tokens of a batch.
+    """Sum cosines, relative changes and changes of lens predictions over the tokens of a batch.
 
     Args:
         clean: activations of one batch in the clean run.

@@ -56,7 +56,7 @@ class LinearPredictivityResult(CalibratedMatrix):
     held_out_samples: int
 
     def transposed(self) -> LinearPredictivityResult:
-        """The comparison of the two models in the other order.
+        """The same result with rows and columns exchanged.
 
         Raises:
             LayersimError: the result has a null, which holds for predictions from rows to columns only.

@@ -116,7 +116,9 @@ class LinearProbeResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class ProbeAnalyzer(LabelledAnalyzer):
-    """Base class of probes with labels. Rows are held out by their index, and subclasses fit the probe in a first pass.
+    """Base class of analyzers that train probes to predict labels.
+
+    Rows are held out by their index. Subclasses fit the probe in a first pass over the data.
 
     Args:
         labels: see `LinearProbe`; all options are the same.
@@ -139,7 +141,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @property
     def split(self) -> partial[Tensor]:
-        """`held_out` with the options of the analyzer."""
+        """Function that returns which samples are held out, given the row of each."""
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -351,7 +353,9 @@ def labelled(view: View, labels: str | Tensor, split: partial[Tensor]) -> tuple[
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
-    """Control group of each sample, hashed from its token id or its row. A group shares one control label.
+    """Index of each sample's group in the control task, `sample`: a hash of its token id or row.
+
+    All samples of a group have the same random control label.
 
     Args:
         view: activations of one batch.
@@ -364,7 +368,7 @@ def control_part(view: View, control: str, seed: int) -> Tensor:
 
 
 def control_classes(counts: Tensor) -> Tensor:
-    """The control label of each control group. A class is as frequent as among the training samples.
+    """Control label of each group of the control task, `group`. Classes are as frequent as among the training samples.
 
     Args:
         counts: `class`, number of training samples in each class.

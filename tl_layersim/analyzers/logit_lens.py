@@ -1,4 +1,4 @@
-"""The logit lens: predictions of each layer by the final norm and unembedding, against the targets and the last layer."""
+"""The logit lens: predictions of each layer by the final norm and unembedding, compared with targets and the last layer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LensAnalyzer(LabelledAnalyzer):
 
     @property
     def lens(self) -> dict[str, Any]:
-        """The arguments of the lens, as kernels take them."""
+        """Keyword arguments of kernels that choose the norm, memory limit and heads of the lens."""
         return {
             "normed": self.norm == "final",
             "memory_mb": float(self.lens_memory_mb),
@@ -83,7 +83,7 @@ class LensAnalyzer(LabelledAnalyzer):
             need_tokens(targets, 1, type(self).__name__, "positions with a target")
 
     def unembedding(self, run: Run) -> str:
-        """The map from the residual x to logits, as text; with `heads`, the map of the layers below the last."""
+        """Formula for the logits of a residual x, as text; with `heads`, the formula for the layers below the last."""
         if run.head is None:
             return ""
         head = run.head if self.heads is None else replace(run.head, parts=(*run.head.parts[:-1], "heads[layer]"))
@@ -266,7 +266,7 @@ class LogitLensResult(Result):
         return f"From {where} on, the prediction is mostly the last layer's ({agreement} of the positions there){accuracy}."
 
     def _blocks_run(self) -> list[int]:
-        """Number of blocks up to each layer; a block that has only run its attention counts too."""
+        """Number of blocks run up to each layer, including a block of which only the attention has run."""
         blocks = [name.rpartition(".")[0] for name in self.layers[1:]]
         if not any(name.endswith(".hook_resid_mid") for name in self.layers):
             return list(range(1, len(blocks) + 1))

@@ -115,7 +115,7 @@ class MutualKNN(MinibatchAnalyzer):
 
 
 def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> PairRelation:
-    """Graphs of the k nearest neighbours of each sample, as a relation.
+    """Adjacency matrix of each layer's graph of k nearest neighbours, as a `PairRelation`.
 
     Its `numbers` are the sums over samples of k / (number of samples in other rows).
 

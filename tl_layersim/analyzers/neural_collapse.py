@@ -213,7 +213,8 @@ class NeuralCollapse(LabelledAnalyzer):
             need_stream(model, "NeuralCollapse(pool='head')", parts=True)
             if model.head is not None and model.head.reads == "every":
                 raise LayersimError(
-                    f"`pool` is 'head', but the head of {model.name} reads every position and gives no class of a row."
+                    f"`pool` is 'head'; it must be 'last', 'first' or 'mean', because the head of {model.name} reads every "
+                    "position."
                 )
 
     def first_kernel(self) -> Kernel | None:

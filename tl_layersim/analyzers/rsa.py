@@ -114,9 +114,9 @@ class RSA(MinibatchAnalyzer):
 
 
 def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> PairRelation:
-    """Dissimilarities of all pairs of samples, scaled to mean 0 and mean square 1.
+    """Centred and normalised dissimilarities of all pairs of samples, as a `PairRelation`.
 
-    The product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.
+    The inner product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.
 
     Args:
         matrix: dissimilarities, `layer n n`.

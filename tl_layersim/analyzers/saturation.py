@@ -141,8 +141,8 @@ class Saturation(LensAnalyzer):
         self.check_sums(sums, run)
         if affected := omitted_at(run.layers[1:], sums["counts"] - sums["known"], sums["counts"]):
             warn(
-                f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine and are "
-                f"omitted from `cosine_to_last`: {affected}."
+                f"The cosine is not defined for tokens whose residual {'equals the mean' if run.first else 'is zero'} up to "
+                f"rounding. `cosine_to_last` omits these tokens: {affected}."
             )
         # 0 / 0 is NaN, at blocks without tokens that have a cosine.
         cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)
@@ -161,7 +161,10 @@ class Saturation(LensAnalyzer):
 
 
 def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
-    """Pearson correlation over the blocks that have a cosine; NaN for fewer than three blocks or constant values."""
+    """Pearson correlation of counts and cosines over blocks, without blocks of NaN cosine.
+
+    NaN for fewer than three blocks or constant values.
+    """
     known = ~cosine.isnan()
     x, y = counts[known], cosine[known]
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):

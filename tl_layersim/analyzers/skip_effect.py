@@ -27,7 +27,7 @@ from .analyzer import CSORDAS, Analyzer, Run, SiteNeed, sites_where
 
 @result_class
 class SkipEffectResult(Result):
-    """Effects of skipping each block: the mean over tokens, and the largest effect in a row. Float64.
+    """Effects of skipping each block: means over tokens, and means over rows of the largest effect in a row. Float64.
 
     Attributes:
         values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the affected block's contribution
@@ -207,8 +207,8 @@ class SkipEffect(Analyzer):
         most = int(counts.amax())
         for skipped, affected in ((counts < most) & pairs).nonzero()[:1].tolist():
             warn(
-                f"Tokens to which a block adds nothing have no relative change and are omitted: {run.layers[affected + 1]} at "
-                f"{most - int(counts[skipped, affected])} of {most} tokens."
+                "The relative change is not defined (division by zero) for tokens to which a block adds nothing. These tokens "
+                f"are omitted: {run.layers[affected + 1]} at {most - int(counts[skipped, affected])} of {most} tokens."
             )
         # 0 / 0 is NaN, for pairs and variants that were not measured.
         mean, later = (sums[f"{part}total"] / sums[f"{part}count"] for part in ("", "later "))
@@ -244,7 +244,7 @@ class Skip:
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
-    """Sum the effects of each skipped block over tokens, and its largest effect in each row over rows.
+    """Sum the effects of each skipped block over tokens, and the row maxima of these effects over rows.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
@@ -258,7 +258,7 @@ def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: f
 
 
 def _everywhere(view: View, keep_first: int) -> Skip:
-    """Skip blocks, and measure effects, at all positions but the first few.
+    """`Skip` in which all positions but the first few are skipped, and effects are measured at the same positions.
 
     A classifier's output is read at one position of a row, which may be one of the first few.
     """
@@ -270,7 +270,7 @@ def _everywhere(view: View, keep_first: int) -> Skip:
 
 
 def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
-    """Skip blocks before a split of each row, and measure effects after the split, for several splits."""
+    """One `Skip` for each split of the rows: blocks are skipped before the split, and effects are measured after it."""
     batch, pos = view.calls[0].hidden.shape[:2]
     ends = row_ends(view)
     length = view.position.new_zeros(batch).index_put((view.sequence[ends],), view.position[ends] + 1)
@@ -288,7 +288,7 @@ def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
 
 
 def _read(view: View, tokens: Tensor) -> Tensor:
-    """Indices of the masked tokens that the model's head reads."""
+    """Indices of the tokens that the model's head reads, of those where `tokens` is True."""
     index = read_positions(view)
     if index is not None:
         tokens = tokens & torch.zeros_like(tokens).index_fill(0, index.to(tokens.device), True)
@@ -296,7 +296,7 @@ def _read(view: View, tokens: Tensor) -> Tensor:
 
 
 def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tensor]:
-    """Sums of effects over tokens and over rows, `skipped affected`. The last column is the output."""
+    """Sums of effects over tokens, and of row maxima over rows, each `skipped affected`. The last column is the output."""
     blocks, rows, device = len(view.calls), view.calls[0].hidden.shape[0], view.activations.device
     total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
     count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
@@ -348,7 +348,7 @@ def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator
 
 
 def _at(view: View, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """Residuals at tokens of the view: `batch pos d_model` to `sample d_model`, in the view's dtype."""
+    """Select tokens from padded residuals: `batch pos d_model` to `sample d_model`, in the view's dtype."""
     row, place = (index[tokens].to(hidden.device) for index in (view.sequence, view.position))
     return hidden[row, place].to(view.activations)
 

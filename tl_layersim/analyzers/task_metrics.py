@@ -28,7 +28,7 @@ from .logit_lens import LensAnalyzer
 
 @result_class
 class TaskMetricsResult(Result):
-    """Metrics of a classifier's predictions at each block, by the lens. All tensors are float64.
+    """F1, accuracy and Matthews correlation of a classifier's lens predictions at each block. All tensors are float64.
 
     Attributes:
         values: `layer`, the same as `f1`: macro F1, the mean of the F1 of all classes that are a label or a prediction at the
@@ -96,7 +96,7 @@ class TaskMetricsResult(Result):
 
 @result_class
 class RegressionMetricsResult(Result):
-    """Correlations of a regression head's predictions with scores at each block, by the lens. All tensors are float64.
+    """Correlations of a regression head's lens predictions with the scores, at each block. All tensors are float64.
 
     Attributes:
         values: `layer`, the same as `spearman`: rank correlation of predictions and scores; NaN if all predictions of the layer
@@ -276,7 +276,7 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
     need_tokens(int(known.sum()), 2, "A correlation", "rows with a score")
     own = labels[known].numpy()
     if not np.ptp(own):
-        raise LayersimError(f"`labels` are {own[0]:g} in all {len(own)} rows, so no correlation is defined.")
+        raise LayersimError(f"`labels` are {own[0]:g} in all {len(own)} rows; a correlation needs scores that differ.")
 
     def by_layer(correlation: Callable[..., Any]) -> Tensor:
         tables = scores[:, known].numpy()

@@ -29,7 +29,7 @@ PROMPT_FIELDS = ("lss", "expodistance", "equidistance")
 
 @dataclass(frozen=True)
 class Spread:
-    """Distribution of a quantity over tokens.
+    """Mean, standard deviation and quantiles of a quantity over tokens.
 
     Attributes:
         mean: mean over tokens.
@@ -47,8 +47,8 @@ class TrajectoryResult(Result):
     """Shape of the tokens' paths through the layers, as distributions over tokens. All tensors are float64.
 
     Attributes:
-        values: `residual`, the same as `norm`: mean over tokens of |x^l|. A token with a residual or an update of zero has no
-            growth, line-shape score or expodistance, and is omitted from these; a `LayersimWarning` names the layers. NaN if no
+        values: `residual`, the same as `norm`: mean over tokens of |x^l|. Growth and expodistance omit tokens whose residual
+            is zero, and the line-shape score omits tokens whose update is zero; a `LayersimWarning` names the layers. NaN if no
             token is left.
         norm_std: `residual`, standard deviation of the norm over tokens.
         norm_quantiles: `quantile residual`, quantiles of the norm over tokens.
@@ -340,11 +340,14 @@ class Trajectory(Analyzer):
             # Logits need a final norm of each position.
             if head is not None and (not head.norm or (head.pool is not None and head.pool.before_norm)):
                 raise LayersimError(
-                    f"`final_norm` is True, but {models[0].name} has no final norm of each position: its logits are {head}."
+                    f"`final_norm` is True; it must be False for {models[0].name}, which has no final norm of each position: "
+                    f"its logits are {head}."
                 )
         blocks = len(models[0].layers) - 1
         if self.window is not None and self.window > blocks:
-            raise LayersimError(f"`window` is {self.window}; it must be at most {blocks}, the blocks of {models[0].name}.")
+            raise LayersimError(
+                f"`window` is {self.window}; it must be at most {blocks}, the number of blocks of {models[0].name}."
+            )
 
     def first_kernel(self) -> Kernel | None:
         return row_counts_kernel if self.per_prompt else None
@@ -355,12 +358,12 @@ class Trajectory(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> TrajectoryResult:
         count = int(sums["count"])
-        for what, names in (("residual", run.layers), ("update", run.layers[1:])):
+        for measures, what, names in (
+            ("Growth and expodistance are", "residual", run.layers),
+            ("The line-shape score is", "update", run.layers[1:]),
+        ):
             if zero := omitted_at(names, sums[f"zero_{what}"], count):
-                warn(
-                    f"A token's trajectory has no shape if its {what} is zero: {zero}. Growth, line-shape score and "
-                    "expodistance omit such tokens."
-                )
+                warn(f"{measures} not defined for tokens whose {what} is zero. These tokens are omitted: {zero}.")
         if int(sums["flat"]):
             warn(
                 f"{int(sums['flat'])} of {count} tokens have no expodistance, because their norm is the same at the first and "
@@ -406,7 +409,7 @@ class Trajectory(Analyzer):
 
 
 def quantiles_of_logs(histogram: Tensor) -> Tensor:
-    """Quantiles from counts of `log_histogram`: `... bin` to `quantile ...`. Values in the first bin become 0."""
+    """Quantiles of the values that `log_histogram` counted: `... bin` to `quantile ...`. Values in the first bin become 0."""
     values = 10 ** quantiles_from_histogram(histogram, *DECADES, QUANTILES)
     return values.masked_fill(values <= 10 ** (DECADES[0] + 0.01), 0)
 
@@ -458,7 +461,7 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
 
 
 def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
-    """Residuals of tokens `start` to `end`, `layer token d_model`, with `last` as the last layer."""
+    """Residuals of some tokens, `layer token d_model`, with the last layer replaced by `last`."""
     return torch.cat([x[:-1, start:end], last[None, start:end]])
 
 
@@ -486,7 +489,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
 
 
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """Quantities of each token's trajectory, `layer token` or `token`, float64."""
+    """A dict of the norms, line-shape score etc. of each token's trajectory, `layer token` or `token`, float64."""
     step = x[1:] - x[:-1]
     unit, update = unit_vectors(step)
     norm = torch.stack([norms(layer) for layer in x])
@@ -525,7 +528,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Logarithmic histograms of the known values: `... token` to `... bin`. A bin is a hundredth of a decade."""
+    """Histograms with bins of a hundredth of a decade, `... token` to `... bin`, of the values that are `known`."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.flatten(0, -2) if values.dim() > 1 else values[None]
