@@ -92,7 +92,7 @@ class PoolKernel:
         return out[""]
 
     def samples_in(self, rows: int, density: float) -> int:
-        """Approximate number of samples that are drawn from a number of rows.
+        """Approximate number of samples that are drawn from `rows` rows.
 
         Args:
             rows: number of rows.
@@ -276,7 +276,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 def plan_batch(
     known: View, starts: tuple[int, ...], leaf: int, density: float | None, kernels: Mapping[str, AnyKernel]
 ) -> BatchPlan:
-    """Plan a batch: draw the samples of its pools of rows.
+    """Make the plan of a batch, and draw the samples of its pools of rows.
 
     Args:
         known: `tokens`, `sequence` and `row` of all counted positions of the batch.

@@ -436,7 +436,6 @@ def _interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Confidence interval of a statistic from its jackknife replicates."""
     error = standard_error(value, replicates)
     return t_interval(value, error, degrees_of_freedom(value, replicates), level, within, rows)
 

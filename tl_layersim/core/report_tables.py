@@ -201,7 +201,7 @@ Correction: TypeAlias = Literal["holm", "fdr_bh"]
 
 
 def distinct_tests(result: Any, field: str) -> Tensor:
-    """Mask of the p-values of a field that count as separate tests. All False if the run had no permutations.
+    """Mask of a field's p-values: True for those that count as separate tests. All False if the run had no permutations.
 
     For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.
 

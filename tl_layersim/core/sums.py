@@ -346,7 +346,6 @@ class SumTree:
         return tree
 
     def _pushed(self, more: DataBlock) -> SumTree:
-        """This tree with one more node; the size of blocks is unchanged."""
         stack = [(node.rows, node) for node in self.nodes]
         push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
         return replace(self, nodes=tuple(node for _, node in stack))
