@@ -62,16 +62,16 @@ def first_tensor(output: Any) -> Tensor:
     for value in values:
         if isinstance(value, Tensor):
             return value
-    raise ValueError(f"The input or output of a block is a {type(output).__name__} without a tensor.")
+    raise ValueError(f"The input or output of a block is a {type(output).__name__}; it must be or contain a tensor.")
 
 
 def as_positions(hidden: Tensor) -> Tensor:
-    """Reshape single vectors, `batch d_model`, to rows of one position. Other residuals are unchanged."""
+    """Reshape a residual `batch d_model` to `batch 1 d_model`. Other residuals are unchanged."""
     return hidden[:, None] if hidden.dim() == 2 else hidden
 
 
 class VectorBlock:
-    """A block of single vectors, wrapped to take rows of one position.
+    """Wrapper of a block from `batch d_model` to `batch d_model`: it takes and returns `batch 1 d_model`.
 
     Args:
         block: the module, or its nnsight envoy.
@@ -95,7 +95,7 @@ def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str,
 
 
 def _split(places: Mapping[int | str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call, from its arguments by index or name."""
+    """Split arguments by index or name into positional and keyword arguments."""
     named = {name: value for name, value in places.items() if isinstance(name, str)}
     return tuple(places[number] for number in range(len(places) - len(named))), named
 
@@ -200,9 +200,9 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(value: Any, batch: int, times: int) -> Any:
-    """Repeat the arguments of a block for several copies of the batch.
+    """Repeat the arguments of a block `times` times along the batch.
 
-    Only arguments with one row per batch row are repeated.
+    Only tensors with one row for each row of the batch are repeated.
     """
     if isinstance(value, Tensor):
         many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
@@ -264,7 +264,7 @@ class Widened:
 
 
 class RecordingCache:
-    """Stand-in for a key-value cache; it records what a block writes to it."""
+    """Stand-in for a key-value cache that records the keys and values of a block."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[Tensor, Tensor]] = []
@@ -316,14 +316,14 @@ def by_name(call: BlockCall) -> dict[str, Any]:
     owner = type(getattr(module, "original_component", module))
     names = [p.name for p in inspect.signature(owner.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     if call.key != 0 or len(call.args) > len(names):
-        raise ValueError("arguments without names")
+        raise ValueError("the block takes arguments that its signature does not name")
     return dict(zip(names[1:], call.args[1:], strict=False)) | dict(call.kwargs)
 
 
 class FewTokens:
-    """A block as a function of one token per row. Keys and values of all other tokens are fixed.
+    """Replay of a block on single tokens, with the keys and values of all other tokens fixed.
 
-    Tokens influence each other only through attention, so this function has the derivatives of the block, at the cost of one
+    Tokens influence each other only through attention, so this replay has the derivatives of the block, at the cost of one
     token. The copies of a token form one row; each copy attends to the other tokens and to itself, but to no other copy. If
     another token is read, copies of that token follow, and each attends to its own copy of the varied token.
 
@@ -345,11 +345,11 @@ class FewTokens:
 
     def __init__(self, call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor) -> None:
         if has_hooks(call.block):
-            raise ValueError("hooks inside")
+            raise ValueError("the block has hooks")
         named = by_name(call)
         caches = [name for name in CACHES if name in named]
         if not caches:
-            raise ValueError("no cache among its arguments")
+            raise ValueError("the block takes no key-value cache")
         self.call, self.row, self.cache, self.named = call, row, caches[0], named
         self.hidden = call.hidden.to(dtype)
         self.pos = self.hidden.shape[1]
@@ -360,12 +360,12 @@ class FewTokens:
         written = RecordingCache()
         self.whole = again(call, self.hidden, named | {self.cache: written})
         if len(written.kept) != 1 or any(x.dim() != 4 or x.shape[2] != self.pos for x in written.kept[0]):
-            raise ValueError("its keys and values have another form")
+            raise ValueError("the block must write keys and values `batch head pos d_head` once")
         self.key, self.value = (self._rows(x) for x in written.kept[0])
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """Select the row of an argument for each sample. A single row, shared by all samples, is expanded."""
+        """Rows of an argument, one for each sample. A single row, shared by all samples, is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
@@ -378,7 +378,7 @@ class FewTokens:
             zeros = torch.zeros(later.shape, dtype=self.hidden.dtype, device=at.device)
             return zeros.masked_fill(later, self._never())[:, None]
         if not isinstance(given, Tensor) or given.dim() != 4 or given.shape[2:] != (pos, pos):
-            raise ValueError("its mask has another form")
+            raise ValueError("`attention_mask` must be a tensor `batch head pos pos`")
         mask: Tensor = in_dtype(self._rows(given), self.hidden.dtype).to(at.device)
         return mask.gather(2, at[:, None, :, None].expand(-1, mask.shape[1], -1, pos))
 
@@ -386,7 +386,7 @@ class FewTokens:
         return torch.finfo(self.hidden.dtype).min
 
     def _mask_of(self, n: int) -> Tensor:
-        """The attention mask of n copies of the tokens, `sample head (token copy) (pos token copy)`."""
+        """Attention mask for n copies of each token, `sample head (token copy) (pos + token copy)`."""
         never = False if self.mask.dtype == torch.bool else self._never()
         first = self.at[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
         # The entry for the first token moves from the column of that token to the column of its own copy.
@@ -400,7 +400,7 @@ class FewTokens:
         return torch.cat([seen[:, :, :, None].expand(-1, -1, -1, n, -1), columns], -1).flatten(2, 3)
 
     def block(self, n: int) -> Block:
-        """The block as a function of n variants of each sample's token. It maps `sample n d_model` to `sample n d_model`."""
+        """Function from n residuals at `t_in` to the n outputs of the block at `t_out`, both `sample n d_model`."""
         at = self.at.repeat_interleave(n, 1)
         arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
         for name, value in self.named.items():
@@ -414,7 +414,7 @@ class FewTokens:
                 arguments[name] = type(value)(taken) if type(value) in (list, tuple) else taken[0]
             elif name != "attention_mask":
                 if any(isinstance(x, Tensor) and self.pos in x.shape for x in parts):
-                    raise ValueError(f"{name} has positions")
+                    raise ValueError(f"`{name}` has an axis of positions that cannot be reduced to single tokens")
                 arguments[name] = value
         arguments[self.cache] = FixedCache(self.key, self.value)
 
@@ -428,7 +428,7 @@ class FewTokens:
 
 
 def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor, copies: int = 1) -> Block:
-    """A block as a function of one token per sample, computed on whole rows.
+    """Function from residuals at `t_in` to the block's outputs at `t_out`, computed on whole rows.
 
     Args:
         call: the block with its own arguments.

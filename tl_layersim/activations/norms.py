@@ -12,7 +12,7 @@ from .view import View
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide vectors by their largest absolute entry, and return both. The entries have shape `... 1`. Zero vectors stay zero.
+    """Vectors divided by their largest absolute entry, and these entries, `... 1`. Zero vectors stay zero.
 
     The entries are constants to autograd, which does not change the gradient of a cosine.
 
@@ -31,7 +31,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide vectors by their norm, and return both. Unit vectors have x's dtype, norms are float64. Zero vectors stay zero.
+    """Vectors divided by their norms, and the norms. Unit vectors have x's dtype, norms are float64. Zero vectors stay zero.
 
     Args:
         x: `... width`.
@@ -82,9 +82,7 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """Sums of the sizes of activations, for each model.
-
-    They are squared norms by position, and the share of the largest dimension in the squared norm.
+    """Sums of squared norms by position, and of the largest dimension's share in them, for each model.
 
     Args:
         *views: views of the same tokens, one for each model.

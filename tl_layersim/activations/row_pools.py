@@ -29,7 +29,7 @@ SAMPLES_OF_ROW = 64
 
 @dataclass(frozen=True)
 class Samples:
-    """The row of each sample in a pool, and its place in that row.
+    """Samples of a batch or pool: the row of each sample, and its index among the samples of the row.
 
     Attributes:
         row: `sample`, index of its row in the batch or pool, ascending.
@@ -92,7 +92,7 @@ class PoolKernel:
         return out[""]
 
     def samples_in(self, rows: int, density: float) -> int:
-        """Approximate number of samples that are drawn from a number of rows.
+        """Approximate number of samples that are drawn from `rows` rows.
 
         Args:
             rows: number of rows.
@@ -122,7 +122,7 @@ def pool_rows(size: int, density: float) -> int:
 
 
 def samples_of(view: View, whole_rows: bool) -> Samples:
-    """The rows and places of the samples of a view.
+    """List the samples of a view: the row of each sample, and its index in the row.
 
     Args:
         view: a view with `tokens`, `sequence` and `row`.
@@ -152,7 +152,7 @@ def mixed(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pool:
-    """One pool of a batch.
+    """The samples drawn from one pool of rows.
 
     Attributes:
         leaf: index of the leaf that holds the pool's last row and gets its sums.
@@ -276,7 +276,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 def plan_batch(
     known: View, starts: tuple[int, ...], leaf: int, density: float | None, kernels: Mapping[str, AnyKernel]
 ) -> BatchPlan:
-    """Plan a batch: draw the samples of its pools of rows.
+    """Make the plan of a batch, and draw the samples of its pools of rows.
 
     Args:
         known: `tokens`, `sequence` and `row` of all counted positions of the batch.
@@ -323,7 +323,7 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
 
 
 def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> dict[str, Tensor]:
-    """Run a kernel on each leaf of a forward pass, a group of rows. Names of outputs begin with the index of the leaf.
+    """Run a kernel on each leaf (group of rows) of a forward pass. Names of outputs begin with the index of the leaf.
 
     Views with block calls are not divided, because a call replays all rows of a forward pass.
 
@@ -369,7 +369,7 @@ def some_rows(view: View, start: int, stop: int) -> View:
 def drawn(
     *views: View, read: Callable[[View], Tensor], sites: tuple[tuple[int, ...], ...] | None, index: Tensor
 ) -> dict[str, Tensor]:
-    """Drawn samples of a forward pass and widths of the sites, for each model.
+    """Activations of the drawn samples, and widths of the sites, for each model.
 
     Args:
         *views: views of the forward pass, one for each model.
@@ -389,7 +389,7 @@ def drawn(
 def run_batch(
     run: Callable[[Batch, Mapping[str, Kernel]], Reduced], batch: Batch, kernels: Mapping[str, AnyKernel]
 ) -> list[Reduced]:
-    """Run all forward passes of a batch, and return the sums of each leaf. A leaf is a group of rows.
+    """Run all forward passes of a batch, and return the sums of each leaf (group of rows).
 
     Args:
         run: function that runs one forward pass, and `reduce` on its views.

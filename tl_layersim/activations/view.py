@@ -1,4 +1,4 @@
-"""The view: activations of one batch as kernels read them, and functions that run kernels."""
+"""`View`, the activations and tokens of one batch that kernels get, and functions that run kernels."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -
 
 
 def some_sites(view: View, sites: tuple[int, ...]) -> View:
-    """The part of a view at some sites. Kernels that read the same sites share this view and its memo.
+    """A view that holds only some sites of another view. Kernels that read the same sites share the new view and its memo.
 
     Args:
         view: the view of all sites.
@@ -278,7 +278,7 @@ class SiteBuffer:
             self.samples = keep[ends.to(keep.device)]
 
     def put(self, site: int, hidden: Tensor, part: Part | None = None) -> None:
-        """Copy the samples of one site.
+        """Copy the activations of one site to the buffer.
 
         Args:
             site: index of the site.
@@ -328,7 +328,7 @@ class SiteBuffer:
         return tuple(self._widths)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a view that the buffer fills."""
+        """Arguments for `View`: activations, names and widths of sites, and row and position of each sample."""
         samples = self.samples.to(self.activations.device)
         where = {"sequence": samples // self.shape[1], "position": samples % self.shape[1]}
         return {"activations": self.activations, "sites": self.sites, "widths": self.widths, **where}

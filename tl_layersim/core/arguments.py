@@ -52,7 +52,7 @@ def without_mounted_save() -> Iterator[None]:
 
 @functools.cache
 def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
-    """The decorator of jaxtyping with beartype, and the exception that the decorator raises."""
+    """Decorator of jaxtyping for checked functions, and the exception class of a failed check."""
     # Imported here, so that kernels can be imported where neither library is installed.
     with without_mounted_save():
         from beartype import beartype
@@ -61,7 +61,7 @@ def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
 
 
 def typed(call: _T) -> _T:
-    """Check the arguments of a function or dataclass against its annotations, at each call.
+    """Decorator that checks the arguments of a function or dataclass against its annotations, at each call.
 
     Annotations are read at the first call, which also imports jaxtyping and beartype.
 

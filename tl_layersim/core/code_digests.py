@@ -15,7 +15,7 @@ import torch
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The given functions, and all functions that they call in the same module."""
+    """The functions `starts`, and all functions of the same module that they call, directly or indirectly."""
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:
@@ -68,7 +68,7 @@ def defined_in(function: Any) -> str:
 
 
 class ValueNames:
-    """Names functions and values by their code and contents. Equal contents have equal names in every process.
+    """Makes names for functions and values from their code and contents. Equal contents have equal names in every process.
 
     A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
     is named by its dtype, shape and bytes, a module by its class and its weights.

@@ -41,7 +41,8 @@ def need_classes(outputs: int) -> None:
     """
     if outputs == 1:
         raise LayersimError(
-            "The model's head has one output, which has no probabilities. lsim.TaskMetrics(labels=scores) measures regression."
+            "The model's head has one output; probabilities need two or more. "
+            "For regression use lsim.TaskMetrics(labels=scores)."
         )
 
 
@@ -62,7 +63,7 @@ def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
     size = max(1, block_size(z) // z.shape[-1])
     for start in range(0, len(z), size):
         rows = slice(start, start + size)
-        losses[rows] = _shifted(z[rows].to(torch.float64, copy=True), target[rows])[0]
+        losses[rows] = _cross_entropy_in_place(z[rows].to(torch.float64, copy=True), target[rows])[0]
     return losses
 
 
@@ -85,14 +86,14 @@ def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Ten
     """
     need_classes(z.shape[-1])
     away = z.detach().clone() if z.requires_grad else z
-    losses, total = _shifted(away, target)
+    losses, total = _cross_entropy_in_place(away, target)
     counts = weight.to(total)[:, None]
     slopes = away.mul_((counts / total).to(away.dtype)).scatter_add_(-1, target[:, None], -counts.to(away.dtype))
     return losses, slopes
 
 
-def _shifted(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and softmax denominator of each row; z becomes the numerators exp(z - max z)."""
+def _cross_entropy_in_place(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and softmax denominator of each row. z is overwritten by the numerators, exp(z - max z)."""
     wide = torch.float32 if z.device.type == "mps" else torch.float64
     z.sub_(z.amax(-1, keepdim=True))
     target_logit = z.gather(-1, target[:, None])[:, 0].to(wide)

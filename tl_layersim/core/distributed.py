@@ -15,11 +15,11 @@ from .sums import DataBlock, Sums, SumTree
 
 @dataclass(frozen=True)
 class Deal:
-    """The batches of this process: every `copies`-th batch, starting at index `copy`.
+    """The batches that this process runs. With n copies of the model, copy i runs batches i, i + n, i + 2n and so on.
 
     Attributes:
         copy: index of the model copy that this process holds, whole or in part.
-        copies: number of copies.
+        copies: number of model copies.
         leads: whether the sums of this process are counted. It is True in one process per copy.
     """
 
@@ -82,7 +82,7 @@ def refuse_parts(module: torch.nn.Module) -> None:
 
 
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
-    """Assign batches to copies of the model. Processes that share a copy get the same batches.
+    """Decide which batches this process runs. Processes that share a copy of the model run the same batches.
 
     Every process of the group must call this function.
 
@@ -140,7 +140,7 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """Add the n-th blocks of rows of all ranks, for each n. Ranks take batches in turn.
+    """Add the blocks of all ranks: first block to first block, second to second, and so on. Ranks take batches in turn.
 
     Args:
         tree: sums of this rank.

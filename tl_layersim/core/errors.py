@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an HTTP address whose only secret is a login."""
+    """Whether a text is an HTTP address that holds no secret, except perhaps a login."""
     try:
         parts = urlsplit(text)
         # A query, or an @ in the path, may be part of a secret.
@@ -24,7 +24,7 @@ def is_address(text: str) -> bool:
 
 
 def shown(remote: bool | str) -> str:
-    """The value of `remote` in error messages, without secrets.
+    """The argument `remote` as text for error messages, without secrets.
 
     An address loses its login; a text that is no address is hidden.
 

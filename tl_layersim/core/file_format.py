@@ -115,7 +115,7 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Context manager that replaces a file atomically at its end.
+    """Context manager that opens a temporary file and, when it exits, moves the file to `path` atomically.
 
     A killed process leaves a hidden file beside `path`, which a later write removes. A link at `path` is replaced; its target
     is not written to.
@@ -145,9 +145,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Context manager that replaces the files of a model at its end. The new files are written to a temporary folder first.
+    """Context manager that makes a temporary folder and, when it exits, moves the files in it to `folder`.
 
-    Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
+    Files of a model that was in `folder` before are then removed; other files in it are kept. After an error, or an interrupt,
     `folder` is unchanged.
 
     Args:
@@ -176,7 +176,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether a path is free, a file or a link, and no folder or device."""
+    """Whether a path does not exist, or is a file or a link."""
     return path.is_symlink() or path.is_file() or not path.exists()
 
 
@@ -203,7 +203,7 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
     path = Path(path)
     refuse_unwritable_folder(path.parent, argument)
     if not _replaceable(path):
-        raise LayersimError(f"`{argument}` is {str(path)!r}, which is not a file.")
+        raise LayersimError(f"`{argument}` is {str(path)!r}; it must be the path of a file, new or existing.")
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:

@@ -244,7 +244,7 @@ def t_interval(
 
 
 def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
-    """Move x by a step on the scale of `t_interval`."""
+    """Add a step to x on the log or log-odds scale of `t_interval`, and convert the sum back."""
     if math.isinf(high):
         return low + (x - low) * step.exp()
     if math.isinf(low):
@@ -255,7 +255,7 @@ def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
 
 
 def neighbour_correlation(replicates: Tensor) -> Tensor:
-    """Correlation between neighbouring blocks in their effect on a statistic. It is near 0 if blocks are independent.
+    """Lag-1 autocorrelation of the effects of the blocks on a statistic. It is near 0 if blocks are independent.
 
     Args:
         replicates: `block ...`, the statistic without each block, in the order of the data.
@@ -313,15 +313,13 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
 
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
-    """Confidence interval of a field or of a function; see `Result.interval`."""
+    """Confidence interval of a tensor field, or of a function of the result. It implements `Result.interval`."""
     refuse_no_blocks(result)
     if isinstance(what, str):
         field, own = field_named(result, what), result.declared(what)
         if own.within is None:
-            raise LayersimError(
-                f"{type(result).__name__}.{what} has no interval. The jackknife does not apply to p-values, draws of a null, "
-                "maxima, counts, values of one prompt, and values of the first pass over the data."
-            )
+            others = ", ".join(name for name, bounds in bounds_of(result).items() if bounds is not None)
+            raise LayersimError(f"{type(result).__name__}.{what} has no interval; fields with intervals: {others or 'none'}.")
         parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), own.out_of)
         low, high = (result.provenance.sequences if bound in own.by_chance else math.inf for bound in own.within)
         return _interval(*parts, level, own.within, (low, high))
@@ -407,7 +405,7 @@ def field_named(result: Any, name: str) -> str:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """A field of a jackknife replicate, arranged by the labels of the full result.
+    """A tensor field of a jackknife replicate, with the labels of the full result in their order.
 
     Labels that occur only in the left-out data have NaN.
 
@@ -427,7 +425,7 @@ def aligned(replicate: Any, result: Any, field: str) -> Tensor:
 
 
 def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
-    """The bounds of each tensor field; None for a field without intervals."""
+    """Lower and upper bound of each tensor field, by name; None for a field without intervals."""
     return {name: own.within for name, own in declarations(result).items()}
 
 
@@ -438,13 +436,12 @@ def _interval(
     within: tuple[float, float] = UNBOUNDED,
     rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """Confidence interval of a statistic from its jackknife replicates."""
     error = standard_error(value, replicates)
     return t_interval(value, error, degrees_of_freedom(value, replicates), level, within, rows)
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
-    """Values of a function on the result and on its replicates (`block ...`), in float64.
+    """Value of a function on all data, and its values without each block (`block ...`), in float64.
 
     Args:
         result: the result with its replicates.
@@ -534,12 +531,12 @@ def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
 
 
 def has_margin(headline: str) -> bool:
-    """Whether a headline number may have an interval, by its name. p-values and extremes over layers have none."""
+    """Whether the headline number of this name may have an interval. p-values and extremes over layers have none."""
     return not is_p_value(headline) and EXTREME.search(headline) is None
 
 
 def is_p_value(headline: str) -> bool:
-    """Whether a headline number is a p-value, by its name."""
+    """Whether the headline number of this name is a p-value."""
     return headline.startswith(("p-value", "p ("))
 
 

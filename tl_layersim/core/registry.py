@@ -33,7 +33,7 @@ class Registry(Generic[T]):
     argument: str
 
     def all(self) -> dict[str, type[T]]:
-        """The extensions by name.
+        """The classes of all extensions, by name.
 
         Raises:
             TypeError: a class has no name, or two classes have the same.
@@ -41,7 +41,7 @@ class Registry(Generic[T]):
         return dict(_discovered(self.package, tuple(importlib.import_module(self.package).__path__), self.base))
 
     def named(self, name: object, argument: str | None = None) -> type[T]:
-        """The extension called `name`.
+        """The class of the extension with this name.
 
         Args:
             name: the value of the argument.
@@ -65,7 +65,7 @@ def _discovered(package: str, path: tuple[str, ...], base: Any) -> dict[str, typ
             if issubclass(cls, base) and cls is not base and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
                 name = getattr(cls, "name", None)
                 if not isinstance(name, str) or name in classes:
-                    needs = "needs a class attribute `name` of its own"
-                    raise TypeError(f"{cls.__qualname__} of {module.__name__} {needs}, not {name!r}.")
+                    allowed = "it must be a string that no other class uses"
+                    raise TypeError(f"`{cls.__qualname__}.name` in {module.__name__} is {name!r}; {allowed}.")
                 classes[name] = cls
     return classes

@@ -67,7 +67,10 @@ NUMBERS = ("value", "low", "high", "se", "untrained")
 
 
 def joined_tables(tables: Sequence[pandas.DataFrame]) -> pandas.DataFrame:
-    """Concatenate tables of `field_lines`. Columns: names, then labels with site labels first, then numbers."""
+    """Concatenate tables of single fields, made by `field_lines`.
+
+    Columns are names, then labels with site labels first, then numbers.
+    """
     import pandas
 
     if not tables:
@@ -100,7 +103,7 @@ def field_lines(name: str, result: Any, field: str) -> pandas.DataFrame:
 
 
 def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
-    """The number columns of a field, named as in `NUMBERS`. Values and, if the run has them, intervals and untrained baseline.
+    """The tensors of a field by column name: `value` and, if the run has them, `low`, `high`, `se` and `untrained`.
 
     Args:
         result: the result that has the field.
@@ -198,7 +201,7 @@ Correction: TypeAlias = Literal["holm", "fdr_bh"]
 
 
 def distinct_tests(result: Any, field: str) -> Tensor:
-    """Mask of the p-values of a field that count as separate tests. All False if the run had no permutations.
+    """Mask of a field's p-values: True for those that count as separate tests. All False if the run had no permutations.
 
     For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.
 
@@ -254,7 +257,7 @@ def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Te
 
 
 def result_table(result: Any) -> xarray.Dataset:
-    """The measured fields of a result as a labelled table; see `Result.to_xarray`."""
+    """An `xarray.Dataset` of the fields that the run measured; see `Result.to_xarray`."""
     import xarray
 
     variables: dict[str, Any] = {}
@@ -331,13 +334,14 @@ def _table_of(run: Any) -> Any:
 
 
 def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> xarray.Dataset:
-    """The tables of one analyzer along a new dimension."""
+    """Concatenate the tables of one analyzer, one table for each run, along a new dimension."""
     import pandas
     import xarray
 
     each = list(tables.values())
     if any(dim in {*table.dims, *table.variables} for table in each):
-        raise LayersimError(f"`dim` is {dim!r}, a name that the tables{f' of {name!r}' if name else ''} use already.")
+        of = f" of {name!r}" if name else ""
+        raise LayersimError(f"`dim` is {dim!r}; it must not be the name of a dimension or variable in the tables{of}.")
     if len(kinds := dict.fromkeys(table.attrs.get("result", "") for table in each)) > 1:
         raise LayersimError(f"`runs` holds {' and '.join(kinds)}; it must hold results of one analyzer.")
     _warn_of_other_options(each, name)

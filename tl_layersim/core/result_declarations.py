@@ -103,7 +103,7 @@ def axes(
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False, field_specifiers=(axes, field))
 def result_class(cls: type[T]) -> type[T]:
-    """Decorator of result classes. They become frozen dataclasses with keyword arguments, whose types are checked."""
+    """Decorator that makes a class a frozen dataclass, with keyword arguments whose types are checked."""
     return typed(dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls))
 
 
@@ -133,9 +133,9 @@ def _of_class(cls: Any) -> Mapping[str, Declaration]:
 
 
 class ValuesAlias:
-    """Another name of the field `values`, as in `norm = ValuesAlias()`.
+    """Attribute that returns the field `values` under another name, as in `norm = ValuesAlias()`.
 
-    It names an attribute of the result, and the column in tables.
+    The column in tables has this name too.
     """
 
     def __set_name__(self, owner: Any, name: str) -> None:
@@ -168,7 +168,7 @@ def kind_of(cls: type[Any]) -> str:
 
 
 def class_of(kind: str) -> type[Any] | None:
-    """The result class with a name in files; None if no imported module defines it. The name never causes an import.
+    """The result class that files call `kind`; None if no imported module defines it. The name never causes an import.
 
     Args:
         kind: name of the class in files, as `kind_of` returns it.

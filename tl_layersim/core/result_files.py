@@ -48,7 +48,7 @@ def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def _plain_fields(result: Any) -> dict[str, Any]:
-    """The fields that are neither tensors nor provenance nor nested results."""
+    """All fields of a result except tensors, provenance and nested results."""
     apart = {"provenance", *ALIKE, *result.tensor_fields()}
     values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in apart}
     return {name: value for name, value in values.items() if not hasattr(value, "to_html")}
@@ -57,7 +57,7 @@ def _plain_fields(result: Any) -> dict[str, Any]:
 def pack_report(
     report: Mapping[str, Any], likes: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of several results, see `pack`."""
+    """The headers of several results by name, and all their tensors, named "result/tensor"; see `pack`."""
     packed = {name: pack(result, likes.get(name)) for name, result in report.items()}
     tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
     return {name: header for name, (header, _) in packed.items()}, tensors
@@ -110,7 +110,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
 
 
 def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], like: Any = None) -> Any:
-    """Restore a result from the header and tensors of `pack`."""
+    """Restore a result from the header and the tensors that `pack` returned."""
     from .results import Report
 
     kind = str(header["class"])

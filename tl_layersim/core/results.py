@@ -186,11 +186,11 @@ class Result(ABC):
         return table
 
     def to_xarray(self) -> xarray.Dataset:
-        """A labelled table of all measured fields, with one variable for each.
+        """An `xarray.Dataset` with one variable for each field that the run measured.
 
         Dimensions are the axes of the fields, such as `layer`, with their labels as coordinates; `layer_depth` is the relative
         depth of the sites along `layer`, 0 at the first residual layer and 1 at the last. Variables have the attributes
-        `long_name`, `units` and `description`. The provenance is in the attributes of the table. After `intervals=True` the
+        `long_name`, `units` and `description`. The provenance is in the attributes of the dataset. After `intervals=True` the
         ends of the 95 % interval of `x` and its standard error are `x_low`, `x_high` and `x_se`; with `baseline="untrained"`
         the mean over untrained models is `x_untrained`.
 
@@ -278,7 +278,9 @@ class Result(ABC):
         return replace(self, replicates=replicates, block_tokens=block_tokens)
 
     def with_twins(self, twins: Sequence[Any]) -> Any:
-        """The result with results of untrained models as a baseline. `plot`, `to_frame` and `print` show both.
+        """A copy of the result that holds the results of untrained models as a baseline.
+
+        `plot`, `to_frame` and `print` show both.
 
         Args:
             twins: the same result on models with fresh weights, one for each seed.
@@ -286,7 +288,7 @@ class Result(ABC):
         return replace(self, untrained=tuple(twins))
 
     def of_untrained(self, field: str) -> Tensor | None:
-        """Values of a field on the untrained models, `seed ...`. None without such models, or if shapes differ between models.
+        """A field's values on all untrained models, `seed ...`. None without such models, or if shapes differ between models.
 
         Args:
             field: name of the attribute.
@@ -320,7 +322,9 @@ class Result(ABC):
             value without one of the blocks, is not finite; and for a single block.
 
         Raises:
-            LayersimError: the run kept no blocks, or the shape of the field differs from block to block.
+            LayersimError: the run kept no blocks, or the shape of the field differs from block to block; or the jackknife does
+                not apply, as to p-values, draws of a null, maxima, counts, values of one prompt, and values of the first pass
+                over the data.
 
         Source:
             Wolter 2007, Introduction to Variance Estimation, chapter 4.
@@ -341,9 +345,9 @@ class Result(ABC):
         return in_depth_order(self.layers) and in_depth_order(self.coordinates("column"))
 
     def headline(self) -> dict[str, float]:
-        """The numbers of the summary, by description.
+        """The main numbers of the result, by description, as `print` shows them.
 
-        By default `values` at the first and last layer or their mean, and all scalars.
+        By default these are `values` at the first and last layer or their mean, and all scalars.
         """
         declared = declarations(self)
         own, label = self.values, declared["values"].label
@@ -361,7 +365,7 @@ class Result(ABC):
         return ""
 
     def baselines(self, field: str) -> dict[str, float]:
-        """Names and values of reference lines in the figure of a field; empty for none."""
+        """Values of the reference lines in a field's figure, by name. By default there are none."""
         return {}
 
     def measured_on(self, field: str) -> str:
@@ -415,7 +419,7 @@ class LayerMatrix(Result):
         )
 
     def sites_headline(self, measure: str) -> dict[str, float]:
-        """The headline of sites without an order by depth. It is the mean over pairs of different sites of one model.
+        """The mean over pairs of different sites: the headline if sites have no order by depth. Empty for two models.
 
         Args:
             measure: name of the measure.
@@ -557,7 +561,7 @@ class Report(Mapping[str, Any]):
         return joined_tables(tables)
 
     def to_xarray(self) -> xarray.DataTree:
-        """The labelled tables of all results, one node for each; see `Result.to_xarray`.
+        """An `xarray.DataTree` with one node for each result: its table from `Result.to_xarray`.
 
         `tl_layersim.stack` makes one table of many reports.
 
@@ -610,14 +614,14 @@ class Report(Mapping[str, Any]):
 
     @typed
     def plot(self, width: Literal["column", "text"] | None = None, title: str | None = None) -> plotly.graph_objects.Figure:
-        """One plotly figure with the first picture of each result.
+        """One plotly figure whose panels are the first figure of each result.
 
         Args:
             width: see `Result.plot`. With "column" the panels are stacked vertically.
             title: title above all panels; None or "" for no title.
 
         Raises:
-            LayersimError: no result of the report has a picture.
+            LayersimError: no result of the report has a figure.
         """
         from ..reporting.figures import panels
 

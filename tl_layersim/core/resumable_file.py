@@ -38,7 +38,7 @@ CONTENTS = {
 
 
 def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a run as JSON stores it: tuples become lists."""
+    """Convert the identity of a run (model, data, settings) to the form that JSON stores: tuples become lists."""
     found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
     return found
 
@@ -106,7 +106,7 @@ class ResumableFile:
             return parse(header, tensors)
 
     def parsing(self) -> AbstractContextManager[None]:
-        """Context manager that names the file in errors of a malformed state."""
+        """Context manager that turns errors of a malformed state into a `LayersimError` that names the file."""
         return reading(str(self.path), *CONTENTS[self._kind])
 
     def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -161,7 +161,7 @@ class ResumableFile:
 
 
 def differences(now: Any, then: Any) -> tuple[str, str]:
-    """Entries that differ between the identities of two runs, as a text for each.
+    """The entries of two runs' identities that differ, as two texts: entries of `now`, and entries of `then`.
 
     Args:
         now: identity of this run.

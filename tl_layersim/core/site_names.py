@@ -90,7 +90,7 @@ def in_depth_order(sites: Sequence[str]) -> bool:
 
 
 def _depth(site: SiteParts) -> tuple[int, int]:
-    """Block of a site, and the rank of its place in the block."""
+    """Sort key of a site within its stack: index of the block, and rank in the block."""
     return int(site.block), _DEPTHS.get(site.place.rpartition("hook_")[2], 2)
 
 

@@ -1,4 +1,4 @@
-"""Sums over batches, the only state of a run. Addition is reproducible, and blocks of rows are kept for intervals.
+"""Sums over batches. A run has no other state. Addition is reproducible, and blocks of rows are kept for intervals.
 
 A request to a server may sum 1 or 64 batches, an interrupted run continues in the middle, and a shard may begin at any batch.
 Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as
@@ -54,7 +54,7 @@ class Sums:
 
     @staticmethod
     def of(output: Mapping[str, Tensor]) -> Sums:
-        """The sums of one batch.
+        """Convert a kernel's output for one batch to `Sums`.
 
         Args:
             output: tensors that a kernel returned; they are moved to the CPU and converted to int64 or float64.
@@ -76,7 +76,7 @@ class Sums:
         return Sums({**self.fields, **other.fields, **both})
 
     def refuse_others(self, other: Sums) -> None:
-        """Raise an error if the shapes of `other` differ.
+        """Raise an error if a field has another shape in `other`.
 
         Raises:
             ValueError: the shapes differ.
@@ -85,7 +85,8 @@ class Sums:
             value = self.fields[name]
             if value.shape != other.fields[name].shape:
                 # Broadcasting would hide a kernel whose output shape depends on the batch.
-                raise ValueError(f"sum {name!r} has shape {tuple(value.shape)} and {tuple(other.fields[name].shape)}")
+                shapes = f"{tuple(value.shape)} and {tuple(other.fields[name].shape)}"
+                raise ValueError(f"the sum {name!r} has shapes {shapes}; a kernel must return one shape for all batches")
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -95,7 +96,7 @@ class Sums:
 
 
 def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
-    """All sums of an analyzer, over single rows and over pools of rows.
+    """Merge the sums of one analyzer over single rows with its sums over pools of rows.
 
     Args:
         sums: sums by analyzer.
@@ -129,7 +130,7 @@ class DataBlock:
 
 
 def rows_in_block(index: int, first: int) -> int:
-    """Number of rows per block when row `index` is added. It doubles whenever there are `MOST_BLOCKS` blocks.
+    """Number of rows per block once the data has reached row `index`. It doubles whenever there are `MOST_BLOCKS` blocks.
 
     Args:
         index: index of the row.
@@ -174,9 +175,7 @@ def push(
 ) -> None:
     """Push the sum of the next terms onto a stack of partial sums.
 
-    Neighbouring sums are added if they are siblings in the binary tree of all terms.
-
-    Two sums are added only if they are siblings in the binary tree of all terms.
+    Two sums are added if, and only if, they are siblings in the binary tree of all terms.
 
     Args:
         stack: number of terms and sum of each group so far, changed in place.
@@ -226,7 +225,9 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
 
 
 def next_size(index: int, most: int) -> int:
-    """Largest number of terms that one request may sum in the same order of additions. It is a power of two.
+    """Number of terms to sum in the next request, so that the order of additions stays the same.
+
+    It is the largest such power of two.
 
     Args:
         index: index of the request's first term, a multiple of the result.
@@ -345,7 +346,6 @@ class SumTree:
         return tree
 
     def _pushed(self, more: DataBlock) -> SumTree:
-        """This tree with one more node, and blocks of the same size."""
         stack = [(node.rows, node) for node in self.nodes]
         push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
         return replace(self, nodes=tuple(node for _, node in stack))
@@ -357,7 +357,7 @@ class SumTree:
         return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
 
     def total(self) -> DataBlock:
-        """The sums of all rows; a block without sums if the tree is empty."""
+        """The sums of all rows as one block. The block of an empty tree has no sums."""
         stack: list[tuple[int, DataBlock]] = []
         for node in self.nodes:
             push(stack, node.rows, node, DataBlock.__add__, self.start)

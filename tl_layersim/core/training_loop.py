@@ -40,7 +40,7 @@ class Shuffle:
         self._epoch, self._order = -1, list[int]()
 
     def row(self, place: int) -> int:
-        """Index of the row at a place in the sequence of all epochs. Both are counted from 0."""
+        """Index of the row that is drawn at position `place`, counted over all epochs. Both start at 0."""
         epoch = place // self.count
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -70,11 +70,11 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def compute(self) -> Sequence[float]:
-        """Compute losses and gradients of the next steps, usually of one. The state that is saved does not change."""
+        """Compute losses and gradients of the next step, or of several steps. The state that is saved does not change."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Take the steps whose losses were computed."""
+        """Apply the steps that `compute` prepared."""
 
     @abstractmethod
     def snapshot(self) -> Snapshot | None:
@@ -82,14 +82,14 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def on_divergence(self, losses: Sequence[float]) -> None:
-        """Raise an error, or end the training here. The diverged steps are not applied."""
+        """Handle a divergence: raise an error, or return to end the training. The diverged steps are not applied."""
 
     def diverges(self, losses: Sequence[float]) -> bool:
         """Whether the training has diverged: a loss is not finite."""
         return not all(math.isfinite(loss) for loss in losses)
 
     def running(self, bar: Any) -> AbstractContextManager[object]:
-        """A context manager around all steps.
+        """Context manager that surrounds all steps of the training, for setup and cleanup.
 
         Args:
             bar: the progress bar, which may show more than `status`.
@@ -139,7 +139,7 @@ class Descent(TrainingSteps):
 
     @contextmanager
     def running(self, bar: Any) -> Iterator[None]:
-        """A context manager that clears gradients at its start and end."""
+        """Context manager that clears gradients at its start and end."""
         self.optimiser.zero_grad()
         try:
             yield
@@ -222,7 +222,7 @@ def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
 
 
 def save_state(training: TrainingSteps, file: ResumableFile) -> None:
-    """Save the state if this process leads and the training can be resumed.
+    """Save the state of the training, if this process writes the file and the training can be resumed.
 
     Args:
         training: the steps, and their state.

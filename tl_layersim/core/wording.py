@@ -45,7 +45,7 @@ def brief(value: object) -> str:
 
 
 def number_text(value: float) -> str:
-    """A number with four digits, or with six close to 1 and -1.
+    """A number as text with four digits; with six if four would round it to 1 or -1.
 
     Examples:
         >>> number_text(0.123456), number_text(0.99999), number_text(1.0)
@@ -76,7 +76,7 @@ def equation(name: str, text: str) -> str:
 
 
 def headed(title: str, lines: Sequence[str]) -> str:
-    """Lines of numbers below a title; the title explains ± if a line contains it.
+    """A title with lines of numbers below it, as one text. The title explains ± if a line contains it.
 
     Args:
         title: first line of the text.
