@@ -65,7 +65,7 @@ def report_on_model(call: CommandCall) -> None:
 
 
 def two_models(model_a: str, model_b: str) -> None:
-    """Options for the two models of `compare`.
+    """Declares the options for the two models of `compare`.
 
     Args:
         model_a: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
@@ -104,7 +104,7 @@ def compare_models(call: CommandCall) -> None:
 
 
 def recommended(*, agreement: float = 0.95) -> None:
-    """Options for the recommended threshold.
+    """Declares the option for the recommended threshold.
 
     Args:
         agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended.
@@ -181,7 +181,7 @@ def _row(curve: Any, threshold: float, note: str) -> list[str]:
 
 
 def timed(*, time: bool = False) -> None:
-    """Options for the timing of `estimate`.
+    """Declares the option for the timing of `estimate`.
 
     Args:
         time: load the weights and time one batch. Without this option, only the configuration is read.

@@ -14,7 +14,7 @@ from .run_file import shard_options
 
 
 def saved_file(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
-    """Options for a saved report or result.
+    """Declares the options for a saved report or result.
 
     Args:
         file: file written by `report`, or by save() in Python.
@@ -44,7 +44,7 @@ def show_file(call: CommandCall) -> None:
 
 
 def _report(loaded: Any) -> Any:
-    """The report in a file. A single result becomes a report."""
+    """Convert what a file holds, a report or a single result, to a report."""
     from ..core.results import Report, Result
 
     if not isinstance(loaded, Result):
@@ -66,7 +66,7 @@ def _print_report(report: Any) -> None:
 
 
 def _fields(result: Any) -> dict[str, str]:
-    """The tensor fields of a result, with their axes and sizes."""
+    """A dict of the axes and sizes of a result's tensor fields, as text."""
     return {
         result.values_name if name == "values" else name: " x ".join(
             f"{axis} ({len(result.coordinates(axis))})" for axis in axes
@@ -99,7 +99,7 @@ def _print_field(report: Any, name: str) -> None:
 
 
 def shards(files: list[str]) -> None:
-    """Options for the files of shards that `merge` reads.
+    """Declares the argument of `merge`: the files of shards.
 
     Args:
         files: files written by `report --shard`, or a folder that holds only such files.
@@ -127,7 +127,7 @@ def merge_shards(call: CommandCall) -> None:
 
 
 def listed_analyzer(analyzer: str | None = None) -> None:
-    """Options for the list of analyzers.
+    """Declares the argument of `analyzers`: the name of an analyzer.
 
     Args:
         analyzer: name of an analyzer; its options are listed, as `--option` sets them.

@@ -199,7 +199,7 @@ class Data:
         return settled
 
     def kept(self, key: Hashable) -> KeptRows | None:
-        """Rows of the last pass over the data with this key; None before the first pass.
+        """The `KeptRows` of the last pass with this key; None before the first pass.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -207,7 +207,7 @@ class Data:
         return self._kept.get((key, self._state))
 
     def keep(self, key: Hashable, rows: KeptRows) -> None:
-        """Keep the rows of a new pass under a key. Passes that run at the same time each fill their own rows.
+        """Store the `KeptRows` of a new pass under a key. Passes that run at the same time each fill their own rows.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -217,7 +217,7 @@ class Data:
 
     @property
     def _state(self) -> int | None:
-        """Version of the source. It changes if a list grows or a tensor is changed in place."""
+        """A number that changes if a list grows or a tensor is changed in place; None for other sources."""
         if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
             return self.source._version
         return len(self.source) if isinstance(self.source, list | tuple) else None

@@ -74,11 +74,11 @@ class Reader:
 
     @property
     def marks(self) -> str | None:
-        """The mask column that selects the counted positions; None if no column does."""
+        """Name of the mask column that selects the counted positions; None if no column does."""
         return self.data.selection.column
 
     def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Row]:
-        """Texts, chats and rows of tokens or other inputs, in the order of the data.
+        """Yield the texts, chats and rows of tokens or other inputs, in the order of the data.
 
         Args:
             data: data of any accepted kind.
@@ -128,7 +128,7 @@ class Reader:
             raise LayersimError(f"`data` holds {brief(data)}, {with_article(type(data).__name__)}; it must be {ACCEPTED_DATA}.")
 
     def _table(self, values: Any, level: Level) -> Iterator[Row]:
-        """Rows of a tensor or array of token ids, or of the model's main input."""
+        """Yield the rows of a tensor or array that holds token ids or the model's main input."""
         main, table = self.model.main_input, number_tensor(values)
         images_or_features = table.is_floating_point() or (main in ROW_AXES and table.dim() > 2)
         column = main if table.numel() and main != TOKEN_IDS and images_or_features else self.model.token_input
@@ -138,7 +138,7 @@ class Reader:
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
-        """Rows, chats or texts of a batch or an example."""
+        """Yield the rows, chats or texts of a mapping, which is a batch or an example."""
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.data.column if isinstance(self.data.column, str) else None
         images = image_column(data, self.model, named)
@@ -168,7 +168,7 @@ class Reader:
     def _tokens_or_texts(
         self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
     ) -> Iterator[Text | Row]:
-        """Rows of tokens, chats or texts of a mapping."""
+        """Yield the rows of tokens, the chats or the texts in a column of a mapping."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
@@ -193,7 +193,7 @@ class Reader:
             yield from self._rows(data, columns[0], self.model.token_input, level)
 
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
-        """The texts of a column, or pairs of texts of two columns."""
+        """Yield the texts of a column, or the pairs of texts of two columns."""
         alone = not isinstance(data[columns[0]], list)
         texts = list(zip(*([data[name]] if alone else data[name] for name in columns), strict=True))
         rows = rows_of(inputs, None if alone else len(texts))
@@ -216,7 +216,7 @@ class Reader:
         return _by_row("labels", whole_numbers(labels).reshape(-1).tolist(), count)
 
     def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level) -> Iterator[Row]:
-        """Rows of token ids, or of another input such as pixels or embeddings.
+        """Yield rows of token ids, or of another input such as pixels or embeddings.
 
         Args:
             data: columns by name.
@@ -335,7 +335,8 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
         return mask
     if not unknown:
         raise LayersimError(
-            f"`{column}` has shape {tuple(mask.shape)} for a row of {length} positions; it must have one value for each."
+            f"`{column}` has shape {tuple(mask.shape)} for a row of {length} positions; it must have one value for each "
+            "position."
         )
     if not bool(mask.all()):
         raise LayersimError(
@@ -346,7 +347,7 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
 
 
 def _level_of_items(data: Any) -> Level:
-    """Level of the items: rows of a data set, batches of a DataLoader, or either."""
+    """Whether the items of an iterable are rows, as in a data set, batches, as in a DataLoader, or either."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return "row"
     return "either" if getattr(data, "batch_sampler", None) is None else "batch"
@@ -365,6 +366,6 @@ def refuse_path(text: Any) -> None:
     named = name.lower().endswith(FILES) and (name.startswith((".", "~", os.sep)) or not re.search(r"\s", name))
     if isinstance(text, os.PathLike) or named or os.path.exists(name):
         raise LayersimError(
-            f"`data` is the path of a file or folder, {name!r}. Pass what it holds: Path(path).read_text(), split into texts, "
+            f"`data` is the path of a file or folder, {name!r}. Pass its contents: Path(path).read_text(), split into texts, "
             "or datasets.load_from_disk(path)."
         )

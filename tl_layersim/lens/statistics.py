@@ -47,7 +47,7 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
 
 
 def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
-    """The input of `Unembed`, and whether `Unembed` must still apply the final norm.
+    """Vectors from which the head computes logits, and whether the final norm must still be applied to them.
 
     Args:
         view: the view of one batch.
@@ -191,7 +191,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Group maxima of logits, and three moments of the logits minus their largest.
+    """Maxima of groups of logits, and three moments of the logits after subtraction of the largest.
 
     The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
     layer's distribution.
@@ -246,7 +246,7 @@ def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
 
 
 def _members(groups: Tensor, vocabulary: int) -> Tensor:
-    """Ids in some groups of logits, `... member`. Ids of the last group may exceed the vocabulary."""
+    """Vocabulary ids that belong to groups of logits, `... member`. Ids of the last group may exceed the vocabulary."""
     return groups[..., None] * GROUP_SIZE + torch.arange(min(GROUP_SIZE, vocabulary), device=groups.device)
 
 
@@ -279,7 +279,7 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """Prefix of keys in `view.memo` that says how the lens reads the layers."""
+    """Prefix of the lens's keys in `view.memo`, for one choice of norm and heads."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 
@@ -395,7 +395,7 @@ def _top_ids(
 
 
 def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield chunks of tokens with the logits of each model.
+    """Yield slices of tokens, each with the logits of every model.
 
     The first chunk is one token, and its memory gives the size of the others.
 

@@ -61,7 +61,7 @@ class Objects(NamedTuple):
 
 
 class AnnotatedImages:
-    """Images with the objects in each of them, in the order of the rows.
+    """Images and the annotated objects in each image, in the order of the data.
 
     Iterating over it gives the items of the data, and keeps the annotations of each item that is read.
 
@@ -239,7 +239,7 @@ def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str,
 def detection_kernel(
     view: View, *, heads: DetectionHeads, objects: Sequence[Objects], weights: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """Sums over images: the errors of matched queries at every layer, and the numbers of queries and objects.
+    """A dict of sums over images: errors of matched queries by layer, and numbers of queries and objects.
 
     Args:
         view: activations of one batch, all queries of each image.
