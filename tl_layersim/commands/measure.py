@@ -150,7 +150,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
     chosen = curve.lowest_threshold(agreement)
     short = len(curve.thresholds) <= MOST_ROWS
     shown = [number for number in curve.thresholds if short or number in SHOWN or number == chosen]
-    rows = [_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
+    rows = [_threshold_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
     title = "Early exit by threshold of the top probability; speed-up in blocks"
     margins = f"; {MEANING_OF_MARGINS}" if curve.has_intervals else ""
     print_table(CURVE_COLUMNS, rows, title + margins, numbers=CURVE_COLUMNS[:5])
@@ -167,7 +167,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
         print("At threshold 1 no position exits early, so early exit saves nothing at this agreement.")
 
 
-def _row(curve: Any, threshold: float, note: str) -> list[str]:
+def _threshold_row(curve: Any, threshold: float, note: str) -> list[str]:
     """Table row of one threshold, with ± if the run has intervals."""
     from ..core.intervals import margin_text
 

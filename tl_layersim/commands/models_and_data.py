@@ -243,7 +243,7 @@ def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[
         known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]
         if not equals or place not in known:
             raise LayersimError(f"`--option` is {setting!r}; it must be name.option=value, with one of {', '.join(known)}.")
-        values[name][option] = _value(text)
+        values[name][option] = _parsed_value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}
 
 
@@ -260,10 +260,12 @@ def as_settings(analyzer: Any) -> list[str]:
     """
     options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}
     texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
-    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_value(text)) == repr(options[name])]
+    return [
+        f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_parsed_value(text)) == repr(options[name])
+    ]
 
 
-def _value(text: str) -> Any:
+def _parsed_value(text: str) -> Any:
     """Parse a value written as in JSON or Python; return any other text unchanged."""
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError):

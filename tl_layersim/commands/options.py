@@ -158,14 +158,14 @@ def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) 
         help=in_options(text, names),
         group=PANELS[panel],
         negative=() if default is False else None,
-        converter=_whole if kind is int else None,
+        converter=_parse_integer if kind is int else None,
         allow_leading_hyphen=kind in (str, list[str]) and parameter.kind is parameter.KEYWORD_ONLY,
         show_default=(lambda _: shown) if len(shown) < LONGEST_DEFAULT and shown not in ("None", "False") else False,
     )
     return parameter.replace(annotation=Annotated[kind if default is not None else kind | None, more], default=default)
 
 
-def _whole(_: Any, tokens: Sequence[Any]) -> int:
+def _parse_integer(_: Any, tokens: Sequence[Any]) -> int:
     """Parse an integer; cyclopts itself would round 1.5."""
     return int(tokens[0].value)
 

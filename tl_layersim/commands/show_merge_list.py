@@ -34,7 +34,7 @@ def show_file(call: CommandCall) -> None:
     """
     from .. import load
 
-    report, html = _report(load(call.options["file"])), call.options["html"]
+    report, html = _as_report(load(call.options["file"])), call.options["html"]
     for name in names_of(call.options["table"] or []):
         _print_field(report, name)
     if not call.options["table"]:
@@ -43,7 +43,7 @@ def show_file(call: CommandCall) -> None:
         print(f"Report:  {Path(report.to_html(html)).resolve()}")
 
 
-def _report(loaded: Any) -> Any:
+def _as_report(loaded: Any) -> Any:
     """Convert what a file holds, a report or a single result, to a report."""
     from ..core.results import Report, Result
 
@@ -59,13 +59,13 @@ def _print_report(report: Any) -> None:
     print_run(report)
     print_headlines(report)
     print()
-    rows = [(f"{name}.{field}", size) for name, result in report.items() for field, size in _fields(result).items()]
+    rows = [(f"{name}.{field}", size) for name, result in report.items() for field, size in _axes_of_fields(result).items()]
     print_table(("field", "axes"), rows, "Fields, which --table prints")
     print()
     print_table(("provenance", "value"), _provenance_rows(report), "Provenance")
 
 
-def _fields(result: Any) -> dict[str, str]:
+def _axes_of_fields(result: Any) -> dict[str, str]:
     """A dict of the axes and sizes of a result's tensor fields, as text."""
     return {
         result.values_name if name == "values" else name: " x ".join(

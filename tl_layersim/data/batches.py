@@ -39,7 +39,7 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:
-    """Bytes of one row of a batch and of its inputs. Padding is left out unless it is counted."""
+    """One row of a batch as bytes: token ids, mask and further inputs. Padding is left out unless it is counted."""
     attention = batch.attention[number]
     length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
@@ -257,10 +257,10 @@ class Batches:
 
     @property
     def _kept(self) -> KeptRows | None:
-        return self.data.kept(self._read_by)
+        return self.data.kept(self._kept_key)
 
     @property
-    def _read_by(self) -> Hashable:
+    def _kept_key(self) -> Hashable:
         """Key of the kept rows: the properties of the model that the rows depend on."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
@@ -318,7 +318,7 @@ class Batches:
                 "`data` is a generator that an earlier pass has consumed, and its rows were not kept. Pass list(data)."
             )
         kept = KeptRows(self.model.tokenizer, self.model.processor)
-        self.data.keep(self._read_by, kept)
+        self.data.keep(self._kept_key, kept)
         self.notes.begin()
         texts = TextRows(self.data, self.model, self.notes)
         for row in self._limited(texts.rows(self._items())):

@@ -241,7 +241,11 @@ class Data:
         """The reading options by name, for the provenance."""
         known = {name: getattr(self, name) for name in OPTIONS}
         column = list(self.column) if isinstance(self.column, tuple) else self.column
-        return known | {"column": column, "positions": self.selection.record(), "chat_template": _short(self.chat_template)}
+        return known | {
+            "column": column,
+            "positions": self.selection.record(),
+            "chat_template": _recorded_template(self.chat_template),
+        }
 
     def __repr__(self) -> str:
         options = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init and f.name != "source"]
@@ -266,7 +270,7 @@ OPTIONS = tuple(f.name for f in fields(Data) if f.init and f.name not in ("sourc
 DATA_OPTIONS = (*OPTIONS, *RECORDED)
 
 
-def _short(template: str | None) -> str | None:
+def _recorded_template(template: str | None) -> str | None:
     """A chat template, or its digest if it is long."""
     if template is None or len(template) <= LONGEST_RECORDED:
         return template

@@ -52,7 +52,7 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
     return EMBEDDINGS if not has_tokens and EMBEDDINGS in model.inputs and data.get(EMBEDDINGS) is not None else None
 
 
-def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
+def further_inputs(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
     """A dict of the columns that the model takes as further inputs, without those in `skipped` and those of None."""
     names = [name for name in model.inputs if name not in skipped]
     return {name: data[name] for name in names if data.get(name) is not None}
@@ -189,7 +189,7 @@ def is_images(value: Any) -> bool:
 
 
 def is_floats(value: Any) -> bool:
-    """Whether a value is a table of floating-point numbers."""
+    """Whether a value holds floating-point numbers."""
     value = innermost(value)
     return isinstance(value, float) or (isinstance(value, Tensor | np.ndarray) and "float" in str(value.dtype))
 

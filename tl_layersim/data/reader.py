@@ -25,11 +25,11 @@ from .non_token_inputs import (
     TOKEN_IDS,
     TOKENS,
     Level,
-    accepted,
     as_plain,
     decoder_alone,
     decoder_mask,
     find_column,
+    further_inputs,
     image_column,
     is_floats,
     is_image,
@@ -138,7 +138,6 @@ class Reader:
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
-        """Yield the rows, chats or texts of a mapping, which is a batch or an example."""
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.data.column if isinstance(self.data.column, str) else None
         images = image_column(data, self.model, named)
@@ -168,7 +167,6 @@ class Reader:
     def _tokens_or_texts(
         self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
     ) -> Iterator[Text | Row]:
-        """Yield the rows of tokens, the chats or the texts in a column of a mapping."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
@@ -180,7 +178,7 @@ class Reader:
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
         self._name_unread(data, [*read, *columns, *old])
-        inputs = accepted(data, self.model, (*columns, *old, self.model.mask_input))
+        inputs = further_inputs(data, self.model, (*columns, *old, self.model.mask_input))
         if has_chats:
             chats = chats_in(values)
             alone = isinstance(values, Mapping) or any(isinstance(each, Mapping) for each in values)
@@ -236,7 +234,7 @@ class Reader:
         marks, targets = _by_row(self.marks, marked, count), _by_row("labels", labels, count)
         # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
         skipped = (column, name, model.mask_input if has_tokens else MASK)
-        further = rows_of(accepted(data, model, skipped), count)
+        further = rows_of(further_inputs(data, model, skipped), count)
         for own, own_mask, label, own_marks, others in zip(values, masks, targets, marks, further, strict=True):
             length = len(own) if has_tokens or name == EMBEDDINGS else 1
             inputs = without_padding(others, model)

@@ -95,7 +95,7 @@ def tokenizer_of(model: ModelInputs) -> Any:
 
 
 def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None) -> list[Text]:
-    """Tokenise texts, or pairs of texts; returns them with their token ids.
+    """Tokenise texts or pairs of texts; returns copies that hold the token ids.
 
     Args:
         texts: at least one.

@@ -86,14 +86,14 @@ class AnnotatedImages:
         if annotations is not None:
             self._add(annotations)
         elif isinstance(given, Mapping):
-            self._note(given)
+            self._add_from(given)
         elif isinstance(given, Iterable) and not isinstance(given, str | bytes | Tensor | np.ndarray) and not is_image(given):
             self.data = self
 
     def __iter__(self) -> Iterator[Any]:
         self.objects.clear()
         for item in self.given:
-            self._note(item)
+            self._add_from(item)
             yield item
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +118,7 @@ class AnnotatedImages:
                 "image without objects needs an empty annotation."
             )
 
-    def _note(self, item: Any) -> None:
+    def _add_from(self, item: Any) -> None:
         """Store the annotations of one item of the data, which is a row or a batch."""
         found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
         if not found:
