@@ -108,7 +108,7 @@ class Batch:
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:
-        """The batch split into forward passes."""
+        """Iterate over parts of the batch, each the rows of one forward pass."""
         starts = self.starts
         return iter([self]) if len(starts) == 2 else itertools.starmap(self.rows, itertools.pairwise(starts))
 
@@ -279,7 +279,7 @@ class Batches:
         return self.data.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
-        """Numbers of rows that began with BOS, got a derived mask or were cut: a dict for the provenance.
+        """A dict for the provenance: numbers of rows that began with BOS, got a derived mask or were cut.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
         from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier.

@@ -112,7 +112,9 @@ RECORDED = (
 @typed
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Data with its reading options. Functions that take data accept a `Data`, or raw data, which gets the default options.
+    """Data, and options of reading it such as batch size, row length and positions.
+
+    Functions that take data accept a `Data`, or raw data, which gets the default options.
 
     The rows are tokenised by the first call that needs them and kept for later calls of models with the same tokenizer, up to
     256 MB. `print(data)` then shows how many rows and positions they have.
@@ -189,7 +191,7 @@ class Data:
         return given if isinstance(given, Data) else replace(self, source=given)
 
     def counting(self, rule: PositionRule) -> Data:
-        """The same data with another rule for `positions`; the tokenised rows are shared.
+        """A copy of the data with another rule for `positions` and the same tokenised rows.
 
         Args:
             rule: the rule, see `positions`.
@@ -238,7 +240,7 @@ class Data:
         return Positions("all" if self.positions is None else self.positions, self.skip_first)
 
     def record(self) -> dict[str, Any]:
-        """The reading options by name, for the provenance."""
+        """A dict of the reading options, for the provenance."""
         known = {name: getattr(self, name) for name in OPTIONS}
         column = list(self.column) if isinstance(self.column, tuple) else self.column
         return known | {

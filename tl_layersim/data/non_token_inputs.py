@@ -53,7 +53,7 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
 
 
 def further_inputs(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
-    """A dict of the columns that the model takes as further inputs, without those in `skipped` and those of None."""
+    """A dict of the columns that the model takes as further inputs. Columns of None and those in `skipped` are left out."""
     names = [name for name in model.inputs if name not in skipped]
     return {name: data[name] for name in names if data.get(name) is not None}
 
@@ -211,7 +211,7 @@ def as_plain(value: Any) -> Any:
 
 
 def innermost(value: Any) -> Any:
-    """The first item of nested lists that is not None; other values are unchanged."""
+    """Descend into nested lists to the first item that is not None; return other values unchanged."""
     while isinstance(value := as_plain(value), list):
         value = next((item for item in value if item is not None), None)
     return value

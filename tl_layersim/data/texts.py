@@ -70,7 +70,7 @@ def chats_in(value: Any) -> list[Any]:
 
 
 def _as_messages(value: Any) -> Any:
-    """A chat as a list of messages. Some data sets store lists of roles and of contents."""
+    """Convert a chat to a list of messages. Some data sets store a list of roles and one of contents."""
     if isinstance(value, Mapping):
         return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
     return as_plain(value)
@@ -174,7 +174,7 @@ class TextRows:
         return [bos] if self.data.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
 
     def rows(self, items: Iterator[Text | Row]) -> Iterator[Row]:
-        """Rows of at most `seq_len` tokens, in the order of the data.
+        """Yield rows of at most `seq_len` tokens, in the order of the data.
 
         Args:
             items: texts, chats and rows of the data.

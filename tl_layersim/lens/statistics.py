@@ -136,7 +136,7 @@ def read_lens(
 
 
 def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely ids at every layer and token, and their probabilities.
+    """The most likely ids at every layer and token, and their probabilities, both `layer token rank`.
 
     Logits of one token at all layers are held at once.
 

@@ -49,7 +49,7 @@ SHAPE = "{'class_labels': (objects,) whole numbers, 'boxes': (objects, 4)} for e
 
 
 class Objects(NamedTuple):
-    """The objects in one image.
+    """Classes and boxes of the objects in one image.
 
     Attributes:
         classes: `object`, int64.
