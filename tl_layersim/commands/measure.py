@@ -65,7 +65,7 @@ def report_on_model(call: CommandCall) -> None:
 
 
 def two_models(model_a: str, model_b: str) -> None:
-    """Options for the two models of `compare`.
+    """Declares the options for the two models of `compare`.
 
     Args:
         model_a: folder or hub name of a Hugging Face model; demo and demo-aligned are models that ship with this package.
@@ -104,7 +104,7 @@ def compare_models(call: CommandCall) -> None:
 
 
 def recommended(*, agreement: float = 0.95) -> None:
-    """Options for the recommended threshold.
+    """Declares the option for the recommended threshold.
 
     Args:
         agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended.
@@ -150,7 +150,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
     chosen = curve.lowest_threshold(agreement)
     short = len(curve.thresholds) <= MOST_ROWS
     shown = [number for number in curve.thresholds if short or number in SHOWN or number == chosen]
-    rows = [_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
+    rows = [_threshold_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
     title = "Early exit by threshold of the top probability; speed-up in blocks"
     margins = f"; {MEANING_OF_MARGINS}" if curve.has_intervals else ""
     print_table(CURVE_COLUMNS, rows, title + margins, numbers=CURVE_COLUMNS[:5])
@@ -167,7 +167,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
         print("At threshold 1 no position exits early, so early exit saves nothing at this agreement.")
 
 
-def _row(curve: Any, threshold: float, note: str) -> list[str]:
+def _threshold_row(curve: Any, threshold: float, note: str) -> list[str]:
     """Table row of one threshold, with ± if the run has intervals."""
     from ..core.intervals import margin_text
 
@@ -181,7 +181,7 @@ def _row(curve: Any, threshold: float, note: str) -> list[str]:
 
 
 def timed(*, time: bool = False) -> None:
-    """Options for the timing of `estimate`.
+    """Declares the option for the timing of `estimate`.
 
     Args:
         time: load the weights and time one batch. Without this option, only the configuration is read.

@@ -95,7 +95,7 @@ def opened(call: CommandCall, option: str = "model") -> OpenedModel:
 
 
 def named_data(*, data: str | None = None, split: str = "test", pack: bool | None = None) -> Any:
-    """Load data by name.
+    """Load data by path or by hub name, or the demo text.
 
     Args:
         data: text file, table, folder of a saved data set, or name of a data set on the hub. Default: the demo text.
@@ -175,7 +175,7 @@ def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
 
 
 def evaluation_data(*, eval_data: str | None = None) -> None:
-    """Options for the held-out data.
+    """Declares the option for held-out data.
 
     Args:
         eval_data: held-out data, in a form that `--data` accepts. Default: a part of `--data`, which is not used for the fit.
@@ -190,7 +190,7 @@ def read_held_out(call: CommandCall) -> Any:
 
 
 def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None = None) -> None:  # noqa: B006
-    """Options for the analyzers of a run.
+    """Declares the options that choose and set the analyzers of a run.
 
     Args:
         analyzers: names, separated by commas; `tl-layersim analyzers` lists them. path/to/file.py:Class is an analyzer of your
@@ -201,7 +201,7 @@ def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None 
 
 
 def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
-    """The analyzers of a call by name, with the options that `--option` sets.
+    """A dict of the chosen analyzers by name, with the options that `--option` sets.
 
     Args:
         call: the call of the command. Options of the command line override those of its run file.
@@ -220,7 +220,7 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
 
 
 def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """The analyzers with some of their options set from text.
+    """A dict of copies of analyzers, with options set from text.
 
     Args:
         analyzers: the analyzers, by name.
@@ -243,12 +243,12 @@ def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[
         known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]
         if not equals or place not in known:
             raise LayersimError(f"`--option` is {setting!r}; it must be name.option=value, with one of {', '.join(known)}.")
-        values[name][option] = _value(text)
+        values[name][option] = _parsed_value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}
 
 
 def as_settings(analyzer: Any) -> list[str]:
-    """The options of an analyzer as text, from which `with_options` makes the same analyzer.
+    """A list of an analyzer's options as `name.option=value`, the form that `with_options` reads.
 
     Args:
         analyzer: an analyzer. An option that text cannot hold, such as heads that were read from a file, is left out.
@@ -260,10 +260,12 @@ def as_settings(analyzer: Any) -> list[str]:
     """
     options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}
     texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
-    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_value(text)) == repr(options[name])]
+    return [
+        f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_parsed_value(text)) == repr(options[name])
+    ]
 
 
-def _value(text: str) -> Any:
+def _parsed_value(text: str) -> Any:
     """Parse a value written as in JSON or Python; return any other text unchanged."""
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError):

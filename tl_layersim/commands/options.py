@@ -40,7 +40,7 @@ class CommandCall:
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """The given options that a function or class takes, as Python values.
+        """A dict of the given options that are parameters of a function or class, as Python values.
 
         Args:
             source: the function or class.
@@ -158,20 +158,20 @@ def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) 
         help=in_options(text, names),
         group=PANELS[panel],
         negative=() if default is False else None,
-        converter=_whole if kind is int else None,
+        converter=_parse_integer if kind is int else None,
         allow_leading_hyphen=kind in (str, list[str]) and parameter.kind is parameter.KEYWORD_ONLY,
         show_default=(lambda _: shown) if len(shown) < LONGEST_DEFAULT and shown not in ("None", "False") else False,
     )
     return parameter.replace(annotation=Annotated[kind if default is not None else kind | None, more], default=default)
 
 
-def _whole(_: Any, tokens: Sequence[Any]) -> int:
+def _parse_integer(_: Any, tokens: Sequence[Any]) -> int:
     """Parse an integer; cyclopts itself would round 1.5."""
     return int(tokens[0].value)
 
 
 def help_of(source: OptionSource) -> dict[str, str]:
-    """The description of each parameter in the docstring of a function or class."""
+    """A dict of parameter descriptions, from the docstring of a function or class."""
     import docstring_parser
 
     parsed = docstring_parser.parse(inspect.getdoc(_resolved(source)) or "", docstring_parser.DocstringStyle.GOOGLE)
@@ -185,7 +185,7 @@ def _resolved(source: OptionSource) -> Any:
 
 
 def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
-    """The parameters that text can hold, each annotated with its command-line type and its help.
+    """A dict of the parameters whose values text can express, annotated with command-line type and help.
 
     A reference such as "see `analyze`" is replaced by the help of that function.
     """
@@ -210,7 +210,7 @@ def _members(hint: Any) -> list[Any]:
 
 
 def _text_type(hint: Any) -> Any:
-    """The command-line type for a Python type; None if text cannot hold it."""
+    """The command-line type for a Python type; None if text cannot express its values."""
     members = {get_origin(member) or member: member for member in _members(hint)}
     if list in members or Sequence in members:
         return list[str]
@@ -238,7 +238,7 @@ def stitch_point(text: str) -> tuple[int | str, int | str]:
     """
     first, colon, second = (part.strip() for part in text.partition(":"))
     if not (first and colon and second):
-        raise LayersimError(f"`at` is {text!r}; it must be a layer of FRONT and one of BACK, such as 4:6.")
+        raise LayersimError(f"`at` is {text!r}; it must be a layer of FRONT, a colon and a layer of BACK, such as 4:6.")
     return _layer(first), _layer(second)
 
 

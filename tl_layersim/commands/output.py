@@ -22,7 +22,7 @@ HEADLINES = ("measure", "number", "value", "± 95 %")
 
 
 def written(*, out: Path = Path("layersim-report"), format: list[str] = ["html"]) -> None:  # noqa: B006
-    """Options for the files of a report.
+    """Declares the options for the files of a report.
 
     Args:
         out: folder for the report, its numbers and its run.yaml.
@@ -47,7 +47,7 @@ def make_folder(out: Path, option: str = "out") -> None:
 
 
 def prepare(call: CommandCall) -> None:
-    """Check the formats and the device of a call, and create its folder.
+    """Check the options `format` and `device`, and create the output folder.
 
     Raises:
         LayersimError: there is no such format or device, or the folder cannot be written to.
@@ -127,7 +127,7 @@ def print_run(report: Any) -> None:
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
-    """All options of the analyzers as values of `--option`; empty without analyzers.
+    """A dict with all options of the analyzers in the form that `--option` takes; empty without analyzers.
 
     Args:
         analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.

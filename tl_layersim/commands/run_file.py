@@ -21,7 +21,7 @@ PATHS = ("model", "data", "model_a", "model_b", "front", "back", "eval_data", "h
 
 
 def run_file(*, config: Path | None = None) -> None:
-    """The option `--config`: a file from which other options are read.
+    """Declares the option `--config`: a file from which other options are read.
 
     Args:
         config: read options from a YAML file, such as the run.yaml of a report. Options of the command line override it.
@@ -79,7 +79,7 @@ def parsed_run_file(path: Path) -> dict[str, Any]:
 
 
 def options_of(call: CommandCall) -> dict[str, Any]:
-    """The options in the `--config` file of a call."""
+    """A dict of the options in the `--config` file; empty without such a file."""
     path = call.options.get("config")
     return {} if path is None else parsed_run_file(path)
 
@@ -136,7 +136,7 @@ def _used_options(report: Any) -> dict[str, Any]:
 
 
 def _record_of(report: Any) -> dict[str, Any]:
-    """Model, data and versions of a run. A later repetition of the run is compared with them."""
+    """A dict of model, weights, data and versions of a run, with which a later repetition is compared."""
     run = next(iter(report.values())).provenance
     known = {"model": run.model, "weights": run.weights_hash, "data": run.data, "tokens": run.tokens}
     return known | {"versions": dict(run.versions)}

@@ -14,7 +14,7 @@ from .run_file import shard_options
 
 
 def saved_file(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
-    """Options for a saved report or result.
+    """Declares the options for a saved report or result.
 
     Args:
         file: file written by `report`, or by save() in Python.
@@ -34,7 +34,7 @@ def show_file(call: CommandCall) -> None:
     """
     from .. import load
 
-    report, html = _report(load(call.options["file"])), call.options["html"]
+    report, html = _as_report(load(call.options["file"])), call.options["html"]
     for name in names_of(call.options["table"] or []):
         _print_field(report, name)
     if not call.options["table"]:
@@ -43,8 +43,8 @@ def show_file(call: CommandCall) -> None:
         print(f"Report:  {Path(report.to_html(html)).resolve()}")
 
 
-def _report(loaded: Any) -> Any:
-    """The report in a file. A single result becomes a report."""
+def _as_report(loaded: Any) -> Any:
+    """Convert what a file holds, a report or a single result, to a report."""
     from ..core.results import Report, Result
 
     if not isinstance(loaded, Result):
@@ -59,14 +59,14 @@ def _print_report(report: Any) -> None:
     print_run(report)
     print_headlines(report)
     print()
-    rows = [(f"{name}.{field}", size) for name, result in report.items() for field, size in _fields(result).items()]
+    rows = [(f"{name}.{field}", size) for name, result in report.items() for field, size in _axes_of_fields(result).items()]
     print_table(("field", "axes"), rows, "Fields, which --table prints")
     print()
     print_table(("provenance", "value"), _provenance_rows(report), "Provenance")
 
 
-def _fields(result: Any) -> dict[str, str]:
-    """The tensor fields of a result, with their axes and sizes."""
+def _axes_of_fields(result: Any) -> dict[str, str]:
+    """A dict of the axes and sizes of a result's tensor fields, as text."""
     return {
         result.values_name if name == "values" else name: " x ".join(
             f"{axis} ({len(result.coordinates(axis))})" for axis in axes
@@ -99,7 +99,7 @@ def _print_field(report: Any, name: str) -> None:
 
 
 def shards(files: list[str]) -> None:
-    """Options for the files of shards that `merge` reads.
+    """Declares the argument of `merge`: the files of shards.
 
     Args:
         files: files written by `report --shard`, or a folder that holds only such files.
@@ -127,7 +127,7 @@ def merge_shards(call: CommandCall) -> None:
 
 
 def listed_analyzer(analyzer: str | None = None) -> None:
-    """Options for the list of analyzers.
+    """Declares the argument of `analyzers`: the name of an analyzer.
 
     Args:
         analyzer: name of an analyzer; its options are listed, as `--option` sets them.

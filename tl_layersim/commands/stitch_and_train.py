@@ -13,7 +13,7 @@ from .run_file import run_file
 
 
 def stitched(front: str, back: str) -> None:
-    """Options for the two models of `stitch`.
+    """Declares the options for the two models of `stitch`.
 
     Args:
         front: the model whose lower blocks are used: folder or hub name, demo or demo-aligned.
@@ -22,7 +22,7 @@ def stitched(front: str, back: str) -> None:
 
 
 def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
-    """Options of `tl-layersim stitch` that differ from the arguments of `stitch`.
+    """Declares options of `tl-layersim stitch` that differ from the arguments of `stitch`.
 
     Args:
         at: a stitch point L:M: FRONT runs up to block L, BACK from the block after M. Blocks are numbers from 0, negative from
@@ -77,7 +77,7 @@ def stitch_models(call: CommandCall) -> None:
 
 
 def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
-    """Options of `tl-layersim train` that differ from the arguments of `finetune_aligned`.
+    """Declares options of `tl-layersim train` that differ from the arguments of `finetune_aligned`.
 
     Args:
         save_to: folder for the trained model; --model and from_pretrained load it.

@@ -39,7 +39,7 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:
-    """Bytes of one row of a batch and of its inputs. Padding is left out unless it is counted."""
+    """One row of a batch as bytes: token ids, mask and further inputs. Padding is left out unless it is counted."""
     attention = batch.attention[number]
     length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
@@ -53,7 +53,7 @@ def row_bytes(batch: Batch, number: int) -> bytes:
 
 
 def new_digest() -> Any:
-    """An empty hash for `fingerprint`."""
+    """A new SHA-256 hash, to be updated by `fingerprint`."""
     return hashlib.sha256()
 
 
@@ -104,11 +104,11 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index of the first row of each forward pass, followed by the number of rows."""
+        """Indices that split the rows into forward passes: the first row of each, then the number of rows."""
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:
-        """The batch split into forward passes."""
+        """Iterate over parts of the batch, each the rows of one forward pass."""
         starts = self.starts
         return iter([self]) if len(starts) == 2 else itertools.starmap(self.rows, itertools.pairwise(starts))
 
@@ -125,17 +125,17 @@ class Batch:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the number of positions is known. For images it is known only after a forward pass."""
+        """Whether the number of positions per row is known before a forward pass. It is not for images."""
         return self.has_tokens or bool(self.positional)
 
     @property
     def token_positions(self) -> int | None:
-        """Number of positions per row; None if only a forward pass tells it, as for images."""
+        """Number of positions per row; None for images and other inputs whose positions a forward pass determines."""
         return self.tokens.shape[1] if self.has_positions else None
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Row and position of each token in the data, `batch pos` each. The row is -1 in packed rows."""
+        """Two tensors `batch pos`: the data row of each token (-1 in packed rows), and its position in that row."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -164,13 +164,13 @@ class Batch:
         return replace(row, counted=row.attention, pooled=False)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The rows `start` to `stop - 1` as a batch, cut to the longest of them."""
+        """A batch of the rows `start` to `stop - 1`, cut to the length of the longest of these rows."""
         width = int((self.attention | self.counted)[start:stop].any(0).nonzero()[-1]) + 1
         part = self._cut(start, stop, width)
         return replace(part, inputs=cut_to_longest(part.inputs))
 
     def part(self, start: int, stop: int) -> Batch:
-        """The rows `start` to `stop - 1` as a batch of unchanged width."""
+        """A batch of the rows `start` to `stop - 1`, with the same number of positions per row."""
         return self._cut(start, stop, self.tokens.shape[1])
 
     def _cut(self, start: int, stop: int, width: int) -> Batch:
@@ -187,7 +187,7 @@ class Batch:
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
-        """The batch with `count` attended positions per row, for rows without token ids.
+        """A copy of the batch with `count` attended positions per row, for rows without token ids.
 
         Args:
             count: number of positions in the model's residual stream.
@@ -257,11 +257,10 @@ class Batches:
 
     @property
     def _kept(self) -> KeptRows | None:
-        """The kept rows of the last pass over the data with this model; None before the first pass."""
-        return self.data.kept(self._read_by)
+        return self.data.kept(self._kept_key)
 
     @property
-    def _read_by(self) -> Hashable:
+    def _kept_key(self) -> Hashable:
         """Key of the kept rows: the properties of the model that the rows depend on."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
@@ -271,7 +270,7 @@ class Batches:
         return tools, sizes, names, repr(rule) if isinstance(rule, slice) else rule
 
     def record(self) -> dict[str, Any]:
-        """Options, tokenizer, processor and main input, for the provenance."""
+        """A dict of the reading options, tokenizer, processor and main input, for the provenance."""
         tokenizer = self.model.tokenizer
         known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
         processor = self.model.processor
@@ -280,7 +279,7 @@ class Batches:
         return self.data.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
-        """Counts of rows with a BOS of their own, a derived mask or a cut text, for the provenance.
+        """A dict for the provenance: numbers of rows that began with BOS, got a derived mask or were cut.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
         from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier.
@@ -308,7 +307,7 @@ class Batches:
             first += len(chunk)
 
     def rows(self) -> Iterator[Row]:
-        """Rows without padding, up to `max_tokens`."""
+        """Yield the rows of the data without padding, until `max_tokens` tokens are counted."""
         kept = self._kept
         if kept is not None and kept.notes is not None:
             self.notes.repeat(kept.notes)
@@ -319,7 +318,7 @@ class Batches:
                 "`data` is a generator that an earlier pass has consumed, and its rows were not kept. Pass list(data)."
             )
         kept = KeptRows(self.model.tokenizer, self.model.processor)
-        self.data.keep(self._read_by, kept)
+        self.data.keep(self._kept_key, kept)
         self.notes.begin()
         texts = TextRows(self.data, self.model, self.notes)
         for row in self._limited(texts.rows(self._items())):
@@ -357,7 +356,7 @@ class Batches:
         return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
 
     def _count(self, batch: Batch) -> int:
-        """Number of positions per row, from one forward pass for each shape of inputs."""
+        """Number of positions per row, from a forward pass; cached by the shapes of the inputs."""
         # Rows without token ids are refused before where positions cannot be counted.
         assert self.count_positions is not None
         key = tuple((name, values.shape[1:]) for name, values in sorted(batch.inputs.items()))
@@ -399,7 +398,7 @@ class Batches:
         context = self.model.context
         if context and len(row.tokens) > context:
             raise LayersimError(
-                f"`data` has a row of {len(row.tokens)} tokens, and the context of {self.model.name} has {context}. "
+                f"`data` has a row of {len(row.tokens)} tokens; {self.model.name} has a context of {context} tokens. "
                 + (
                     f"Cut it with tokenizer(texts, truncation=True, max_length={context})."
                     if self.model.reads_rows
@@ -415,7 +414,7 @@ class Batches:
         for name in ("seq_len", "max_tokens"):
             if (value := getattr(self.data, name)) is not None:
                 raise LayersimError(
-                    f"`{name}` is {value}, but the rows have no tokens that it could limit. Pass fewer rows, such as "
+                    f"`{name}` is {value}, but the rows have no token ids to limit. Pass fewer rows, such as "
                     "data.select(range(n))."
                 )
         return None
@@ -445,7 +444,7 @@ class BatchSize(NamedTuple):
 
 
 def batch_sizes(batches: Batches) -> list[BatchSize]:
-    """The size of each batch that has a counted position. Reads the data once."""
+    """A list with the `BatchSize` of each batch that has counted positions. Reads the data once."""
     sizes = list[BatchSize]()
     for batch in batches:
         tokens = int(batch.counted.sum())
@@ -455,7 +454,7 @@ def batch_sizes(batches: Batches) -> list[BatchSize]:
 
 
 def found_in(*parts: Batches) -> dict[str, int]:
-    """`Batches.row_counts`, summed over several data sets."""
+    """A dict with the counts of `Batches.row_counts`, summed over several data sets."""
     counts = [part.row_counts() for part in parts]
     return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 

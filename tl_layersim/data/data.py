@@ -112,7 +112,9 @@ RECORDED = (
 @typed
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Data with its reading options. Functions that take data accept a `Data`, or raw data, which gets the default options.
+    """Data, and options of reading it such as batch size, row length and positions.
+
+    Functions that take data accept a `Data`, or raw data, which gets the default options.
 
     The rows are tokenised by the first call that needs them and kept for later calls of models with the same tokenizer, up to
     256 MB. `print(data)` then shows how many rows and positions they have.
@@ -189,7 +191,7 @@ class Data:
         return given if isinstance(given, Data) else replace(self, source=given)
 
     def counting(self, rule: PositionRule) -> Data:
-        """The same data with another rule for `positions`; the tokenised rows are shared.
+        """A copy of the data with another rule for `positions` and the same tokenised rows.
 
         Args:
             rule: the rule, see `positions`.
@@ -199,7 +201,7 @@ class Data:
         return settled
 
     def kept(self, key: Hashable) -> KeptRows | None:
-        """Rows of the last pass over the data with this key; None before the first pass.
+        """The `KeptRows` of the last pass with this key; None before the first pass.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -207,7 +209,7 @@ class Data:
         return self._kept.get((key, self._state))
 
     def keep(self, key: Hashable, rows: KeptRows) -> None:
-        """Keep the rows of a new pass under a key. Passes that run at the same time each fill their own rows.
+        """Store the `KeptRows` of a new pass under a key. Passes that run at the same time each fill their own rows.
 
         Args:
             key: properties of the model that the rows depend on.
@@ -217,7 +219,7 @@ class Data:
 
     @property
     def _state(self) -> int | None:
-        """Version of the source. It changes if a list grows or a tensor is changed in place."""
+        """A number that changes if a list grows or a tensor is changed in place; None for other sources."""
         if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
             return self.source._version
         return len(self.source) if isinstance(self.source, list | tuple) else None
@@ -238,10 +240,14 @@ class Data:
         return Positions("all" if self.positions is None else self.positions, self.skip_first)
 
     def record(self) -> dict[str, Any]:
-        """The reading options by name, for the provenance."""
+        """A dict of the reading options, for the provenance."""
         known = {name: getattr(self, name) for name in OPTIONS}
         column = list(self.column) if isinstance(self.column, tuple) else self.column
-        return known | {"column": column, "positions": self.selection.record(), "chat_template": _short(self.chat_template)}
+        return known | {
+            "column": column,
+            "positions": self.selection.record(),
+            "chat_template": _recorded_template(self.chat_template),
+        }
 
     def __repr__(self) -> str:
         options = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init and f.name != "source"]
@@ -266,7 +272,7 @@ OPTIONS = tuple(f.name for f in fields(Data) if f.init and f.name not in ("sourc
 DATA_OPTIONS = (*OPTIONS, *RECORDED)
 
 
-def _short(template: str | None) -> str | None:
+def _recorded_template(template: str | None) -> str | None:
     """A chat template, or its digest if it is long."""
     if template is None or len(template) <= LONGEST_RECORDED:
         return template

@@ -66,7 +66,7 @@ def label_source(labels: str | Tensor) -> str:
 
 
 def label_key(labels: str | Tensor) -> str:
-    """A key for labels, equal for equal labels."""
+    """A dict key for labels: the word itself, or the identity of a tensor."""
     return labels if isinstance(labels, str) else f"tensor {id(labels)}"
 
 
@@ -99,13 +99,13 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
     """Warn if a table of labels has more rows than the data. An extra first row would shift all labels."""
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
         warn(
-            f"`labels` has {len(labels)} rows, but {run.sequences} rows of data were read, without empty rows. Row i of the "
+            f"`labels` has {len(labels)} rows, but {run.sequences} non-empty rows of data were read. Row i of the "
             "labels belongs to row i of the data."
         )
 
 
 def labels_in(data: Mapping[str, Any]) -> Any:
-    """The labels in a batch or an example; None if it has no such column. A label of None becomes `NO_LABEL`."""
+    """The column of labels in a batch or an example; None without such a column. A label of None becomes `NO_LABEL`."""
     return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
 
 

@@ -3,7 +3,7 @@
 An input has one value for each position of its row, such as segment ids and embeddings, or any values for the whole row, such
 as pixels.
 
-Of an encoder-decoder, one stack is read. Inputs of the other stack have positions of their own: each row holds them without
+Of an encoder-decoder, one stack is measured. Inputs of the other stack have positions of their own: each row holds them without
 padding, and batches pad them on the right with their own mask.
 """
 
@@ -43,7 +43,7 @@ Level = Literal["batch", "row", "either"]
 
 
 def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
-    """The column that replaces token ids: the model's main input, or embeddings; None if there is neither."""
+    """Name of the column that replaces token ids: the model's main input or embeddings; None without such a column."""
     if model.token_input != TOKEN_IDS:
         return None
     if model.main_input != TOKEN_IDS and data.get(model.main_input) is not None:
@@ -52,8 +52,8 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
     return EMBEDDINGS if not has_tokens and EMBEDDINGS in model.inputs and data.get(EMBEDDINGS) is not None else None
 
 
-def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
-    """Columns that are further inputs of the model. Columns in `skipped` and columns of None are left out."""
+def further_inputs(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
+    """A dict of the columns that the model takes as further inputs. Columns of None and those in `skipped` are left out."""
     names = [name for name in model.inputs if name not in skipped]
     return {name: data[name] for name in names if data.get(name) is not None}
 
@@ -131,7 +131,7 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
 
 def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Join the inputs of rows in a batch, zero-padded to `width`. Also returns the names of inputs by position.
+    """Join the inputs of rows in a batch, zero-padded to `width`. Also returns the names of `positional` inputs.
 
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
@@ -159,8 +159,8 @@ def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
     default = model.inputs.get(name)
     if name in row.inputs or default is None or not along:
         raise LayersimError(
-            f"`data` has `{name}` in some rows only, or with other axes; all rows of a batch must have the same inputs. Use "
-            "one call for each kind of row."
+            f"`data` has `{name}` in some rows only, or with axes that differ by row; all rows of a batch must have the same "
+            "inputs. Use one call for each kind of row."
         )
     return torch.full((len(row.tokens),), default)
 
@@ -184,12 +184,12 @@ def is_image(value: Any) -> bool:
 
 
 def is_images(value: Any) -> bool:
-    """Whether a value is one integer array of several images, with rows as its first axis."""
+    """Whether a value is an integer array with four axes, the first of them over images."""
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 4 and "int" in str(value.dtype)
 
 
 def is_floats(value: Any) -> bool:
-    """Whether a value is a table of floating-point numbers."""
+    """Whether a value holds floating-point numbers."""
     value = innermost(value)
     return isinstance(value, float) or (isinstance(value, Tensor | np.ndarray) and "float" in str(value.dtype))
 
@@ -211,14 +211,14 @@ def as_plain(value: Any) -> Any:
 
 
 def innermost(value: Any) -> Any:
-    """The first item of nested lists that is not None; other values are unchanged."""
+    """Descend into nested lists to the first item that is not None; return other values unchanged."""
     while isinstance(value := as_plain(value), list):
         value = next((item for item in value if item is not None), None)
     return value
 
 
 def find_column(data: Mapping[str, Any]) -> str | None:
-    """The column of texts or tokens, None if several may be meant."""
+    """Name of the column of texts or tokens; None if there are no or several candidates."""
     for name in (*TOKENS, "text"):
         if name in data:
             return name
@@ -240,17 +240,17 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
 
 
 def reads_decoder(model: ModelInputs) -> bool:
-    """Whether the decoder of an encoder-decoder is read."""
+    """Whether the layers of an encoder-decoder's decoder are measured, not those of its encoder."""
     return model.token_input == DECODER_IDS
 
 
 def other_stack(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the mask and the inputs of the stack that is not read."""
+    """Names of the mask and the inputs of the stack whose layers are not measured."""
     return ENCODER if reads_decoder(model) else DECODER
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
-    """Remove the padding from a row's inputs for the stack that is not read, and add their mask.
+    """Remove padding from one row's inputs to the stack that is not measured, and add a mask.
 
     Without a mask, the encoder's padding ids are dropped. All positions of a decoder are kept.
 
@@ -282,7 +282,9 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
 
 
 def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """Attention mask of decoder tokens from padding ids. The first token is attended, also if it equals the padding id.
+    """Attention mask of decoder tokens, derived from padding ids; None without padding.
+
+    The first token is attended, also if it equals the padding id.
 
     Raises:
         LayersimError: padding precedes other tokens.
@@ -299,7 +301,7 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the inputs of the stack that is not read to the longest of the rows.
+    """Cut the inputs of the stack that is not measured to the length of its longest row.
 
     Args:
         inputs: `row ...`; masks among them belong to the other stack.
@@ -337,7 +339,7 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
 
 
 def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
-    """Inputs that the model's processor makes from images, with an axis of rows.
+    """A dict of the inputs that the model's processor makes from images; rows are the first axis.
 
     Raises:
         LayersimError: the model has no processor, or the processor returns another number of rows.
@@ -365,7 +367,7 @@ def _as_image(image: Any) -> Any:
 
 
 def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None) -> str | None:
-    """The column of images that the model's processor reads; None if there is none.
+    """Name of the column of images that the model's processor reads; None if there is none.
 
     Args:
         data: columns by name.

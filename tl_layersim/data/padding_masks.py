@@ -84,7 +84,7 @@ class RunsAtEnds:
         self.longest: Counter[tuple[str, int]] = Counter()
 
     def add(self, rows: Tensor, model: ModelInputs) -> None:
-        """Count the rows of a table `row pos`.
+        """Add a table of token ids, `row pos`, to the counts.
 
         Raises:
             LayersimError: a share of at least `EARLY_SHARE` of at least `EARLY_ROWS` rows has such a run, and the table has
@@ -172,6 +172,6 @@ def as_mask(mask: Any, name: str = "attention_mask") -> Tensor:
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
             f"`{name}` has values from {float(values.min()):g} to {float(values.max()):g}; it must be ones and "
-            "zeros, and 0 leaves a position out."
+            "zeros, where 0 hides a position."
         )
     return values.bool()

@@ -71,7 +71,7 @@ class Positions:
         return ValueNames().function(self.rule)
 
     def select(self, tokens: Tensor, attention: Tensor, marks: Tensor | None = None) -> Tensor:
-        """The counted positions of one row, `pos`, bool.
+        """Bool mask of the counted positions of one row, `pos`.
 
         Args:
             tokens: `pos`, the token ids of the row.
@@ -103,7 +103,7 @@ class Positions:
         return counted
 
     def select_rows(self, tokens: Tensor, attention: Tensor, continued: bool) -> Tensor:
-        """The counted positions of the rows of a forward pass, `batch pos`, bool.
+        """Bool mask of the counted positions in a forward pass, `batch pos`.
 
         Args:
             tokens: `batch pos`, token ids.
@@ -123,13 +123,9 @@ class Positions:
         return torch.stack([self.select(row, own) for row, own in zip(tokens, attention, strict=True)])
 
     def refuse_without_tokens(self) -> None:
-        """Raise an error if the rule is a function of token ids, which the rows lack.
-
-        Raises:
-            LayersimError: the rule is a function.
-        """
+        """Raise an error if the rule is a function: it needs token ids, and the rows have none."""
         if callable(self.rule):
-            raise LayersimError("`positions` is a function of token ids, but the rows have none. Use a slice.")
+            raise LayersimError("`positions` is a function of token ids, but the rows have no token ids. Use a slice.")
 
     def _chosen(self, tokens: Tensor) -> Tensor:
         """The mask or the indices that the function returns for the attended tokens of a row."""
@@ -142,7 +138,7 @@ class Positions:
         if found.dtype != torch.bool and len(torch.unique(found)) < found.numel():
             raise LayersimError(
                 f"`positions` returned an index twice for a row of {len(tokens)} tokens; it must return a bool mask or "
-                "different indices."
+                "indices without repeats."
             )
         return found
 

@@ -25,11 +25,11 @@ from .non_token_inputs import (
     TOKEN_IDS,
     TOKENS,
     Level,
-    accepted,
     as_plain,
     decoder_alone,
     decoder_mask,
     find_column,
+    further_inputs,
     image_column,
     is_floats,
     is_image,
@@ -74,11 +74,11 @@ class Reader:
 
     @property
     def marks(self) -> str | None:
-        """The mask column that selects the counted positions; None if no column does."""
+        """Name of the mask column that selects the counted positions; None if no column does."""
         return self.data.selection.column
 
     def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Row]:
-        """Texts, chats and rows of tokens or other inputs, in the order of the data.
+        """Yield the texts, chats and rows of tokens or other inputs, in the order of the data.
 
         Args:
             data: data of any accepted kind.
@@ -128,7 +128,7 @@ class Reader:
             raise LayersimError(f"`data` holds {brief(data)}, {with_article(type(data).__name__)}; it must be {ACCEPTED_DATA}.")
 
     def _table(self, values: Any, level: Level) -> Iterator[Row]:
-        """Rows of a tensor or array of token ids, or of the model's main input."""
+        """Yield the rows of a tensor or array that holds token ids or the model's main input."""
         main, table = self.model.main_input, number_tensor(values)
         images_or_features = table.is_floating_point() or (main in ROW_AXES and table.dim() > 2)
         column = main if table.numel() and main != TOKEN_IDS and images_or_features else self.model.token_input
@@ -138,7 +138,6 @@ class Reader:
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
-        """Rows, chats or texts of a batch or an example."""
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.data.column if isinstance(self.data.column, str) else None
         images = image_column(data, self.model, named)
@@ -168,7 +167,6 @@ class Reader:
     def _tokens_or_texts(
         self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
     ) -> Iterator[Text | Row]:
-        """Rows of tokens, chats or texts of a mapping."""
         columns = [column] if isinstance(column, str) else list(column or ())
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
@@ -180,7 +178,7 @@ class Reader:
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
         self._name_unread(data, [*read, *columns, *old])
-        inputs = accepted(data, self.model, (*columns, *old, self.model.mask_input))
+        inputs = further_inputs(data, self.model, (*columns, *old, self.model.mask_input))
         if has_chats:
             chats = chats_in(values)
             alone = isinstance(values, Mapping) or any(isinstance(each, Mapping) for each in values)
@@ -193,7 +191,7 @@ class Reader:
             yield from self._rows(data, columns[0], self.model.token_input, level)
 
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
-        """The texts of a column, or pairs of texts of two columns."""
+        """Yield the texts of a column, or the pairs of texts of two columns."""
         alone = not isinstance(data[columns[0]], list)
         texts = list(zip(*([data[name]] if alone else data[name] for name in columns), strict=True))
         rows = rows_of(inputs, None if alone else len(texts))
@@ -216,7 +214,7 @@ class Reader:
         return _by_row("labels", whole_numbers(labels).reshape(-1).tolist(), count)
 
     def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level) -> Iterator[Row]:
-        """Rows of token ids, or of another input such as pixels or embeddings.
+        """Yield rows of token ids, or of another input such as pixels or embeddings.
 
         Args:
             data: columns by name.
@@ -236,7 +234,7 @@ class Reader:
         marks, targets = _by_row(self.marks, marked, count), _by_row("labels", labels, count)
         # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
         skipped = (column, name, model.mask_input if has_tokens else MASK)
-        further = rows_of(accepted(data, model, skipped), count)
+        further = rows_of(further_inputs(data, model, skipped), count)
         for own, own_mask, label, own_marks, others in zip(values, masks, targets, marks, further, strict=True):
             length = len(own) if has_tokens or name == EMBEDDINGS else 1
             inputs = without_padding(others, model)
@@ -335,7 +333,8 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
         return mask
     if not unknown:
         raise LayersimError(
-            f"`{column}` has shape {tuple(mask.shape)} for a row of {length} positions; it must have one value for each."
+            f"`{column}` has shape {tuple(mask.shape)} for a row of {length} positions; it must have one value for each "
+            "position."
         )
     if not bool(mask.all()):
         raise LayersimError(
@@ -346,7 +345,7 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
 
 
 def _level_of_items(data: Any) -> Level:
-    """Level of the items: rows of a data set, batches of a DataLoader, or either."""
+    """Whether the items of an iterable are rows, as in a data set, batches, as in a DataLoader, or either."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return "row"
     return "either" if getattr(data, "batch_sampler", None) is None else "batch"
@@ -365,6 +364,6 @@ def refuse_path(text: Any) -> None:
     named = name.lower().endswith(FILES) and (name.startswith((".", "~", os.sep)) or not re.search(r"\s", name))
     if isinstance(text, os.PathLike) or named or os.path.exists(name):
         raise LayersimError(
-            f"`data` is the path of a file or folder, {name!r}. Pass what it holds: Path(path).read_text(), split into texts, "
+            f"`data` is the path of a file or folder, {name!r}. Pass its contents: Path(path).read_text(), split into texts, "
             "or datasets.load_from_disk(path)."
         )

@@ -40,7 +40,7 @@ class Row:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the number of positions is known. For images it is known only after a forward pass."""
+        """Whether the number of positions is known before a forward pass. It is not for images."""
         return self.has_tokens or bool(self.positional)
 
     @property

@@ -62,7 +62,7 @@ def is_chat(value: Any) -> bool:
 
 
 def chats_in(value: Any) -> list[Any]:
-    """The chats in a column: one for an example, several for a batch or a table; () for a missing chat."""
+    """A list of the chats in a column of an example, a batch or a table; () stands for a missing chat."""
     value = _as_messages(value)
     if any(isinstance(item, Mapping) and not isinstance(item.get("role"), list) for item in value):
         return [value]
@@ -70,7 +70,7 @@ def chats_in(value: Any) -> list[Any]:
 
 
 def _as_messages(value: Any) -> Any:
-    """A chat as a list of messages. Some data sets store lists of roles and of contents."""
+    """Convert a chat to a list of messages. Some data sets store a list of roles and one of contents."""
     if isinstance(value, Mapping):
         return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
     return as_plain(value)
@@ -95,7 +95,7 @@ def tokenizer_of(model: ModelInputs) -> Any:
 
 
 def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None) -> list[Text]:
-    """Tokenise texts, or pairs of texts; returns them with their token ids.
+    """Tokenise texts or pairs of texts; returns copies that hold the token ids.
 
     Args:
         texts: at least one.
@@ -174,7 +174,7 @@ class TextRows:
         return [bos] if self.data.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
 
     def rows(self, items: Iterator[Text | Row]) -> Iterator[Row]:
-        """Rows of at most `seq_len` tokens, in the order of the data.
+        """Yield rows of at most `seq_len` tokens, in the order of the data.
 
         Args:
             items: texts, chats and rows of the data.
@@ -185,7 +185,7 @@ class TextRows:
         return itertools.chain.from_iterable(self._split(x) if isinstance(x, Row) else self.windows(x) for x in encoded)
 
     def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
-        """Tokenise chats and texts; rows of tokens are passed on."""
+        """Tokenise chats and texts, and yield rows of tokens unchanged."""
         for kind, group in itertools.groupby(self._numbered(items), _kind):
             if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
@@ -214,7 +214,7 @@ class TextRows:
         return iter(parts)
 
     def _one_row(self, text: Text) -> Text:
-        """Cut a text to one row with special tokens, if it is longer."""
+        """Cut a text that, with special tokens, is longer than one row."""
         tokenizer = self.model.tokenizer
         # A tokenizer that cuts the beginning cuts the text's own BOS too.
         own = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
@@ -224,13 +224,13 @@ class TextRows:
         specials = tokenizer.num_special_tokens_to_add(text.second is not None) if adds_specials(tokenizer) else 0
         # Tokenizers do not cut below this length.
         if room <= specials:
-            raise LayersimError(f"`seq_len` is {self.length}; it must leave room for a text beside {specials} special tokens.")
+            raise LayersimError(f"`seq_len` is {self.length}; it must be above {specials}, the number of special tokens.")
         # A first special token that the text brings along is doubled before `encode` takes one away.
         [cut] = encode([text], self.model, room + text.own)
         return replace(cut, cut=True)
 
     def _chat(self, chat: Text) -> Text:
-        """The tokens of a chat. All special tokens come from its template: no BOS is added.
+        """Tokenise a chat. All special tokens come from its template: no BOS is added.
 
         Raises:
             LayersimError: `positions` is "assistant", and the template does not mark the assistant's tokens.
@@ -360,7 +360,7 @@ def row_too_long(kind: str, tokens: int, longest: int, model: ModelInputs) -> La
 def _assistant_spans(
     tokenizer: Any, messages: list[dict[str, Any]], text: str, given: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
-    """Spans of characters that the template marks in the rendered text, as start and exclusive end.
+    """Start and exclusive end of each span of characters that the template marks as the assistant's.
 
     `return_assistant_tokens_mask=True` maps these characters to tokens one by one: where a part begins or ends with a character
     without a token, as spaces are to some tokenizers, its mask ends too early or too late.

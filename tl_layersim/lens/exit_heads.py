@@ -100,7 +100,7 @@ class ExitHeads:
 
     @property
     def plain(self) -> LayerHeads:
-        """The heads in the form that kernels use, also on servers."""
+        """The heads as `LayerHeads`, which kernels use in this process and on servers."""
         return LayerHeads(self.weight, self.bias, self.digest)
 
     def to(self, to: torch.device | torch.dtype | str) -> ExitHeads:
@@ -184,7 +184,7 @@ class ExitHeads:
 
 
 def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
-    """Convert the argument `heads` to `ExitHeads`; a path is read.
+    """Convert the argument `heads` to `ExitHeads`; read the file if `heads` is a path.
 
     Args:
         heads: `ExitHeads`, the path of a file, or None.

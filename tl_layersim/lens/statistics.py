@@ -47,7 +47,7 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
 
 
 def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
-    """The input of `Unembed`, and whether `Unembed` must still apply the final norm.
+    """Vectors from which the head computes logits, and whether the final norm must still be applied to them.
 
     Args:
         view: the view of one batch.
@@ -136,7 +136,7 @@ def read_lens(
 
 
 def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely ids at every layer and token, and their probabilities.
+    """The most likely ids at every layer and token, and their probabilities, both `layer token rank`.
 
     Logits of one token at all layers are held at once.
 
@@ -183,7 +183,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
         "best_prob": 1 / total,
         # Rounding may give a probability above 1.
         "target_log_prob": (target_logit - top - log_total).clamp(max=0),
-        "before": _before(z, groups, target_id, target_logit, ranked),
+        "before": _count_above(z, groups, target_id, target_logit, ranked),
         "entropy": (log_total - expected).clamp(min=0),
         # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
         "kl": ((cross[:, -1:] - log_total[:, -1:]) - (cross - log_total)).clamp(min=0).masked_fill(excludes, torch.inf),
@@ -191,7 +191,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Group maxima of logits, and three moments of the logits minus their largest.
+    """Maxima of groups of logits, and three moments of the logits after subtraction of the largest.
 
     The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
     layer's distribution.
@@ -245,18 +245,18 @@ def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _members(groups: Tensor, vocabulary: int) -> Tensor:
-    """Ids in some groups of logits, `... member`. Ids of the last group may exceed the vocabulary."""
+def _ids_in_groups(groups: Tensor, vocabulary: int) -> Tensor:
+    """Vocabulary ids that belong to groups of logits, `... member`. Ids of the last group may exceed the vocabulary."""
     return groups[..., None] * GROUP_SIZE + torch.arange(min(GROUP_SIZE, vocabulary), device=groups.device)
 
 
 def _top_id(z: Tensor, groups: Tensor) -> Tensor:
     """The id with the largest logit. Of equal logits it is the lowest id, because argmax takes the first."""
-    ids = _members(groups.argmax(-1), z.shape[-1]).clamp_(max=z.shape[-1] - 1)
+    ids = _ids_in_groups(groups.argmax(-1), z.shape[-1]).clamp_(max=z.shape[-1] - 1)
     return ids.gather(-1, z.gather(-1, ids).argmax(-1, keepdim=True))[..., 0]
 
 
-def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
+def _count_above(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
     """Number of ids that rank above the target, at most `ranked`. Among equal logits the lower id ranks first."""
     # The target's logit is one of z, so that the comparison in its dtype is exact.
     logit, vocabulary = target_logit.to(z.dtype)[..., None], z.shape[-1]
@@ -265,7 +265,7 @@ def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, 
     before = torch.full(near.shape, ranked, device=z.device).masked_fill(near, 0)
     for some in torch.split(((groups >= logit) & near[..., None]).nonzero(), GROUPS_AT_ONCE):
         token, layer, group = some.T
-        ids = _members(group, vocabulary)
+        ids = _ids_in_groups(group, vocabulary)
         lower, exists = ids < target_id[token, layer, None], ids < vocabulary
         values, own = z[token[:, None], layer[:, None], ids.clamp_(max=vocabulary - 1)], logit[token, layer]
         ahead = ((values > own) | ((values == own) & lower)) & exists
@@ -279,12 +279,12 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """Prefix of keys in `view.memo` that says how the lens reads the layers."""
+    """Prefix of the lens's keys in `view.memo`, for one choice of norm and heads."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 
 def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
-    """First block whose top-1 prediction stays the same until the last layer, `token`.
+    """Index of the first block whose top-1 prediction stays the same until the last layer, `token`.
 
     Layers are read from the last one down, and only at tokens that have agreed so far.
 
@@ -313,7 +313,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
 
 
 def first_final(best: Tensor) -> Tensor:
-    """First block whose most likely id stays the same until the last block, `token`.
+    """Index of the first block whose most likely id stays the same until the last block, `token`.
 
     Args:
         best: `layer token`, the most likely ids.
@@ -395,7 +395,7 @@ def _top_ids(
 
 
 def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield chunks of tokens with the logits of each model.
+    """Yield slices of tokens, each with the logits of every model.
 
     The first chunk is one token, and its memory gives the size of the others.
 

@@ -40,7 +40,7 @@ def gives_classes(model: Model) -> bool:
 
 
 def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
-    """The argument `labels`, converted by `as_labels`. Its default depends on the models' heads.
+    """Check the argument `labels`, and replace None by the default for the models' heads.
 
     Args:
         labels: the argument as the user passed it; None for the next token, or for labels from the data if the models are
@@ -130,6 +130,6 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
     if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
         raise LayersimError(
-            f"`labels` are the input tokens at the same positions, {int(counted.sum())} in all; labels must be the targets of "
-            "their positions. Use labels='next_token'."
+            f"`labels` equal the input tokens at all {int(counted.sum())} counted positions; each label must be the target of "
+            "its position. Use labels='next_token'."
         )

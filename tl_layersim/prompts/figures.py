@@ -75,7 +75,7 @@ class PredictionGrid(Result):
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
-        """A tidy table, a row for each token and block.
+        """A tidy table with a row for each token and block, or for each entry of `field`.
 
         The table of `probability` has further columns: the token's position, the most likely word, and whether this word stays
         the most likely in all later blocks.
@@ -208,7 +208,7 @@ def trajectory_pca(
 
 
 def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> dict[str, Tensor]:
-    """Most likely next tokens at each layer and token, with probabilities, entropies and saturation layers."""
+    """A dict of the most likely next tokens at each layer and token, probabilities, entropies and saturation layers."""
     nothing = torch.full_like(view.tokens, NO_LABEL)
     lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
     saturation, bad = saturation_layers(view, normed, memory_mb)
@@ -225,7 +225,7 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> di
 
 
 def pca_kernel(view: View, *, whole: bool) -> dict[str, Tensor]:
-    """Coordinates of residuals, `token residual component`, in the plane of two principal components.
+    """A dict with the coordinates of residuals in a principal plane, `token residual component`, and the explained variance.
 
     Args:
         view: view of one row of tokens.

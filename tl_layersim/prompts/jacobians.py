@@ -333,7 +333,7 @@ def token_of(position: int, tokens: int) -> int:
 def connections_of(
     along: str, blocks: tuple[int, ...], token: int | None, positions: list[int] | None, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """Block, t_in and t_out of each connection."""
+    """A list of the connections, each as block, t_in and t_out."""
     at = token_of((0 if along == "fixed-input" else -1) if token is None else token, tokens)
     if along == "depth":
         return [(block, at, at) for block in blocks]
@@ -352,7 +352,7 @@ def connections_of(
 def jacobians_kernel(
     view: View, *, blocks: tuple[int, ...], pairs: tuple[tuple[int, int], ...], method: str, memory_mb: float
 ) -> dict[str, Tensor]:
-    """Jacobians of blocks on one prompt, `block pair d_model d_model`.
+    """A dict with the Jacobians of blocks on one prompt, `block pair d_model d_model`, and their errors.
 
     Args:
         view: view of one row of tokens, with the calls of the blocks.
@@ -377,7 +377,7 @@ def jacobians_kernel(
 
 
 def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
-    """Coupling of the Jacobians of one prompt, one Jacobian for each connection.
+    """A dict with the coupling between the Jacobians of all connections of one prompt.
 
     Args:
         view: view of one row of tokens, with the calls of the blocks.
@@ -402,7 +402,7 @@ def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], opti
 
 
 def connections(where: list[tuple[int, int, int]], device: torch.device) -> Connections:
-    """The `Connections` of one prompt.
+    """Convert block, t_in and t_out of each connection of one prompt to `Connections`.
 
     Args:
         where: block, t_in and t_out of each connection.

@@ -49,7 +49,7 @@ SHAPE = "{'class_labels': (objects,) whole numbers, 'boxes': (objects, 4)} for e
 
 
 class Objects(NamedTuple):
-    """The objects in one image.
+    """Classes and boxes of the objects in one image.
 
     Attributes:
         classes: `object`, int64.
@@ -61,7 +61,7 @@ class Objects(NamedTuple):
 
 
 class AnnotatedImages:
-    """Images with the objects in each of them, in the order of the rows.
+    """Images and the annotated objects in each image, in the order of the data.
 
     Iterating over it gives the items of the data, and keeps the annotations of each item that is read.
 
@@ -86,14 +86,14 @@ class AnnotatedImages:
         if annotations is not None:
             self._add(annotations)
         elif isinstance(given, Mapping):
-            self._note(given)
+            self._add_from(given)
         elif isinstance(given, Iterable) and not isinstance(given, str | bytes | Tensor | np.ndarray) and not is_image(given):
             self.data = self
 
     def __iter__(self) -> Iterator[Any]:
         self.objects.clear()
         for item in self.given:
-            self._note(item)
+            self._add_from(item)
             yield item
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +118,7 @@ class AnnotatedImages:
                 "image without objects needs an empty annotation."
             )
 
-    def _note(self, item: Any) -> None:
+    def _add_from(self, item: Any) -> None:
         """Store the annotations of one item of the data, which is a row or a batch."""
         found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
         if not found:
@@ -239,7 +239,7 @@ def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str,
 def detection_kernel(
     view: View, *, heads: DetectionHeads, objects: Sequence[Objects], weights: Mapping[str, float]
 ) -> dict[str, Tensor]:
-    """Sums over images: the errors of matched queries at every layer, and the numbers of queries and objects.
+    """A dict of sums over images: errors of matched queries by layer, and numbers of queries and objects.
 
     Args:
         view: activations of one batch, all queries of each image.

@@ -214,7 +214,7 @@ class TowerComparison(Analyzer):
         found = torch.full_like(sums["matched"], math.nan)
         own = dict(sums.fields)
         if "samples" not in own:
-            warn("CKA needs four pairs of an image and a text: `cka` is NaN. Pass more data.")
+            warn("`cka` is NaN, because CKA needs at least four pairs of an image and a text. Pass more data.")
             return found
         rows, columns = ((own[name] > 0).nonzero()[:, 0] for name in ("xx", "yy"))
         if not len(rows) or not len(columns):
@@ -228,7 +228,7 @@ class TowerComparison(Analyzer):
 
 
 def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed], norm: str) -> dict[str, Tensor]:
-    """Sums over pairs of an image and a text: the cosines between all layers, and the unit vectors.
+    """A dict of sums over pairs of an image and a text: cosines between all layers, and unit vectors.
 
     Args:
         vision: activations of the images, one sample for each row.

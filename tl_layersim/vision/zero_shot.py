@@ -79,7 +79,7 @@ class ZeroShotClassifier(torch.nn.Module):
         return tensor_of(x)
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> ZeroShotSource:
-        """The source with which `analyze` and `attach` read this model."""
+        """A `ZeroShotSource`, through which `analyze` and `attach` run this model."""
         refuse_paths(layers, unembed, "a zero-shot classifier")
         path = f"{self._tower.path}.{self._tower.blocks}"
         count = len(self.get_submodule(path))  # type: ignore[arg-type]  # a list of modules
@@ -93,7 +93,10 @@ class ZeroShotClassifier(torch.nn.Module):
 
 
 class ZeroShotSource(HookedSource):
-    """Source of a zero-shot classifier. It reads the vision tower's residual stream, with the classifier as the lens."""
+    """Source of the activations of a zero-shot classifier.
+
+    It reads the vision tower's residual stream, with the classifier as the lens.
+    """
 
     module: ZeroShotClassifier
 
@@ -249,7 +252,7 @@ def _prompts_by_class(
         names = [class_names] if isinstance(class_names, str) else list(class_names)
         templates = [template] if isinstance(template, str) else list(template)
         if not templates or not all("{}" in each for each in templates):
-            raise LayersimError(f"`template` is {brief(template)}; it must have a place {{}} for the name of a class.")
+            raise LayersimError(f"`template` is {brief(template)}; it must contain {{}}, which the name of a class replaces.")
         by_class = [[each.replace("{}", name) for each in templates] for name in names]
     else:
         given = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
@@ -267,7 +270,7 @@ def _prompts_by_class(
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """The prompts for one class as a list, from a text, a row of token ids, or several of these."""
+    """Convert the prompts for one class, one or several texts or rows of token ids, to a list."""
     if isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int):
         prompts = torch.tensor(prompts)
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
