@@ -428,7 +428,7 @@ def evaluate_layers(
 
 
 def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
-    """Neural collapse (NC1) of each layer, a tensor `layer`. None if the data has fewer than two classes."""
+    """Neural collapse (NC1) of each layer, a tensor `residual`. None if the data has fewer than two classes."""
     try:
         nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
     except LayersimError as error:
