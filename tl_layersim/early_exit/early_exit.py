@@ -67,7 +67,7 @@ class ExitLogits:
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Tokens run through blocks, as a fraction of the full model's."""
+        """Number of tokens that blocks process, summed over blocks and divided by the full model's."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class EarlyExit:
         self._verify(ends)
 
     def _given_blocks(self, at: Layer | Sequence[Layer] | None) -> tuple[int, ...] | None:
-        """The blocks with an exit check that `at` names, ascending. None if `at` is None.
+        """Indices of the blocks in `at`, ascending. None if `at` is None.
 
         Raises:
             LayersimError: `at` names the last block, no block, or one twice.
@@ -303,7 +303,7 @@ class EarlyExit:
     def _prompts(
         self, prompt: Any, attention_mask: Tensor | None, tokenizer: Any, max_new_tokens: int
     ) -> tuple[Any, tuple[Tensor, Tensor | None]]:
-        """The tokenizer, and token ids and mask of the prompts.
+        """Tokenizer, token ids and attention mask of the prompts.
 
         Raises:
             LayersimError: the model cannot generate, or the rows would exceed its context.

@@ -92,7 +92,7 @@ class ExitCosts:
         return self.start + self.blocks * self.block + self.head
 
     def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:
-        """The expected cost from one exit check to the next, or to the head.
+        """Expected cost of the blocks between two exit checks, and of the upper check or the head.
 
         A part is run if any row needs it. Rows exit independently.
 
@@ -218,7 +218,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
-    """The fraction of positions that have exited after each block, by an exit curve.
+    """List of the cumulative fraction of positions that exit up to each block, from an exit curve.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.

@@ -23,7 +23,7 @@ Shortlist: TypeAlias = Sequence[SupportsIndex] | Integer[Tensor, " token"] | np.
 
 @dataclass(frozen=True, eq=False)
 class ExitLens:
-    """The logits of each layer of a model.
+    """Logit lens of every layer, with the model's own head or separate heads.
 
     Attributes:
         unembed: the model's own final norm and head.
@@ -38,7 +38,7 @@ class ExitLens:
     normed: bool = True
 
     def norms(self, layer: int) -> bool:
-        """Whether the head of a layer reads the output of the final norm."""
+        """Whether the final norm is applied before a layer's head."""
         return self.heads is None or self.normed or layer == self.blocks
 
     def __call__(self, x: Tensor, layer: int, needs_norm: bool = True) -> Tensor:
@@ -59,7 +59,7 @@ class ExitLens:
         return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
 
     def rows(self, layer: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight `candidate d_model` and bias `candidate` of a layer's head for some token ids."""
+        """Rows of a layer's head for the given token ids: weight `candidate d_model` and bias `candidate`."""
         if self.heads is not None:
             return self.heads.rows(layer - 1, ids)
         linear = self.unembed.linear
@@ -126,7 +126,7 @@ class ExitCheck:
         return exits, self.lens(x[exits], layer, needs_norm) if logits is None else logits[exits]
 
     def _logits(self, rule: ExitRule, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
-        """The logits that an exit rule reads, see `CheckedTokens.logits`."""
+        """Logits for an exit rule, over its shortlist or the whole vocabulary. Empty if the rule reads none."""
         if not rule.reads_logits:
             return x.new_zeros(len(x), 0)
         if rule.shortlist is None:
@@ -141,7 +141,7 @@ class ExitCheck:
 def shortlist_ids(
     shortlist: Shortlist | None, rule: type[ExitRule], split_model: LocalSplitModel, unembed: Unembed
 ) -> Tensor | None:
-    """The token ids of a shortlist. None if `shortlist` is None.
+    """Check a shortlist and return its token ids as a tensor. None if `shortlist` is None.
 
     Raises:
         LayersimError: these are not distinct token ids, or the rule or the head cannot use a shortlist.

@@ -47,18 +47,18 @@ class Generated:
 
     @property
     def mean_exit(self) -> float:
-        """Mean over new tokens of the number of blocks that had run."""
+        """Mean number of blocks that had run when a new token was chosen."""
         return float(torch.cat(self.exits).double().mean())
 
     @property
     def share_of_blocks(self) -> float:
-        """Block calls, as a fraction of the full model's. This is the relative time if memory bandwidth is the bottleneck."""
+        """Number of block calls divided by the full model's. It is the relative time if memory bandwidth is the bottleneck."""
         return self.block_calls / max(1, self.layers * self.steps)
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Tokens run through blocks, as a fraction of the full model's. This is the relative time if arithmetic is the
-        bottleneck.
+        """Number of tokens that blocks process, summed over blocks and divided by the full model's. It is the relative time if
+        arithmetic is the bottleneck.
         """
         return self.block_tokens / max(1, self.full_block_tokens)
 
@@ -112,7 +112,7 @@ class TokenSampler:
 
 
 def end_ids(module: Any, eos_token_id: Any = None) -> frozenset[int]:
-    """Token ids that end a row. Default: those of the model."""
+    """Set of token ids at which the generation of a row stops. Default: those of the model."""
     if eos_token_id is None:
         eos_token_id = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
         eos_token_id = getattr(module.config, "eos_token_id", None) if eos_token_id is None else eos_token_id
@@ -196,7 +196,7 @@ def prompt_rows(
         tokens, attention = _rows_of_texts(prompt, model, tokenizer)
     lengths = attention.sum(1)
     if not len(lengths) or int(lengths.min()) == 0:
-        raise LayersimError("`prompt` has a row without a token.")
+        raise LayersimError("`prompt` has a row without a token; every row needs one or more.")
     refuse_other_ids(tokens[attention], model, "prompt")
     longest = int(lengths.max())
     # The last new token does not run through the model.

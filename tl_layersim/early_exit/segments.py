@@ -65,7 +65,9 @@ class Segments(ABC):
 
     @abstractmethod
     def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
-        """Inputs of the forward pass, and residuals that enter the current segment. None if no row is left."""
+        """Arguments of the model for the next forward pass, and the residuals that enter its first segment. None if no row is
+        left.
+        """
 
     @abstractmethod
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:

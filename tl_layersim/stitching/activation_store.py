@@ -1,4 +1,4 @@
-"""Data of a stitch, and activations of the front model."""
+"""Batches for fitting and evaluating a stitch, and the front model's activations."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
 
 
 def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
-    """Indices of the first and of the last document in each row, two tensors `row`."""
+    """First and last document of each row, as two tensors `row` of document indices."""
     first, last, packed = list[int](), list[int](), 0
     for batch in batches:
         for number, source in enumerate(batch.sources[0][:, 0].tolist()):
@@ -146,7 +146,7 @@ def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
 
 
 class ActivationStore:
-    """The front model's residual stream at one layer, by batch.
+    """Residual stream of the front model at one layer, for each batch of the data.
 
     Args:
         front: the model.
@@ -221,7 +221,7 @@ class ActivationStore:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """Free bytes on the disk of `folder` or in memory, and the word for the place."""
+    """Number of free bytes on the disk of `folder`, and "disk". If `folder` is None, free bytes of memory, and "memory"."""
     import psutil
 
     if folder is not None:

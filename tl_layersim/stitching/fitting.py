@@ -32,7 +32,7 @@ JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 
 class Progress:
-    """The states of all stitches in one call, and the file that stores them.
+    """Checkpoint of one call: the state of each stitch, and the file that stores the states.
 
     Args:
         path: path of the file; None to keep no state.
@@ -59,7 +59,7 @@ class Progress:
         return self.file.saved_on_interrupt(self.snapshot, lambda: "The state of the stitches is")
 
     def snapshot(self) -> Snapshot | None:
-        """Notes and tensors of all stitches. None if there are none yet."""
+        """State of all stitches as the file stores it: metadata and tensors. None if no stitch has a state."""
         notes = {key: note for key, (note, _) in self.states.items()}
         tensors = {f"{key}/{name}": x for key, (_, own) in self.states.items() for name, x in own.items()}
         return ({"stitches": notes}, tensors) if notes else None
@@ -95,7 +95,7 @@ def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
 def cross_moments(
     features: Features, adds_residual: Callable[[int, int], bool], hidden: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
-    """Sums over tokens of the back model's residuals and of their products with the features.
+    """Sums over tokens of the targets, the feature-target products and the squared targets.
 
     Args:
         features: see `AdapterKind.features`.
@@ -249,13 +249,16 @@ def least_squares(
 
 
 def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
-    """The initial adapter of a training, which is the identity map.
+    """Identity adapter from which gradient descent starts.
 
     Raises:
         LayersimError: the widths differ.
     """
     if d_front != d_back:
-        raise LayersimError(f"`fit` is 'sgd', but the widths {d_front} and {d_back} differ. Use fit='lstsq+sgd'.")
+        raise LayersimError(
+            f"`fit` is 'sgd', which needs residual streams of equal width; the widths are {d_front} and {d_back}. Use "
+            "fit='lstsq+sgd'."
+        )
     weight = torch.zeros(d_back, d_front) if kind.adds_residual(d_front, d_back) else torch.eye(d_back)
     return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)
 
@@ -336,7 +339,7 @@ class StitchDescent(Descent):
         return self.progress.snapshot()
 
     def parts_of(self, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weight and bias: initial values plus learnt changes times their units."""
+        """Current weight and bias by name: initial value plus learnt change times its unit."""
         return {name: part + learnt[name] * self.units[name] for name, part in self.fixed.items()}
 
     def entering(self, index: int, learnt: Mapping[str, Tensor]) -> Tensor:
@@ -403,7 +406,7 @@ class StitchDescent(Descent):
         return Adapter(self.start.kind, **{name: part.cpu() for name, part in self.parts_of(ends[chosen]).items()})
 
     def _loss_of(self, learnt: Mapping[str, Tensor]) -> float:
-        """Mean loss with these changes, on a few evenly spaced batches."""
+        """Mean loss of the adapter with the changes `learnt`, on a few evenly spaced batches."""
         total, count = 0.0, 0.0
         for index in range(0, len(self.acts), max(1, len(self.acts) // COMPARED_BATCHES)):
             with torch.no_grad():

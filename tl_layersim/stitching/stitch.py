@@ -95,8 +95,8 @@ class StitchExperiment:
         self.labels = usual_labels(labels, [(back.model, back.module) for back in self.backs], data.source)
         if isinstance(self.labels, Tensor) and eval_data is not None:
             raise LayersimError(
-                "`labels` is a table, which cannot be used with `eval_data`. Use labels='data' and a column `labels` in both "
-                "data sets."
+                "`labels` is a table; with `eval_data`, it must be 'next_token', or 'data' with a column `labels` in both data "
+                "sets."
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, labelled, position_counter([each.source for each in self.models]))
@@ -128,7 +128,7 @@ class StitchExperiment:
         if self.given is None and self.kind.has_weight:
             self.fit = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
         elif fit is not None:
-            raise LayersimError(f"`fit` is {fit!r}, but `adapter` is {brief(adapter)}, which is not fitted.")
+            raise LayersimError(f"`fit` is {fit!r}; it must be None with adapter={brief(adapter)}, which is not fitted.")
         for name, given, method in (("training", training is not None, "sgd"), ("ridge", ridge, "lstsq")):
             if given and method not in self.fit:
                 raise LayersimError(f"`{name}` has no effect with adapter={brief(adapter)} and fit={self.fit or None!r}.")
@@ -168,7 +168,7 @@ class StitchExperiment:
             )
 
     def options(self) -> dict[str, Any]:
-        """The adapter and the settings of its fit."""
+        """Dict of the adapter and the settings of its fit, for the provenance."""
         which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
         recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
         recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
@@ -177,7 +177,7 @@ class StitchExperiment:
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
     def progress(self, checkpoint: str | os.PathLike[str] | None, **where: Any) -> Progress:
-        """The states of the stitches in a checkpoint file.
+        """Open a checkpoint file with the states of the stitches.
 
         Args:
             checkpoint: path of the file; None to keep no state.
@@ -296,7 +296,7 @@ class StitchExperiment:
     def _evaluate(
         self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Targets, losses and correct predictions of stitched model and back model, by batch."""
+        """Evaluate a stitched model on each batch. Returns the tensors `batch` in `JUDGED`, by name."""
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
@@ -315,7 +315,7 @@ class StitchExperiment:
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """Targets, losses and correct predictions of the back model alone, by batch."""
+        """Evaluate the back model alone on each batch. Returns tensors `batch`: "loss", "correct" and "count" of targets."""
         each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
         scores = _stacked(each, "loss", "correct", "count")
         if not bool(scores["loss"].isfinite().all()):
@@ -359,7 +359,7 @@ def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
 
 
 def point_number(model: Model, layer: Layer, argument: str) -> int:
-    """Index of a point of the residual stream. 0 is the input of block 0, and i + 1 the output of block i.
+    """Index of a stitch point in the residual stream of a model. 0 is the input of block 0, and i + 1 the output of block i.
 
     Args:
         model: description of the model.
@@ -391,7 +391,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         given = ", ".join(f"{amount(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have a list for each of {', '.join(models)}, all of the same length above 0."
+            f"`layers` has {given}; it must have lists of equal length, with one layer or more, for {', '.join(models)}."
         )
     return {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
 
@@ -560,7 +560,7 @@ def stitch_grid(
     tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
     def table(of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
-        """A value of each stitch, `front back seam ...`."""
+        """Tensor `front back seam ...` of the values that `of` computes from the states of the stitches."""
         each = {key: of({**note, **tensors}) for key, (note, tensors) in found.items()}
         rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)

@@ -148,7 +148,7 @@ class StitchResult(Result):
 
     @property
     def curve(self) -> Tensor:
-        """The same as `values`: training losses, `step`."""
+        """Training loss in nats at each step, `step`; the same tensor as `values`."""
         return self.values
 
     @property
@@ -344,12 +344,12 @@ class StitchGrid(Result):
 
     @property
     def backs(self) -> tuple[str, ...]:
-        """The same as `fronts`."""
+        """Names of the back models; the same as `fronts`."""
         return self.fronts
 
     @property
     def penalty(self) -> Tensor:
-        """The same as `values`: stitching penalties in nats, `front back seam`."""
+        """Stitching penalties in nats, `front back seam`; the same tensor as `values`."""
         return self.values
 
     def declared(self, field: str = "values") -> Declaration:
@@ -400,7 +400,9 @@ class StitchGrid(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot a field over stitch points, with a line for each front and back. Stitches of a model with itself are dashed."""
+        """Plot a field over stitch points, with a line for each pair of front and back model. Stitches of a model with
+        itself are dashed.
+        """
         from ..reporting.many_model_figures import stitch_lines
         from ..reporting.style import intervals_in_words, with_size, with_subtitle
 

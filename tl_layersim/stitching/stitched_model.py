@@ -1,4 +1,4 @@
-"""Stitched models, and the source that reads them."""
+"""Stitched models as modules, and access to their activations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StitchedModel(nn.Module):
         back.tuples()
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> StitchedSource:
-        """The source that reads this model."""
+        """Open this model so that `analyze` can read its activations."""
         return StitchedSource(self, layers, unembed)
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
@@ -105,7 +105,11 @@ class StitchedModel(nn.Module):
 
     @staticmethod
     def _without_cache(options: dict[str, Any]) -> dict[str, Any]:
-        """The options without switches of the key-value cache."""
+        """Remove `use_cache` and `use_past_kv_cache` from the options.
+
+        Raises:
+            LayersimError: the options use a key-value cache.
+        """
         given = [key for key in CACHE_SWITCHES if options.get(key)]
         given += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
         if given:
@@ -114,7 +118,7 @@ class StitchedModel(nn.Module):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """Let the back model's forward pass start from the adapter's output."""
+        """Replace the back model's `forward`, so that its upper blocks start from the adapter's output."""
         front, back = self._split_models
         own = vars(self.back).get("forward")
         call: Callable[..., Any] = self.back.forward
@@ -176,7 +180,7 @@ class StitchedModel(nn.Module):
 
 
 class StitchedSource(HookedSource):
-    """The source that reads a stitched model from the adapter's output on."""
+    """Activations of a stitched model, from the adapter's output to the last block."""
 
     def aside(self) -> bool:
         # The front's forward pass is not recorded, because front and back may share blocks.

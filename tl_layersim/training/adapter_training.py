@@ -108,12 +108,12 @@ class AlignedAdapters(Result):
 
     @property
     def directions(self) -> tuple[int, ...]:
-        """Indices of an adapter's rank-one directions."""
+        """Indices of the rank-one directions of each adapter, from 0 to rank - 1."""
         return tuple(range(self.down.shape[1]))
 
     @property
     def losses(self) -> Tensor:
-        """The same as `values`: held-out cross-entropies in nats, `stage layer`."""
+        """Held-out cross-entropies in nats, `stage layer`; the same tensor as `values`."""
         return self.values
 
     def aligned(self, stage: str) -> float:
@@ -246,7 +246,7 @@ class AdapterSteps(TrainingSteps):
         return ({}, parts | {"curve": torch.stack(curve)}) if curve else None
 
     def evaluate(self, parts: Parts) -> Tensor:
-        """Held-out loss of each layer with the adapters, `layer`, in nats."""
+        """Held-out loss in nats with the adapters in `parts`, a tensor `layer`."""
         count, size = len(self.eval_data), self.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         losses, targets = torch.zeros((), dtype=torch.float64), 0
@@ -263,7 +263,7 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run steps or evaluations in order, in as few requests as time allows.
+        """Run optimiser steps or evaluations in order, as many in each request as its time limit allows.
 
         Args:
             count: number of items.
@@ -304,7 +304,7 @@ class AdapterSteps(TrainingSteps):
             source.ndif.say = quiet
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """Inputs of a step, or of an evaluation if `rate` is None."""
+        """Inputs, targets and learning rate of one optimiser step. An evaluation has no learning rate."""
         batch = data.take(rows)
         ids = {"tokens": batch.main}
         if self._unembed.reads == "rows":
@@ -320,7 +320,7 @@ class AdapterSteps(TrainingSteps):
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """The initial adapters and AdamW's initial moments."""
+    """Initial adapters and initial moments of AdamW, as tensors by name."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32

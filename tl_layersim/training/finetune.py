@@ -149,7 +149,7 @@ class FineTuning(Descent):
         )
 
     def _rows(self) -> Iterator[list[int]]:
-        """Row indices of each forward pass of the next step, for this process."""
+        """Row indices of the next step for this process, one list for each forward pass."""
         for part in range(self.settings.accumulation):
             start = ((self.step * self.settings.accumulation + part) * self.ranks + self.rank) * self.batch_size
             yield [self._shuffle.row(place) for place in range(start, start + self.batch_size)]
@@ -249,7 +249,7 @@ class AlignedResult(Result):
 
     @property
     def held_out_loss(self) -> Tensor:
-        """The same as `values`: held-out cross-entropies in nats, `look layer`."""
+        """Held-out cross-entropies in nats at each evaluation, `look layer`; the same tensor as `values`."""
         return self.values
 
     def measured_on(self, field: str) -> str:
@@ -276,7 +276,7 @@ def finetune_aligned(
     labels: Any = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> AlignedResult:
-    """Fine-tune a model so that every layer, read by the model's own head, predicts the targets.
+    """Fine-tune a model so that its own head predicts the targets from every layer.
 
     The model is trained in place; its mode (training or evaluation) is restored at the end. Processes started by `accelerate
     launch` share each step: n processes take n times as many rows in a step.

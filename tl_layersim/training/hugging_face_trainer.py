@@ -173,12 +173,12 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 return nearest
             values = (f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items())
             raise LayersimError(
-                f"`model` computes a loss of {own:.5g}; it must be the cross-entropy of the last layer, {' or '.join(values)}. "
-                "Set unembed=[final norm, head] of open_model, or model.config.output_router_logits = False."
+                f"The loss of `model` is {own:.5g}; it must equal the cross-entropy of the last layer, {' or '.join(values)}. "
+                "Use open_model(model, unembed=[final norm, head]), or set model.config.output_router_logits = False."
             )
         return None
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Shift labels `batch pos` to targets. The target at a position is the label of the next position."""
+    """Next-token targets of unshifted labels, `batch pos`. The target at a position is the label of the next position."""
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], NO_LABEL)], 1)

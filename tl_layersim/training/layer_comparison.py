@@ -209,7 +209,7 @@ class LayerChange(Result):
 
     @property
     def cross_entropy(self) -> Tensor:
-        """The same as `values`: cross-entropies in nats, `model layer`."""
+        """Cross-entropies in nats, `model layer`; the same tensor as `values`."""
         return self.values
 
     def measured_on(self, field: str) -> str:
@@ -428,7 +428,7 @@ def evaluate_layers(
 
 
 def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
-    """NC1 of each layer. None if the data has fewer than two classes."""
+    """Neural collapse (NC1) of each layer, a tensor `residual`. None if the data has fewer than two classes."""
     try:
         nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
     except LayersimError as error:

@@ -23,7 +23,7 @@ LOGITS = 2**23
 
 
 def layer_weights(weights: Weights, n_layers: int) -> list[float]:
-    """The weights of the layers in the aligned loss, in order. Their sum is 1.
+    """List of each layer's weight in the aligned loss, first layer first. The weights sum to 1.
 
     Raises:
         LayersimError: there is not one weight for each layer, a weight is negative, or they do not sum to 1.
@@ -45,7 +45,7 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
 
 
 def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
-    """Positions with a target, as indices into the flattened `batch pos`, and their targets.
+    """Flat indices of the positions with a target, and the targets. An index counts positions of the flattened `batch pos`.
 
     Args:
         reads: see `Head`. For "rows", the position is the first of each row.
@@ -56,8 +56,8 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
     if reads == "every":
         if targets.shape[-1] != positions:
             raise LayersimError(
-                f"`labels` has {targets.shape[-1]} labels in a row, but the residual stream has {positions} positions. Soft "
-                "prompts and image patches add positions."
+                f"`labels` has {targets.shape[-1]} labels per row; it must have one for each of the {positions} positions of "
+                "the residual stream. Soft prompts and image patches add positions."
             )
         flat = targets.flatten()
         index = (flat != NO_LABEL).nonzero()[:, 0]
@@ -94,7 +94,7 @@ def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, h
 
 
 class _Summed(torch.autograd.Function):
-    """Weighted sum of cross-entropies under a linear head. The forward pass also computes the gradients.
+    """Autograd function of `summed_loss` for a linear head. The forward pass also computes the gradients.
 
     torch's `linear_cross_entropy` has no weights of rows: it would be called for each layer, and hold a gradient of the whole
     head for each call.
@@ -136,7 +136,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """Weighted sum of cross-entropies. The forward pass also computes the gradient."""
+    """Autograd function from logits to the weighted sum of cross-entropies. The forward pass also computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def refuse_other_labels(targets: Tensor, vocabulary: int, of: str = "") -> None:
 
 
 def chunks(count: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of `count` tokens, each with at most `LOGITS` logits."""
+    """Slices that divide `count` tokens into chunks of at most `LOGITS` logits."""
     size = max(1, LOGITS // vocabulary)
     return (slice(start, start + size) for start in range(0, count, size))
 

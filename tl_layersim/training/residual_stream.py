@@ -153,15 +153,18 @@ class ResidualStream:
     def at_targets(
         self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool | None
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """Inputs of the head at positions with a target, by layer, and these targets.
+        """Select the inputs of the head at the positions with a target.
 
         Args:
             batch: inputs and targets.
             residuals: residual stream after each layer, `batch pos d_model`.
             norm: whether the final norm is applied below the last layer as well as at it; None for no norm at any layer.
+
+        Returns:
+            For each layer, the inputs of the head; and the targets, `target`.
         """
         pos = next(iter(residuals.values())).shape[1]
-        index, targets = positions_with_targets(self.reads, batch.targets, self._read_from(batch), pos)
+        index, targets = positions_with_targets(self.reads, batch.targets, self._attended(batch), pos)
         read = {}
         for layer, x in residuals.items():
             normed, here = norm or (norm is not None and layer == self.n_layers), index.to(x.device)
@@ -174,8 +177,8 @@ class ResidualStream:
                 read[layer] = self.unembed.normed(x) if normed else x
         return read, targets
 
-    def _read_from(self, batch: TrainingBatch) -> Tensor | None:
-        """Mask `batch pos`, False at padding. A classifier reads the last True position of a row."""
+    def _attended(self, batch: TrainingBatch) -> Tensor | None:
+        """Attention mask `batch pos`, False at padding. A classifier reads the last True position of a row."""
         if self._pad is None or batch.main.is_floating_point():
             return batch.attended
         kept = batch.main != self._pad
@@ -200,7 +203,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """The weighted cross-entropy of the output of `at_targets`, summed over targets and layers."""
+        """Weighted sum of cross-entropies over targets and layers, from the head's inputs by layer."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])
@@ -245,7 +248,7 @@ class ResidualStream:
 
 
 def usable(value: Any) -> Any:
-    """Copy a tensor from `torch.inference_mode()`, because autograd cannot save it."""
+    """Clone a tensor made in `torch.inference_mode()`, so that autograd can save it. Other values are returned as they are."""
     unusable = isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled()
     return value.clone() if unusable else value
 
@@ -255,7 +258,7 @@ _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStream:
-    """Open a model in this process for training.
+    """Open a model for training, as a `ResidualStream`.
 
     Args:
         model: the model, or an `OpenedModel`.
@@ -275,7 +278,7 @@ def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStre
     if not isinstance(source, HookedSource) or isinstance(source, StitchedSource):
         raise LayersimError(
             f"`model` is {source.model.source}; it must be a single model in this process. For an nnsight model, use "
-            "train_adapters, or pass its `_model`."
+            "train_adapters, or pass model._model."
         )
     return ResidualStream(source)
 
@@ -345,7 +348,7 @@ def aligned_loss(
 
 
 def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
-    """The labels in the shape of the head's predictions."""
+    """Targets of a batch, in the shape of the head's predictions. Without labels, the next tokens."""
     if labels is None:
         if reads != "every" or tokens.is_floating_point():
             raise LayersimError("`labels` is None; a classifier needs one class for each row.")

@@ -145,12 +145,12 @@ class AlignedTraining:
         return OBJECTIVES.named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
-        """Weights of the layers' cross-entropies at a step, by layer from 1."""
+        """Dict from each trained layer, counted from 1, to the weight of its cross-entropy at a step."""
         objective = OBJECTIVES.named(self.objective)
         return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
-        """The settings that affect the results."""
+        """Dict of the settings that affect the results, for the provenance."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
         options["schedule"] = self.schedule or OBJECTIVES.named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora

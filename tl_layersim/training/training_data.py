@@ -116,7 +116,8 @@ def open_training_data(
         raise LayersimError("`positions` is 'mean'; training needs single positions.")
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
-            "`labels` is a table, which cannot be used with `eval_data`. Use labels='data', and a column `labels` in both."
+            "`labels` is a table; with `eval_data`, it must be 'next_token', or 'data' with a column `labels` in both data "
+            "sets."
         )
     usual = usual_labels(labels, [(model, module)], data.source)
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
@@ -191,7 +192,7 @@ def record_of_training(
 
 
 def rows_in_words(run: Provenance, training: bool) -> str:
-    """The number of training rows or held-out targets, in words.
+    """Text with the number of training rows or held-out targets, such as "40 training rows".
 
     Args:
         run: record of the training.

@@ -156,7 +156,11 @@ class Adapter(nn.Module):
         definition = ADAPTER_KINDS.named(kind)()
         if (weight is not None, bias is not None) != (definition.has_weight, definition.has_bias):
             needed = [name for name, needs in (("weight", definition.has_weight), ("bias", definition.has_bias)) if needs]
-            raise LayersimError(f"An adapter of kind {kind!r} takes {' and '.join(needed) or 'neither weight nor bias'}.")
+            given = [name for name, part in (("weight", weight), ("bias", bias)) if part is not None]
+            raise LayersimError(
+                f"Adapter got {' and '.join(given) or 'neither weight nor bias'}; with kind={kind!r}, it takes "
+                f"{' and '.join(needed) or 'neither weight nor bias'}."
+            )
         self.definition, self.kind = definition, kind
         # Buffers are moved and saved with a model, and not trained by its optimiser. The layout in memory is that of a weight
         # read from a file, because the last bits of a product depend on it.

@@ -71,11 +71,11 @@ class Objective(nn.Module):
 
     @classmethod
     def terms(cls, settings: Any, step: int, n_layers: int) -> dict[int, float]:
-        """Weights of the layers' cross-entropies at a step, by layer from 1."""
+        """Dict from each trained layer, counted from 1, to the weight of its cross-entropy at a step."""
         return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        """The loss of a batch at steps that train every layer, summed over targets.
+        """The objective's own loss of a batch, summed over targets. It is not used at steps that train the last layer alone.
 
         Args:
             batch: inputs and targets.
@@ -111,7 +111,7 @@ class Objective(nn.Module):
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def head_of(self, layer: int) -> nn.Linear | None:
-        """The layer's own head. None if the layer uses the model's head."""
+        """Separate linear head of a layer. None if the layer uses the model's head."""
         if self.heads is None or layer == self.stream.n_layers:
             return None
         head = self.heads[layer - 1]
@@ -119,7 +119,7 @@ class Objective(nn.Module):
         return head
 
     def exit_heads(self) -> ExitHeads | None:
-        """A copy of the layers' own heads. None if all layers use the model's head.
+        """Copy of the separate heads as `ExitHeads`. None if all layers use the model's head.
 
         The copy records the model's current weights, which the heads belong to.
         """
@@ -136,7 +136,11 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, batch: TrainingBatch) -> Tensor:
-        """Summed cross-entropy, correct predictions and targets of each layer, `3 layer`, float64."""
+        """Evaluate every layer on a batch.
+
+        Returns:
+            `3 layer`, float64: the sum of cross-entropies, the number of correct predictions and the number of targets.
+        """
         stream = self.stream
         read, targets = stream.at_targets(batch, self.residuals(batch, None), self.norms_every_layer)
         sums = torch.zeros(3, stream.n_layers, dtype=torch.float64)
