@@ -105,7 +105,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if len(axes) == 1:
         return _curve(result, field, axes[0], values, titles, ends)
     if len(axes) != 2:
-        raise LayersimError(f"`field` is {field!r}, which has {len(axes)} axes; a figure shows one or two. Use to_frame.")
+        raise LayersimError(f"`field` is {field!r}, which has {len(axes)} axes; a figure shows one or two. Use .to_frame().")
     if axes[0] == "quantile":
         return quantile_lines(labels[0], labels[1], values, titles, axes[1], ends)
     if axes[1] == "direction":

@@ -247,7 +247,7 @@ def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
 
 
 def inside_title(words: str) -> str:
-    """Lower the first letter of words for the middle of a title, except in initialisms.
+    """Words with a small first letter, unless they begin with an initialism such as CKA.
 
     Examples:
         >>> inside_title("Training step"), inside_title("CKA of layers")
