@@ -157,7 +157,9 @@ class CouplingOptions:
 
 @dataclass(frozen=True)
 class Coupled:
-    """Coupling of Jacobians, with null, singular values and replay checks. All tensors are on the device of the activations.
+    """Coupling of Jacobians, its null from random vectors, singular values and replay checks.
+
+    All tensors are on the device of the activations.
 
     Attributes:
         off: `k sample connection connection`, |A - diag A|_F of Jacobian a in the singular basis of b; float64.
@@ -397,7 +399,7 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
-    """Chunks of Jacobians to compute, block by block: indices of rows, samples and connections.
+    """Split all Jacobians into chunks of one block: indices of rows, samples and connections.
 
     Args:
         which: samples and connections.

@@ -213,8 +213,8 @@ class AllPairs(Analyzer):
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
             sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
             raise LayersimError(
-                f"The models have different numbers of sites ({sites}), but the distance compares equal layers. Pass "
-                "`distance`, or name as many sites of each model in `at`."
+                f"The models have different numbers of sites ({sites}), but the distance pairs sites with the same index. "
+                "Pass `distance`, or name as many sites of each model in `at`."
             )
 
     def check(self, *models: Model) -> None:

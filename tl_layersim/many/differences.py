@@ -211,7 +211,7 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
 def _statistics(
     first: Any, second: Any, function: Callable[[Any, Any], Any], paired: bool, level: float, out_of: str = ""
 ) -> Tensor:
-    """Compare a number or a tensor of two results.
+    """Difference of a number or a tensor between two results, with its interval and p-value.
 
     The last axis of the output is `STATISTICS`. P-values are not adjusted.
 

@@ -296,7 +296,7 @@ class Relation:
 def relate(
     values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
 ) -> Relation:
-    """Regress scores of models or prompts on measured values, and correlate both.
+    """Regress scores of models or prompts on measured values, and correlate the two.
 
     For example, accuracy on coupling.
 

@@ -234,7 +234,7 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
 
 
 class Permutations(NamedTuple):
-    """Result of a permutation test, see `compare_groups`."""
+    """P-value of a permutation test, the difference it tests, and the number of relabelings."""
 
     difference: float
     p_value: float

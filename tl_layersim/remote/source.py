@@ -231,7 +231,7 @@ class RemoteSource(NNsightSource, OnServer):
             return take(lambda backend: submit(*about, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """Convert each batch to a dict with the arguments of its forward passes."""
+        """Convert each batch to a dict of its settings and of the arguments of its forward passes."""
         return [
             {
                 "starts": batch.starts,

@@ -83,14 +83,14 @@ def known_view(unit: dict[str, Any]) -> View:
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Append the sums of a batch to `stack`; if `joined`, sums of neighbouring leaves are added.
+    """Append the sums of a batch to `stack`, and add neighbouring sums if `joined`.
 
     Args:
         stack: changed in place.
         leaf: number of rows in a leaf.
         block: number of rows in a block of the data; sums are not added across blocks. None for no blocks.
         leaves: outputs of `reduce` for each leaf.
-        joined: whether to add them.
+        joined: whether to add the sums of neighbouring leaves.
     """
     for own in leaves:
         if joined:

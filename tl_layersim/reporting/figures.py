@@ -203,7 +203,7 @@ def panels(figures: list[go.Figure], width: str | None = None, title: str = "") 
 
 
 def _add_panel(whole: go.Figure, figure: go.Figure, x: float, y: float) -> None:
-    """Add a figure as a panel, with its upper left corner at these pixels."""
+    """Add a figure as a panel, with its upper left corner at pixel (x, y)."""
     own, margin = figure.layout, figure.layout.margin
     wide, tall = whole.layout.width, whole.layout.height - whole.layout.margin.t
     left, right = (x + margin.l) / wide, (x + own.width - margin.r) / wide

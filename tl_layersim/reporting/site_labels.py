@@ -153,7 +153,7 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
 
 
 def site_words(names: tuple[str, ...], text: str) -> str:
-    """Replace "layer" in a text by "head" or "site", if the sites are no residual layers.
+    """Replace "layer" in a text by "head" or "site", unless the sites are residual layers.
 
     Args:
         names: names of the sites.
