@@ -68,7 +68,7 @@ class TestOnePredictor:
             (three[["y", "z"]], [1, 2, 3, 5, 4], {}, "`values`.*y, z"),
             (three.assign(z=three["x"] + 2 * three["y"]), [1, 2, 3, 5, 4], {}, "`values`.*x, y, z"),
             (three, [1, 2, 3, 5], {}, "`values` and `scores`.*4"),
-            (three[:4], [1, 2, 3, 5], {}, "`values`.*4 points of 3"),
+            (three[:4], [1, 2, 3, 5], {}, "`values`.*4.*3"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.many.relate(values, scores, **options)

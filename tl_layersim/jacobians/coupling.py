@@ -117,7 +117,7 @@ def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator
 
 @dataclass(frozen=True)
 class Connections:
-    """The Jacobians to couple, for each sample. All samples have Jacobians of the same transformer blocks.
+    """Block, input token and output token of each Jacobian to couple. All samples have the same blocks.
 
     Attributes:
         row: `sample`, the row of the batch that holds each sample.
@@ -157,7 +157,9 @@ class CouplingOptions:
 
 @dataclass(frozen=True)
 class Coupled:
-    """Coupling of Jacobians, with null, singular values and replay checks. All tensors are on the device of the activations.
+    """Coupling of Jacobians, its null from random vectors, singular values and replay checks.
+
+    All tensors are on the device of the activations.
 
     Attributes:
         off: `k sample connection connection`, |A - diag A|_F of Jacobian a in the singular basis of b; float64.
@@ -195,7 +197,9 @@ class Coupled:
 
 
 class LinearPath:
-    """A token's path through linearised blocks. x + f(x) becomes x + J x, with the Jacobian J at the block's true input.
+    """Compares a token's residual stream through linearised blocks with the true residual stream.
+
+    A block x + f(x) becomes x + J x, with the Jacobian J at the block's true input.
 
     Args:
         calls: the calls of all blocks.
@@ -219,14 +223,14 @@ class LinearPath:
         self.right_share = torch.zeros_like(self.left_share)
 
     def directions(self, row: Tensor, sample: Tensor, connection: Tensor) -> Tensor:
-        """The linearised and the true input of a block, `sample d_model 2`."""
+        """Input of a block on the linearised path and in the forward pass, `sample d_model 2`."""
         x = self._residual(row, sample, connection, "hidden")
         if int(connection[0]) == 0:
             self.y[sample] = x
         return torch.stack([self.y[sample], x], -1)
 
     def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
-        """Add a block to the path. `products`, `sample d_model 2`, are its Jacobian times `directions`."""
+        """Extend the path by a block. `products`, `sample d_model 2`, are its Jacobian times `directions`."""
         self.y[sample] += products[..., 0]
         before, after = (self._residual(row, sample, connection, of).double() for of in ("hidden", "output"))
         update, at = after - before, (sample, connection)
@@ -237,7 +241,7 @@ class LinearPath:
             share[at] = torch.einsum("pdk,pd->pk", basis[at].double(), direction).square()
 
     def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, of: str) -> Tensor:
-        """Input ("hidden") or output of a block at the connections' tokens, `sample d_model`."""
+        """Residual at `t_in` before ("hidden") or after ("output") a block, `sample d_model`."""
         x: Tensor = getattr(self.calls[self.which.block[int(connection[0])]], of)
         return x[row.to(x.device), self.which.t_in[sample, connection].to(x.device)].to(self.y)
 
@@ -259,7 +263,7 @@ def pick_method(d_model: int, connections: int, k: int) -> str:
 def couple(
     calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, matrices: bool = False, path: bool = False
 ) -> Coupled:
-    """Express the Jacobian of each connection in the singular bases of its sample's connections.
+    """Express each Jacobian in the singular bases of all Jacobians of the same sample.
 
     A = U' J V with the k top singular vectors U, V of another connection's Jacobian (Aubry et al. 2025, equations 9 and 10).
     The blocks are replayed twice: first for singular vectors, then for products of each Jacobian with all right singular
@@ -395,7 +399,7 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
-    """Chunks of Jacobians to compute, block by block: indices of rows, samples and connections.
+    """Split all Jacobians into chunks of one block: indices of rows, samples and connections.
 
     Args:
         which: samples and connections.

@@ -26,7 +26,7 @@ IDENTITY_NODES = (*VIEWS, "Clone", "CopyBackwards", "CopySlices", "ToCopy")
 
 
 def lengthening(x: Tensor) -> Tensor:
-    """The factor that lengthens each residual for the skip-connection check.
+    """Factor by which the skip-connection check scales up each residual.
 
     It is `LENGTHENING`, or less if the dtype would overflow.
 
@@ -55,7 +55,7 @@ def adds_input(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
-    """Gradient that reaches x through sums and `IDENTITY_NODES`. None if no such nodes lead to x."""
+    """Gradient at x through autograd sums and `IDENTITY_NODES` only; None if no such path leads to x."""
     if node is None:
         return None
     if getattr(node, "variable", None) is x:
@@ -124,9 +124,9 @@ class TokenProducts:
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
-        """Copies of the tokens and the block's output for them, with the autograd graph.
+        """Block input with `n` copies of each token, and block output with its autograd graph.
 
-        They are cached by the number of copies, `n`.
+        Both are cached by `n`.
 
         Raises:
             TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
@@ -156,7 +156,9 @@ class TokenProducts:
             raise TokenReplayMismatch
 
     def lengthened_difference(self) -> Tensor:
-        """Block output at 2cx minus block output at cx, with c from `lengthening`; `sample d_model`.
+        """f(2cx) - f(cx) of the block f at its input x, `sample d_model`; c is `lengthening(x)`.
+
+        A pre-norm block with a skip connection gives about cx.
 
         An unchanged copy of the token runs along and is checked.
 
@@ -174,9 +176,7 @@ class TokenProducts:
         return adds_input(*self.graph(1))
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `transposed` or `forward` to equal chunks of directions `sample d_model n`.
-
-        The last chunk is padded with zeros.
+        """Apply `product` to `directions`, `sample d_model n`, in chunks of equal size.
 
         The last chunk is padded with zeros.
         """
@@ -265,7 +265,7 @@ class RowProducts:
         return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
 
     def lengthened_difference(self) -> Tensor:
-        """Block output at 2cx minus block output at cx, with c from `lengthening`; `sample d_model`."""
+        """f(2cx) - f(cx) of the block f at its input x, `sample d_model`; c is `lengthening(x)`."""
         x = self.x.detach()
         with torch.no_grad(), plain_attention():
             return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
@@ -275,7 +275,7 @@ class RowProducts:
         return not self.differences and adds_input(self.x, self.y)
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `transposed` or `forward` to chunks of directions `sample d_model n`."""
+        """Apply `product` to `directions`, `sample d_model n`, in chunks."""
         images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
         return torch.cat(images).permute(1, 2, 0)
 
@@ -310,7 +310,7 @@ class RowProducts:
         return image
 
     def _difference(self, step: Tensor) -> Tensor:
-        """Central difference of the block, for each of `n sample d_model` steps."""
+        """Central differences (f(x + step) - f(x - step)) / 2 of the block f, `n sample d_model`."""
         if not self.batched:
             return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))

@@ -48,7 +48,8 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
         )
     if model.calls == "none":
         raise LayersimError(
-            f"{what} replays blocks, which {model.source} does not allow. A custom source must set Model(calls=...)."
+            f"{what} runs single blocks again, which {model.source} does not allow. A custom source must set "
+            "Model(calls='values') or Model(calls='gradients')."
         )
     if model.calls == "values" and not differences:
         raise LayersimError(

@@ -159,7 +159,7 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
 
 
 def _of_measure(name: str, default: Any = None) -> Any:
-    """Property that returns an attribute of the measure."""
+    """Property with the value of the attribute `name` of `self.measure`."""
     return property(lambda pairs: getattr(pairs.measure, name, default))
 
 
@@ -213,8 +213,8 @@ class AllPairs(Analyzer):
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
             sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
             raise LayersimError(
-                f"The models have different numbers of sites ({sites}), but the distance compares equal layers. Pass "
-                "`distance`, or name as many sites of each model in `at`."
+                f"The models have different numbers of sites ({sites}), but the distance pairs sites with the same index. "
+                "Pass `distance`, or name as many sites of each model in `at`."
             )
 
     def check(self, *models: Model) -> None:
@@ -302,7 +302,7 @@ def _result_class(analyzer: Analyzer) -> Any:
 
 
 def all_pairs_kernel(*views: Any, kernels: Mapping[tuple[int, int], Callable[..., dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Sum over a batch for all pairs of models.
+    """Apply the kernels of all pairs of models to one batch, and return all their sums.
 
     Names of sums begin with the indices of the pair.
 
@@ -320,7 +320,7 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Sum over a pool of samples for all pairs of models, see `all_pairs_kernel`.
+    """Apply `sums` to a pool of samples for all pairs of models; named as by `all_pairs_kernel`.
 
     Args:
         sides: samples of each model.

@@ -172,7 +172,11 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
 
 
 def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
-    """Check that two results can be compared; return whether their blocks of rows are equal."""
+    """Whether two results have the same data in the same blocks of rows.
+
+    Raises:
+        LayersimError: a result has no intervals, or the results were measured at different sites.
+    """
     for result in (first, second):
         refuse_no_blocks(result)
     for axis in () if relative_depth else ("row", "column"):
@@ -187,9 +191,9 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
     paired = same and len(first.replicates) == len(second.replicates)
     if not paired and len({(record.data, record.tokens) for record in records}) == 1:
         warn(
-            f"The runs used the same data in different blocks of rows ({len(first.block_tokens)} and "
-            f"{len(second.block_tokens)} blocks), so the difference is not paired, and its interval is wider than necessary. "
-            "Pass the same batch_size= to both runs."
+            f"The runs split the same data into different blocks of rows ({len(first.block_tokens)} and "
+            f"{len(second.block_tokens)} blocks). The difference is therefore not paired, and its interval is wider. Pass the "
+            "same batch_size= to both runs."
         )
     return paired
 
@@ -207,7 +211,7 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
 def _statistics(
     first: Any, second: Any, function: Callable[[Any, Any], Any], paired: bool, level: float, out_of: str = ""
 ) -> Tensor:
-    """Compare a number or a tensor of two results.
+    """Difference of a number or a tensor between two results, with its interval and p-value.
 
     The last axis of the output is `STATISTICS`. P-values are not adjusted.
 
@@ -288,7 +292,7 @@ def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, resu
 
 
 def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
-    """Read a field, interpolated at `grids[axis]` relative depths along each axis in `grids`."""
+    """Values of a field; axes in `grids` are interpolated to `grids[axis]` relative depths."""
     values = aligned(result, whole, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
         if axis in grids:
@@ -304,7 +308,7 @@ def _shown_labels(names: tuple[Any, ...]) -> str:
 
 
 def sites_along(result: Result, axis: str) -> tuple[str, ...]:
-    """All sites of the model along an axis, including sites that the axis leaves out.
+    """Names of all measured sites, even if the axis starts after the first site.
 
     Args:
         result: any result.

@@ -114,7 +114,10 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
 
 
 def _array(result: Result, field: str) -> xarray.DataArray:
-    """A field as a labelled array, with an axis `weights` if untrained models were measured."""
+    """Convert a field to a labelled array.
+
+    If untrained models were measured, axis `weights` has "trained" and "untrained".
+    """
     import pandas
     import xarray
 
@@ -245,7 +248,7 @@ class Relation:
 
     @typed
     def band(self, predictor: str | None = None) -> pandas.DataFrame:
-        """Fit over one predictor with its confidence interval, at the mean of the others.
+        """Fitted score and its confidence interval over one predictor; other predictors are at their means.
 
         Args:
             predictor: name of the predictor; None for the first.
@@ -293,7 +296,7 @@ class Relation:
 def relate(
     values: Any, scores: Any, *, shape: Literal["line", "exponential"] = "line", confidence: OpenFraction = 0.95
 ) -> Relation:
-    """Regress scores of models or prompts on measured values, and correlate both.
+    """Regress scores of models or prompts on measured values, and correlate the two.
 
     For example, accuracy on coupling.
 
@@ -340,7 +343,8 @@ def relate(
     count, size = table.shape
     if count < size + 2 or size == 0:
         raise LayersimError(
-            f"`values` holds {count} points of {size} predictors; a regression needs at least two points more than predictors."
+            f"`values` has {count} points and {size} predictors; it must have one predictor or more, and at least two more "
+            "points than predictors."
         )
     if shape == "exponential" and size > 1:
         raise LayersimError(f"`shape` is 'exponential', which takes one predictor; `values` has {size}.")
@@ -382,7 +386,7 @@ def relate(
 
 
 def _series(given: Any, default: str) -> pandas.Series[float]:
-    """Numbers as a Series, whose name is the quantity in words."""
+    """Convert numbers to a pandas Series, named after the quantity and its unit."""
     import pandas
 
     words = getattr(given, "attrs", {})

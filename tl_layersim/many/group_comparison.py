@@ -94,7 +94,7 @@ def compare_groups(
     tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
 
     def statistics(distances: Tensor) -> Tensor:
-        """Mean distance of each comparison, and the difference of the first two means."""
+        """Mean distance of each comparison; then the mean between groups minus the mean within groups."""
         means = torch.stack([distances[tuple(index)].mean(0) for index in pairs])
         return torch.cat([means, means[1:2] - means[:1]])
 
@@ -206,7 +206,7 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
-    """List the two groups and the pairs of models of each comparison, by name.
+    """Dict from the name of each comparison to its two groups and its pairs of models.
 
     Pairs are row and column indices, `2 pair`.
 
@@ -227,14 +227,14 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
         name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
         if name in found:
             raise LayersimError(
-                f"`groups` has the groups {', '.join(names)}; two comparisons would be named {name!r}. Rename a group."
+                f"`groups` has the groups {', '.join(names)}, so two comparisons have the name {name!r}. Rename a group."
             )
         found[name] = ((a, b), chosen)
     return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
 
 
 class Permutations(NamedTuple):
-    """Result of a permutation test, see `compare_groups`."""
+    """P-value of a permutation test, the difference it tests, and the number of relabelings."""
 
     difference: float
     p_value: float
@@ -283,7 +283,7 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
 
 
 def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
-    """Mean distance between groups minus mean distance within groups, by row of labels."""
+    """Mean distance between groups minus mean distance within groups, for each row of `labels`."""
     apart = distances.clone().fill_diagonal_(0)
     members = torch.nn.functional.one_hot(labels, groups).to(apart)
     inside = torch.einsum("rmg,rmg->r", torch.einsum("mn,rng->rmg", apart, members), members)

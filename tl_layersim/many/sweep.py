@@ -192,7 +192,7 @@ def is_loader(model: Any) -> bool:
 def _measure_model(
     model: Any, data: Data, analyzers: Mapping[str, Analyzer], file: Path | None, options: Mapping[str, Any]
 ) -> Report:
-    """Measure a model; a function is called to load the model, which is freed afterwards."""
+    """Measure a model; if `model` is a function, load the model before and free it afterwards."""
     loads = is_loader(model)
     if loads:
         model = model()
@@ -227,6 +227,6 @@ def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> Non
         if len(keys) > 1:
             shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
             warn(
-                f"The models {shown} of the sweep have the same weights. Lambdas that a loop makes all load the last step; use "
-                "functools.partial(load, step)."
+                f"The models {shown} of the sweep have the same weights. Lambdas in a loop all use the last value of the loop "
+                "variable; use functools.partial(load, step)."
             )

@@ -234,7 +234,7 @@ class NdifClient:
 
     @contextmanager
     def sent(self, payload: bytes) -> Iterator[Callable[[], Any]]:
-        """Context manager: another thread sends a prepared request and downloads its result.
+        """Context manager that sends a prepared request in another thread, which downloads the result.
 
         The caller's thread traces and serialises, because nnsight reads its frames and changes global state.
 
@@ -261,7 +261,7 @@ class NdifClient:
                 backend.display.abandoned = True
 
     def _send(self, payload: bytes) -> tuple[Any, Future[Any]]:
-        """Send a prepared request in another thread; return its backend and its future result."""
+        """Start a thread that sends a prepared request; return the backend and a future of the result."""
         backend, answer = self.backend(), Future[Any]()
         backend.payload = payload
 
@@ -415,7 +415,7 @@ class NdifClient:
         )
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
-        """Error that ends a run after its last attempt."""
+        """The error to raise after the last failed attempt to send a request."""
         if isinstance(error, ModelNotRunning):
             running = ", ".join(self.status.running) or "none"
             return LayersimError(

@@ -75,9 +75,9 @@ def loss_and_gradient(
     up: Tensor,
     weights: list[float],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Cross-entropy of each layer, and the gradient of the aligned loss, inside a trace.
+    """Cross-entropies of all layers, and the gradients of their weighted sum, inside a trace.
 
-    The aligned loss is the weighted sum of the cross-entropies.
+    The weighted sum is the aligned loss.
 
     Only one chunk of logits of one layer is held at a time. Its gradient with respect to the residual is computed at once, and
     a single backward pass through the blocks starts from all these gradients.
@@ -118,9 +118,9 @@ def loss_and_gradient(
 
 
 def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
-    """Select the residuals of a layer at positions with a target, `token d_model`.
+    """Residuals of a layer at the positions with a target, `token d_model`.
 
-    If the head pools positions, select the vectors after its final norm and its pooling.
+    If the head pools positions, the result is the vectors after its final norm and its pooling.
 
     Args:
         unembed: final norm and head.
@@ -135,7 +135,7 @@ def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
 
 
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum the cross-entropies of residuals in float64; if `sloped`, also return the gradient."""
+    """Sum of the residuals' cross-entropies, float64; if `sloped`, also its gradient by residual."""
     # Pooled vectors are normalised already.
     needs_norm = unembed.pool is None
     with torch.no_grad():
@@ -176,9 +176,9 @@ def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Pa
 def step_or_evaluate(
     blocks: list[Any], unembed: Unembed, is_remote: bool, at: list[int], item: Item, state: Parts, weights: list[float]
 ) -> tuple[Tensor, Parts]:
-    """Evaluate all layers; with a learning rate, also make an AdamW step.
+    """Compute the losses of all layers; with a learning rate, also make an AdamW step.
 
-    Returns the losses before the step, and the state after it. Runs inside a trace.
+    Returns the losses before the step, and the adapters' state after the step. Runs inside a trace.
     """
     learning = item["rate"] is not None
     with torch.set_grad_enabled(learning):

@@ -1,4 +1,4 @@
-"""`open_model`, and functions that open a model as a source or as a split model."""
+"""`open_model`, and functions that open models for forward passes and for stitching."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def open_model(
 
 
 def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> Source:
-    """Return the source that runs a model.
+    """Open a model as a `Source`, which runs forward passes and applies kernels to activations.
 
     Args:
         model: the model, an `OpenedModel`, or a source.
@@ -120,7 +120,7 @@ def on_server(source: Source) -> RemoteSource:
 
 
 def open_split_model(model: Any) -> SplitModel:
-    """Open a model as a split model, in this process or on a server.
+    """Open a model, here or on a server, so that its lower or upper part can run alone.
 
     Args:
         model: the model, or an `OpenedModel`.

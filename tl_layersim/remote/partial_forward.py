@@ -16,7 +16,7 @@ from ..sources.partial_forward import Moments, Reading, SplitModel, logits_of, l
 
 
 class RemoteSplitModel(SplitModel):
-    """Split model on an NDIF server, or in nnsight's simulation of a server.
+    """Runs the lower or the upper part of a model on an NDIF server, or in nnsight's simulation.
 
     Each method call is one request. nnsight ships the source of the traces, which use local names, torch and the standard
     library alone.

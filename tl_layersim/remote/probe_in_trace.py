@@ -30,7 +30,7 @@ LEAF = 16
 
 @dataclass
 class PassReader:
-    """Reads a forward pass inside a trace, and returns sums over its positions.
+    """Reads activations of a forward pass inside an nnsight trace, and applies kernels to them.
 
     Attributes:
         reader: the sites, the modules that are read and the lens.
@@ -51,7 +51,7 @@ class PassReader:
     first: int
 
     def read(self) -> dict[str, Any]:
-        """Return the sums over the current forward pass.
+        """Read the current forward pass, and return the kernels' sums over its positions.
 
         Returns:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
@@ -130,16 +130,16 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
 
 
 class ReceivingFunction:
-    """Placeholder for `receive` in a result, because servers lack this package."""
+    """Pickles as a reference to `receive`, for servers that lack this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, ("tl_layersim.remote.probe_in_trace:receive",)
 
 
 class ShippedProbe:
-    """Placeholder for a probe on a server.
+    """Stands for a user's probe on a server, and reads forward passes there.
 
-    When nnsight loads the result, the placeholder becomes the user's probe, with the sums.
+    When nnsight loads the result, this object becomes the user's probe, with the sums.
 
     Args:
         key: key of the probe.
@@ -152,7 +152,7 @@ class ShippedProbe:
         self.passes: list[dict[str, Any]] = []
 
     def read(self) -> ShippedProbe:
-        """Read the current forward pass, see `PassReader.read`."""
+        """Read the current forward pass, and keep its sums."""
         import nnsight
 
         self.passes.append(self.reader.read())
@@ -171,9 +171,9 @@ PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def receive(key: str, ticket: str, passes: list[dict[str, Any]]) -> Any:
-    """Add the sums of a request to their probe, and return the probe.
+    """Add a request's sums to the probe that sent the request; return the probe.
 
-    nnsight calls this function when it loads a result.
+    nnsight calls this function when it loads a result. If the probe is gone, `passes` is returned.
 
     Args:
         key: key of the probe.

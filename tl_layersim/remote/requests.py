@@ -130,7 +130,7 @@ REQUEST_LEVEL, RESULT_LEVEL = 6, 3
 
 
 def packed_request(kernels: Mapping[str, AnyKernel]) -> int:
-    """Size in bytes of a request without batches: source and values of its kernels.
+    """Compressed size in bytes of a request's kernels and source code, without batches.
 
     Args:
         kernels: kernels of the data pass, by name.
@@ -143,7 +143,7 @@ def packed_request(kernels: Mapping[str, AnyKernel]) -> int:
 
 
 def packed_result(sites: Sequence[str], sums: Mapping[str, Sums]) -> int:
-    """Size in bytes of the result of a request.
+    """Compressed size in bytes of a request's result.
 
     Args:
         sites: the sites that are read.
@@ -162,7 +162,7 @@ def _packed(data: bytes, level: int) -> int:
 
 
 class ShippedSource:
-    """Source code of shipped functions, the same in all requests of a run."""
+    """Source code that requests send to the server; each file is read once in a run."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, None, list[str], str]] = {}
@@ -170,7 +170,7 @@ class ShippedSource:
 
     @contextmanager
     def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """Context manager: `linecache` holds this source code.
+        """Context manager that puts this source code into Python's `linecache`.
 
         Args:
             kernels: functions that are shipped, by name.
@@ -219,8 +219,8 @@ class ShippedSource:
             if mine.co_filename != code.co_filename or _same(mine, on_disk.get((mine.co_qualname, mine.co_firstlineno))):
                 continue
             raise LayersimError(
-                f"The file {code.co_filename} has changed since it was imported; the kernel of {name!r} uses "
-                f"{each.__qualname__} in this file. Use importlib.reload(module), or restart Python."
+                f"The kernel of {name!r} uses {each.__qualname__}, whose file {code.co_filename} has changed since its import. "
+                "Use importlib.reload(module), or restart Python."
             )
 
 

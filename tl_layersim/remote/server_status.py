@@ -1,4 +1,4 @@
-"""Address and status of an NDIF server, and messages without its secrets."""
+"""Address and status of an NDIF server, and removal of secrets from messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RemoteSource`: runs a model on an NDIF server, which returns sums alone."""
+"""`RemoteSource`: runs a model on an NDIF server, which returns sums but no activations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 
 
 class RemoteSource(NNsightSource, OnServer):
-    """Source of an nnsight model on an NDIF server.
+    """Runs forward passes of an nnsight model on an NDIF server.
 
     Args:
         model: an nnsight model without weights, such as `TransformersModel('org/name', ...)`.
@@ -167,7 +167,7 @@ class RemoteSource(NNsightSource, OnServer):
         failed: Exception | None = None
 
         def next_request() -> tuple[list[Batch], bytes] | None:
-            """Read and serialise the next request; a failure is kept until earlier results are in."""
+            """Serialise the next request; None if no batches are left or an error was stored in `failed`."""
             nonlocal failed
             try:
                 group = None if failed else next(groups)
@@ -200,7 +200,9 @@ class RemoteSource(NNsightSource, OnServer):
             self.ndif.say = quiet
 
     def _lower(self, group: list[Batch], error: JobTooLong) -> None:
-        """Limit requests to fewer batches, a power of two, after a job took too long.
+        """Limit later requests to fewer batches, after a job exceeded the server's time limit.
+
+        The new maximum is a power of two.
 
         Raises:
             LayersimError: the job held one batch.
@@ -221,7 +223,7 @@ class RemoteSource(NNsightSource, OnServer):
     def _request_for(
         self, take: Callable[[Callable[[Any], None]], T], group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool
     ) -> T:
-        """Pass the traces of a request to a method of the client."""
+        """Build the request for some batches, and pass it to `take`, a method of the client."""
         shipped = shippable(kernels)
         readers = [one.reader() for one in self._together or (self,)]
         about = (readers, self.pack(group), shipped, self.calling, joined)
@@ -229,7 +231,7 @@ class RemoteSource(NNsightSource, OnServer):
             return take(lambda backend: submit(*about, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """Pack the forward passes and the row groups of each batch for a request."""
+        """Convert each batch to a dict of its settings and of the arguments of its forward passes."""
         return [
             {
                 "starts": batch.starts,
@@ -242,7 +244,7 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """Pack each forward pass that has a counted position."""
+        """A dict of arguments for each forward pass that has a counted position."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):

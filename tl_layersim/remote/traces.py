@@ -1,4 +1,4 @@
-"""Traces on an NDIF server that return sums.
+"""nnsight traces that run on an NDIF server and return sums over activations.
 
 nnsight ships the source of the traces and of the functions that these call, which use local names, torch and the standard
 library alone.
@@ -28,7 +28,7 @@ def submit(
     joined: bool,
     backend: Any,
 ) -> None:
-    """Send a request: a session with one trace for each forward pass and model.
+    """Send a request: an nnsight session with one trace for each model and forward pass.
 
     The server adds the kernels' results pairwise.
 
@@ -68,7 +68,7 @@ def submit(
 
 
 def known_view(unit: dict[str, Any]) -> View:
-    """View of a batch before its forward passes, without activations.
+    """`View` of a batch's tokens and rows, without activations, before any forward pass.
 
     Args:
         unit: the batch, packed by `RemoteSource.pack`.
@@ -83,14 +83,14 @@ def known_view(unit: dict[str, Any]) -> View:
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Add the sums of a batch to the list of a request.
+    """Append the sums of a batch to `stack`, and add neighbouring sums if `joined`.
 
     Args:
         stack: changed in place.
         leaf: number of rows in a leaf.
         block: number of rows in a block of the data; sums are not added across blocks. None for no blocks.
         leaves: outputs of `reduce` for each leaf.
-        joined: whether sums of neighbouring leaves are added.
+        joined: whether to add the sums of neighbouring leaves.
     """
     for own in leaves:
         if joined:
@@ -124,7 +124,7 @@ def dtype_and_devices(
 
 
 def on_cpu(reduced: Any) -> Any:
-    """Move the result of `reduce` to the CPU."""
+    """Move kernels' sums, as `reduce` returns them, to the CPU."""
     counts, out = reduced
     return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
 
@@ -149,8 +149,8 @@ def add_batch_sums(a: Any, b: Any) -> Any:
             x, y = one[key], other[key]
             if x.shape != y.shape:
                 raise LayersimError(
-                    f"The kernel of {name!r} returned {key!r} of shape {tuple(x.shape)} and {tuple(y.shape)}; the shapes must "
-                    "be equal. Sum over the token axis inside the kernel."
+                    f"The kernel of {name!r} returned {key!r} of shape {tuple(x.shape)} for some rows and {tuple(y.shape)} for "
+                    "others; the shapes must be equal. Sum over the token axis inside the kernel."
                 )
             wide = torch.float64 if x.is_floating_point() else torch.int64
             total[name][key] = x.to(wide) + y.to(wide)
@@ -158,5 +158,5 @@ def add_batch_sums(a: Any, b: Any) -> Any:
 
 
 def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
-    """Partial sums in the result of a request."""
+    """Convert a request's result to a list of `PartialSums`."""
     return [PartialSums(count, not_finite, out) for count, (not_finite, out) in result]

@@ -105,7 +105,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     if len(axes) == 1:
         return _curve(result, field, axes[0], values, titles, ends)
     if len(axes) != 2:
-        raise LayersimError(f"`field` is {field!r}, which has {len(axes)} axes; a figure shows one or two. Use to_frame.")
+        raise LayersimError(f"`field` is {field!r}, which has {len(axes)} axes; a figure shows one or two. Use .to_frame().")
     if axes[0] == "quantile":
         return quantile_lines(labels[0], labels[1], values, titles, axes[1], ends)
     if axes[1] == "direction":
@@ -203,7 +203,7 @@ def panels(figures: list[go.Figure], width: str | None = None, title: str = "") 
 
 
 def _add_panel(whole: go.Figure, figure: go.Figure, x: float, y: float) -> None:
-    """Add a figure as a panel, with its upper left corner at these pixels."""
+    """Add a figure as a panel, with its upper left corner at pixel (x, y)."""
     own, margin = figure.layout, figure.layout.margin
     wide, tall = whole.layout.width, whole.layout.height - whole.layout.margin.t
     left, right = (x + margin.l) / wide, (x + own.width - margin.r) / wide

@@ -185,7 +185,7 @@ LETTERS = 9
 
 
 class HeatMapAxis(NamedTuple):
-    """Rows or columns of a heat map.
+    """Names, title and tick labels of a heat map's rows or columns.
 
     Attributes:
         names: name of each row or column, for hover texts.
@@ -356,7 +356,7 @@ def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
-    """Rows and columns of a heat map: series, and sites or numbers."""
+    """Axes of a heat map with a row for each series, and a column for each site or number."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])
@@ -365,7 +365,7 @@ def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, H
 
 
 def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
-    """Note on left-out entries, random vectors or permutations; empty for other fields."""
+    """Note for a figure of coupling or of p-values; empty for other fields."""
     if axes[0] in OF_JACOBIANS and len(result.coordinates(axes[0])) > 1:
         null = getattr(result, NULLS.get(field, ""), None)
         found = "" if null is None else f"; random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}"

@@ -260,7 +260,7 @@ def known_columns(values: Any) -> slice:
 
 
 def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
-    """Widen the vertical axis to a tenth of the quantity's range or more.
+    """Make the vertical axis span at least a tenth of the quantity's possible range.
 
     Noise then does not look like a dip.
 
@@ -288,14 +288,14 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
-    """Whether the labels of an axis are numbers along the axis."""
+    """Whether an axis has a numeric scale; False for layers, class labels and names."""
     return axis not in (*LAYER_AXES, "label") and all(isinstance(name, int | float) for name in names)
 
 
 def layer_title(names: tuple[str, ...], axis: str) -> str:
-    """Title of an axis; for residual layers or blocks, "After block" or "Block".
+    """Title of an axis; for layers, "After block" or "Block".
 
-    The title is "After block" if the first label is an input of a block.
+    The title is "After block" if the first layer is the input of a block.
 
     Args:
         names: labels of the axis.
@@ -321,9 +321,9 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
-    """Ends of intervals for a logarithmic axis.
+    """Interval ends that a logarithmic axis can show.
 
-    A lower end at or below 0 becomes half the smallest positive value.
+    Lower ends at or below 0 become half the smallest positive value.
     """
     above = [number for number in (*values, *ends.low) if number > 0]
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)

@@ -45,7 +45,7 @@ JACOBIANS = {"row_block", "column_block"}
 
 
 def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str], most_bands: int = MOST_BANDS) -> go.Figure:
-    """Line plot over one dimension, with a line for each label of the other.
+    """Line plot of a table over dimension `over`, with a line for each label of its other dimension.
 
     Args:
         drawn: table over one or two dimensions.
@@ -137,7 +137,7 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
 
 
 def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
-    """Remove the entries of a block with itself."""
+    """Replace the diagonal of matrices of blocks by NaN."""
     return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(sides) >= JACOBIANS else drawn
 
 
@@ -164,9 +164,9 @@ def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapA
 
 
 def _axis(dim: str, sites: Sequence[str]) -> str:
-    """Name of a figure's axis for a dimension of a table.
+    """Name of a table's dimension, as `axis_title` takes it.
 
-    Layers without site names are relative depths.
+    A dimension of layers without site names has relative depths.
     """
     if dim in LAYER_AXES:
         return dim if dim in sites else "relative_depth"
@@ -213,7 +213,7 @@ def _words(drawn: xarray.Dataset) -> str:
 
 
 def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
-    """Title of the field, with the horizontal dimension in lower case."""
+    """Title of a figure: its field, then "by" and the horizontal dimension `by`."""
     about = drawn["value"].attrs
     names = next((_labels(drawn, dim) for dim in sites), ())
     # A field's title is about its layers, which a selection or a mean may have removed.

@@ -153,7 +153,7 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
 
 
 def site_words(names: tuple[str, ...], text: str) -> str:
-    """Replace "layer" in a text by "head" or "site", if the sites are no residual layers.
+    """Replace "layer" in a text by "head" or "site", unless the sites are residual layers.
 
     Args:
         names: names of the sites.
@@ -247,7 +247,7 @@ def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
 
 
 def inside_title(words: str) -> str:
-    """Lower the first letter of words for the middle of a title, except in initialisms.
+    """Words with a small first letter, unless they begin with an initialism such as CKA.
 
     Examples:
         >>> inside_title("Training step"), inside_title("CKA of layers")

@@ -205,7 +205,7 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
 
 
 def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
-    """Set margins, ticks, broken titles and height of a figure, for a plot of this height."""
+    """Set margins, ticks, line breaks in titles and height of a figure; `plot` is the plot's height."""
     layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
     bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
     bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
@@ -392,7 +392,7 @@ def ordered_colours(count: int) -> list[str]:
 
 
 def ordered_colour(position: float) -> str:
-    """Colour of an ordered line.
+    """Colour on a scale from dark to light, as a hex string.
 
     Args:
         position: relative position in the order, from 0 (darkest) to 1.
