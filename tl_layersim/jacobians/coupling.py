@@ -157,7 +157,7 @@ class CouplingOptions:
 
 @dataclass(frozen=True)
 class Coupled:
-    """Coupling of Jacobians, its null from random vectors, singular values and replay checks.
+    """Result of `couple`: coupling of Jacobians, its null, singular values and replay checks.
 
     All tensors are on the device of the activations.
 
@@ -399,7 +399,9 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
-    """Split all Jacobians into chunks of one block: indices of rows, samples and connections.
+    """Split all Jacobians into chunks; the Jacobians of a chunk belong to one block.
+
+    A chunk holds indices of rows, samples and connections.
 
     Args:
         which: samples and connections.

@@ -114,7 +114,7 @@ class Jacobian:
             self.differs = self.differs or not reproduces(part.value, given, self.call.hidden.dtype)
 
     def _token_products(self) -> list[TokenProducts | RowProducts]:
-        """Products by replay on single tokens. Empty if the block cannot be replayed on single tokens."""
+        """`TokenProducts` of all samples; empty if the block cannot be replayed on single tokens."""
         same = self.t_in == self.t_out
         parts: list[TokenProducts | RowProducts] = []
         for which in (same.nonzero()[:, 0], (~same).nonzero()[:, 0]):
@@ -138,7 +138,7 @@ class Jacobian:
         return int(self.differs) + 2 * int(self.no_skip)
 
     def _row_products(self) -> list[TokenProducts | RowProducts]:
-        """Products by replay on whole rows, in groups with at most one sample per row."""
+        """`RowProducts` of all samples, in groups with at most one sample per row."""
         parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):

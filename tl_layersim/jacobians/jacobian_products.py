@@ -55,7 +55,7 @@ def adds_input(x: Tensor, y: Tensor) -> bool:
 
 
 def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
-    """Gradient at x through autograd sums and `IDENTITY_NODES` only; None if no such path leads to x."""
+    """Backpropagate `gradient` to x through sums and `IDENTITY_NODES` only; None if no such path exists."""
     if node is None:
         return None
     if getattr(node, "variable", None) is x:

@@ -152,14 +152,14 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
     sizes = [labels.count(name) for name in dict.fromkeys(labels)]
     if len(sizes) < 2 or max(sizes) < 2:
         raise LayersimError(
-            f"`groups` has groups with {', '.join(map(str, sizes))} models; at least two groups are needed, one with two "
-            "models or more."
+            f"`groups` has groups of size {', '.join(map(str, sizes))}; it must have two groups or more, at least one of them "
+            "with two models or more."
         )
     return labels
 
 
 def _of_measure(name: str, default: Any = None) -> Any:
-    """Property with the value of the attribute `name` of `self.measure`."""
+    """Property that returns the attribute `name` of the measure, or `default`."""
     return property(lambda pairs: getattr(pairs.measure, name, default))
 
 
@@ -214,7 +214,7 @@ class AllPairs(Analyzer):
             sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
             raise LayersimError(
                 f"The models have different numbers of sites ({sites}), but the distance pairs sites with the same index. "
-                "Pass `distance`, or name as many sites of each model in `at`."
+                "Pass `distance`, or choose equally many sites of each model with `at`."
             )
 
     def check(self, *models: Model) -> None:
@@ -320,7 +320,9 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Apply `sums` to a pool of samples for all pairs of models; named as by `all_pairs_kernel`.
+    """Apply `sums` to a pool of samples for all pairs of models, and return all their sums.
+
+    Names of sums begin with the indices of the pair.
 
     Args:
         sides: samples of each model.

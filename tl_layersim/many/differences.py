@@ -292,7 +292,7 @@ def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, resu
 
 
 def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
-    """Values of a field; axes in `grids` are interpolated to `grids[axis]` relative depths."""
+    """Values of a field, interpolated to common relative depths along the axes in `grids`."""
     values = aligned(result, whole, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
         if axis in grids:
@@ -308,7 +308,7 @@ def _shown_labels(names: tuple[Any, ...]) -> str:
 
 
 def sites_along(result: Result, axis: str) -> tuple[str, ...]:
-    """Names of all measured sites, even if the axis starts after the first site.
+    """Names of all measured sites, including a first site that the axis leaves out.
 
     Args:
         result: any result.

@@ -227,14 +227,15 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
         name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
         if name in found:
             raise LayersimError(
-                f"`groups` has the groups {', '.join(names)}, so two comparisons have the name {name!r}. Rename a group."
+                f"`groups` has the groups {', '.join(names)}; two of their comparisons would have the name {name!r}. Rename "
+                "a group."
             )
         found[name] = ((a, b), chosen)
     return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
 
 
-class Permutations(NamedTuple):
-    """P-value of a permutation test, the difference it tests, and the number of relabelings."""
+class PermutationResult(NamedTuple):
+    """Result of a permutation test: difference, p-value and number of relabelings."""
 
     difference: float
     p_value: float
@@ -243,7 +244,7 @@ class Permutations(NamedTuple):
     smallest_p: float
 
 
-def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: int) -> Permutations:
+def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: int) -> PermutationResult:
     """Permutation test: do distances between groups exceed distances within groups?
 
     Args:
@@ -279,7 +280,7 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
     number = count if exact else most
     p_value = larger / number if exact else (1 + larger) / (1 + number)
     smallest = 1 / count if exact else 1 / (1 + number)
-    return Permutations(difference, p_value if math.isfinite(difference) else math.nan, number, exact, smallest)
+    return PermutationResult(difference, p_value if math.isfinite(difference) else math.nan, number, exact, smallest)
 
 
 def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:

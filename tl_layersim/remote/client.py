@@ -124,8 +124,8 @@ def counting_backend() -> Any:
                 payload: bytes = super()._serialize(tracer)
             except Exception as error:
                 raise LayersimError(
-                    f"The request cannot be serialized: {redacted(f'{type(error).__name__}: {error}')[:300]}. Keep models, "
-                    "locks and open files out of the analyzer's options and its module's globals."
+                    f"The request cannot be serialized: {redacted(f'{type(error).__name__}: {error}')[:300]}. Options of the "
+                    "analyzer and globals of its module must not hold models, locks or open files."
                 ) from error
             self.sent = len(payload)
             return payload

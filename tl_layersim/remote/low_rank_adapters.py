@@ -135,7 +135,7 @@ def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
 
 
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum of the residuals' cross-entropies, float64; if `sloped`, also its gradient by residual."""
+    """Cross-entropy summed over residuals, float64. If `sloped`, also the gradient at each residual, else None."""
     # Pooled vectors are normalised already.
     needs_norm = unembed.pool is None
     with torch.no_grad():

@@ -88,8 +88,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         layers = blocks_to_read(module, layers, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
-            f"`tokens_per_request` is {opened.tokens_per_request}, a limit for models on a server, but remote="
-            f"{shown(opened.remote)}. Use batch_size= in this process."
+            f"`tokens_per_request` is {opened.tokens_per_request}; it must be None if remote={shown(opened.remote)}. Use "
+            "batch_size= instead."
         )
     source: Source
     if opened.on_server and is_nnsight(model):

@@ -63,15 +63,15 @@ class PassReader:
         # A sandboxed model would continue the generation with a copy of its cache.
         if self.reader.on_server and has_cache and next(self.reader.model._module.parameters()).device.type == "meta":
             raise LayersimError(
-                "`probe.read()` cannot read a cached generation on a sandboxed server, because reading would change later "
-                "tokens. Trace the finished rows, or pass use_cache=False."
+                "`probe.read()` cannot read cached generation on a sandboxed server, because reading would change later "
+                "tokens. Pass use_cache=False, or trace the complete rows after generation."
             )
         tokens, attended, continued = tokens_and_mask(args, kwargs, self.mask_name)
         counted = self.rule.select_rows(tokens, attended, continued)
         if self.whole_rows and (continued or tokens.shape[1] == 1):
             raise LayersimError(
-                "The attached analyzer needs whole rows, but this forward pass has a single position, as in cached "
-                'generation. Trace the finished rows, or use CKA(level="token").'
+                "The attached analyzer needs whole rows, but this forward pass continues from a cache or has a single "
+                'position. Trace the complete rows after generation, or use CKA(level="token").'
             )
         keep, width = counted.reshape(-1).nonzero()[:, 0], tokens.shape[1]
         ends = tokens[:, [0, -1]]
@@ -130,14 +130,14 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
 
 
 class ReceivingFunction:
-    """Pickles as a reference to `receive`, for servers that lack this package."""
+    """Placeholder for `receive` that pickles as its import path, for servers without this package."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, ("tl_layersim.remote.probe_in_trace:receive",)
 
 
 class ShippedProbe:
-    """Stands for a user's probe on a server, and reads forward passes there.
+    """Proxy of a user's probe on a server; reads forward passes there.
 
     When nnsight loads the result, this object becomes the user's probe, with the sums.
 

@@ -223,7 +223,7 @@ class RemoteSource(NNsightSource, OnServer):
     def _request_for(
         self, take: Callable[[Callable[[Any], None]], T], group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool
     ) -> T:
-        """Build the request for some batches, and pass it to `take`, a method of the client."""
+        """Call `take`, a method of `NdifClient`, with a request for the batches in `group`."""
         shipped = shippable(kernels)
         readers = [one.reader() for one in self._together or (self,)]
         about = (readers, self.pack(group), shipped, self.calling, joined)
@@ -244,7 +244,7 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """A dict of arguments for each forward pass that has a counted position."""
+        """List of dicts, one per forward pass with a counted position: its arguments and counted positions."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):
@@ -298,7 +298,7 @@ def order_without_weights(
 def _listed_order(
     module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
 ) -> tuple[int, ...]:
-    """Sort hook points as `lsim.sites` lists them, in the order of computation.
+    """Indices of hook points, sorted by their position in `lsim.sites`.
 
     Raises:
         LayersimError: a point is not a listed site, so its place in the order is unknown.

@@ -68,7 +68,9 @@ def submit(
 
 
 def known_view(unit: dict[str, Any]) -> View:
-    """`View` of a batch's tokens and rows, without activations, before any forward pass.
+    """Build a batch's `View` with tokens and row numbers, but without activations.
+
+    `plan_batch` takes this view before any forward pass.
 
     Args:
         unit: the batch, packed by `RemoteSource.pack`.
@@ -83,7 +85,7 @@ def known_view(unit: dict[str, Any]) -> View:
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Append the sums of a batch to `stack`, and add neighbouring sums if `joined`.
+    """Append a batch's sums over groups of rows (leaves) to `stack`. If `joined`, neighbouring sums are added.
 
     Args:
         stack: changed in place.
@@ -124,7 +126,7 @@ def dtype_and_devices(
 
 
 def on_cpu(reduced: Any) -> Any:
-    """Move kernels' sums, as `reduce` returns them, to the CPU."""
+    """Move the sums that `reduce` returns to the CPU."""
     counts, out = reduced
     return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
 

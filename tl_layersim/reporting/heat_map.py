@@ -315,7 +315,7 @@ def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str]) -> go.Figure:
-    """Heat map of counts, as fractions of the sum of their row; white cells have count 0.
+    """Heat map of counts as fractions of their row's sum; cells with count 0 are white.
 
     Args:
         result: the result.
@@ -356,7 +356,7 @@ def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
-    """Axes of a heat map with a row for each series, and a column for each site or number."""
+    """`HeatMapAxis` of the rows and of the columns, from the first and the second axis of a field."""
     names = [result.coordinates(axis) for axis in axes]
     words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
     layers = all(isinstance(name, str) for name in names[1])

@@ -61,7 +61,7 @@ def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 
 
 def _difference_text(result: Result, before: str, after: str) -> str:
-    """Second headline number minus the first, with sign and margin."""
+    """Text of the difference `after` - `before` of two headline numbers, such as "+0.12 ± 0.03"."""
     text = with_margin(result, lambda one: one.headline()[after] - one.headline()[before])
     return text if text.startswith("-") else f"+{text}"
 

@@ -184,7 +184,7 @@ def lines(
     most_bands: int = MOST_LINES,
     joined: bool = False,
 ) -> go.Figure:
-    """Line plot over layers, numbers or names.
+    """Line plot of one or more series over layers, numbers or names.
 
     Intervals are bands, or whiskers if the axis has names.
 
@@ -402,7 +402,7 @@ def quantile_lines(
 
 
 def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends: Ends | None) -> list[Series]:
-    """Lines over blocks: one each for attention, cross-attention and MLP.
+    """One `Series` over blocks for each kind of sublayer in `names`: attention, cross-attention, MLP.
 
     Args:
         names: names of the sublayers' sites, such as `blocks.0.hook_attn_out`.

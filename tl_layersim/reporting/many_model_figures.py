@@ -96,7 +96,7 @@ def map_of_two(
         sites: the dimensions whose labels are names of sites.
         scale: the colour scale; None for one that fits the values.
     """
-    drawn = _pairs(drawn, sites)
+    drawn = _without_self_coupling(drawn, sites)
     # A given scale is the scale of differences, which are shown at all sites.
     for dim in set(over) & set(sites) if scale is None else ():
         drawn = drawn.dropna(dim, how="all", subset=["value"])
@@ -123,7 +123,7 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
         sides: the dimensions of rows and of columns.
         runs: the dimension of runs.
     """
-    drawn = _pairs(drawn, sides).transpose(runs, *sides)
+    drawn = _without_self_coupling(drawn, sides).transpose(runs, *sides)
     scale = _scale(drawn["value"].values, sides[0] in JACOBIANS)
     figures = []
     for number, label in enumerate(drawn[runs].values.tolist()):
@@ -136,8 +136,8 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
     return figures, " · ".join(filter(None, (_title(drawn, sides, ""), _note(drawn, ""), scale.note)))
 
 
-def _pairs(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
-    """Replace the diagonal of matrices of blocks by NaN."""
+def _without_self_coupling(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
+    """Set the coupling of each block with itself to NaN; leave other tables unchanged."""
     return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(sides) >= JACOBIANS else drawn
 
 
@@ -164,7 +164,7 @@ def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapA
 
 
 def _axis(dim: str, sites: Sequence[str]) -> str:
-    """Name of a table's dimension, as `axis_title` takes it.
+    """Axis name for a dimension of a table, such as "site" or "relative_depth".
 
     A dimension of layers without site names has relative depths.
     """
@@ -213,7 +213,7 @@ def _words(drawn: xarray.Dataset) -> str:
 
 
 def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
-    """Title of a figure: its field, then "by" and the horizontal dimension `by`."""
+    """Title of a figure, such as "Effective rank, by model" if dimension `by` is "model"."""
     about = drawn["value"].attrs
     names = next((_labels(drawn, dim) for dim in sites), ())
     # A field's title is about its layers, which a selection or a mean may have removed.
@@ -355,7 +355,7 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
 
 
 def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
-    """Names as markup in the colours of their groups."""
+    """Model names as HTML spans in the colours of their groups."""
     colours = _colours(groups)
     shown = zip(map(html.escape, names), groups or [""] * len(names), strict=True)
     return [f'<span style="color:{colours[group]}">{name}</span>' if group in colours else name for name, group in shown]

@@ -205,7 +205,7 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
 
 
 def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
-    """Set margins, ticks, line breaks in titles and height of a figure; `plot` is the plot's height."""
+    """Set height, margins, ticks and line breaks of a figure; `plot` is the height of the plot area."""
     layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
     bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
     bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
