@@ -383,7 +383,7 @@ FORMULAS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention_on_cpu}
 
 
 def _storages(values: Any) -> dict[int, Any]:
-    """Dict from identifiers to the storages of all tensors in nested containers."""
+    """Storages of all tensors in nested containers, by identifier."""
     storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
     return {storage._cdata: storage for storage in storages}
 
@@ -524,7 +524,7 @@ class MeteredBatch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """Simulated pool of rows, with samples from one batch, for the costs of a pool kernel.
+    """A pool of rows, simulated from one batch to measure the costs of its kernel.
 
     Attributes:
         kernel: kernel of the pool.
@@ -542,7 +542,7 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """Make a pool for a kernel. Each row has the batch's mean number of counted positions.
+        """Simulate the pool of rows that a kernel needs. Each row has the batch's mean number of counted positions.
 
         Args:
             kernel: kernel of the pool.

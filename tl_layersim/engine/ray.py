@@ -70,7 +70,7 @@ class ModelCopy:
         return plain(self._analysis.identity(self._argument))
 
     def describe(self) -> Description:
-        """Identity of the run, counts of its data, and whether the first pass runs the model."""
+        """A tuple: identity of the run, counts of its data, and whether the first pass runs the model."""
         analysis = self._analysis
         analysis.check()
         return self._identity, analysis.counts, analysis.first_needs_model
@@ -150,7 +150,7 @@ class Workers:
         return part.of
 
     def _wait(self) -> tuple[str, int, Any]:
-        """Wait for the call of a worker to end. Returns the pass, the shard index and the result of the call."""
+        """Wait until a worker has finished a call. Returns the pass, the shard index and the result of the call."""
         [reference], _ = self._ray.wait([*self._running], num_returns=1)
         actor, pass_name, number = self._running.pop(reference)
         self._free.append(actor)

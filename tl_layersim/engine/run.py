@@ -43,7 +43,7 @@ TITLES = {FIRST: "first pass", MAIN: "layers"}
 
 
 class Step(NamedTuple):
-    """Counts of the tokens in one batch and of the batches read so far.
+    """Token counts of one batch, and a digest of all rows read so far.
 
     Attributes:
         measured: whether this process runs the model on the batch.
@@ -89,12 +89,12 @@ class PassState:
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Add the counts of all waiting batches to the tally. This process runs no model on these batches."""
+        """Add the counts of all batches in `waiting` to the tally. This process runs no model on these batches."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove from `waiting` the batches that hold the next `rows` measured rows, and return their counts.
+        """Remove batches from `waiting` until they hold `rows` measured rows, and return their counts.
 
         At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
         """
@@ -107,7 +107,7 @@ class PassState:
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """Copy of a tally that includes the counts of `steps`, but not their sums."""
+    """Copy of `tally` with the batch, row and token counts of `steps` added. The sums stay the same."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
@@ -233,14 +233,19 @@ class DataPass:
             row += batch.capacity * measured
 
     def _with_leaf(self, batch: Batch, row: int) -> Batch:
-        """Copy of a batch with its sizes of leaves and blocks. With intervals these depend on `row`, its first row's index."""
+        """Copy of a batch with its attributes `leaf` and `block` set.
+
+        Args:
+            batch: the batch.
+            row: index of the first row of the batch; with intervals, both attributes depend on it.
+        """
         leaf = min(ROWS, batch.capacity)
         if self.jackknife_rows is None:
             return replace(batch, leaf=leaf)
         return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.jackknife_rows))
 
     def _settle(self, batch: Batch) -> None:
-        """Run a forward pass on models whose order of sites is unknown, and check the sites."""
+        """Run the batch on models whose order of sites is unknown, and check their sites."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)

@@ -74,7 +74,8 @@ def _analyzer_of(item: Any) -> Analyzer:
         )
     if clash := item.options().keys() & set(DATA_OPTIONS):
         raise LayersimError(
-            f"{type(item).__name__} has the option {', '.join(sorted(clash))}, which is also an option of `Data`. Rename it."
+            f"{type(item).__name__} has the option {', '.join(sorted(clash))}, which is also an option of `Data`. Rename "
+            "the option of the analyzer."
         )
     return item
 
@@ -108,9 +109,9 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """Merge the descriptions of two models into one that takes only inputs that both models accept.
+    """Merge two model descriptions; the result accepts only inputs that both models accept.
 
-    Context and vocabulary are the smaller ones.
+    The context and the vocabulary of the result are the smaller of the two models'.
 
     Args:
         a: the first model, whose tokenizer is used.
@@ -125,8 +126,8 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
         if words_a != words_b:
             odd = next((w for w in words_a if words_b.get(w) != words_a[w]), next(iter(words_b), ""))
             raise LayersimError(
-                f"The two models have different tokenizers, so their samples do not match: {odd!r} is token "
-                f"{words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}."
+                f"The two models have different tokenizers, so their samples do not match: the id of token {odd!r} is "
+                f"{words_a.get(odd)} in {a.name} and {words_b.get(odd)} in {b.name}."
             )
     if a.token_input != b.token_input:
         raise LayersimError(
@@ -136,8 +137,8 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
     if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
         warn(
-            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, so the same id may be another token in the "
-            "second model. Set model.tokenizer on both models to have the vocabularies compared."
+            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, so an id may stand for different tokens in "
+            "the two models. Set model.tokenizer on both models; the vocabularies are then compared."
         )
 
     def smaller(x: int | None, y: int | None) -> int | None:

@@ -52,7 +52,7 @@ class DataCounts:
     capacity: int
 
     def within(self, number: int, of: int) -> range:
-        """Range of the batches of one shard. Batches without a counted position are left out of the numbering.
+        """Indices of the batches of one shard, as a range. Batches without a counted position have no index.
 
         Args:
             number: index of the shard.
@@ -68,7 +68,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class DataPart:
-    """Part of the data that one call measures, and the last pass that the call makes.
+    """The batches that one call of `run` measures, and the last data pass of the call.
 
     Attributes:
         deal: the batches that this rank measures.
@@ -109,7 +109,6 @@ class Analysis:
 
     @property
     def sources(self) -> Sequence[Source]:
-        """The models."""
         return self.plan.sources
 
     @property
@@ -225,7 +224,7 @@ class Analysis:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager in which the models run without dropout, and analyzers can replay blocks if they need it."""
+        """Context manager that turns off dropout, and records the calls of blocks if an analyzer replays blocks."""
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))

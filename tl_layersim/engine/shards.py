@@ -169,7 +169,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
     held = {"number": number, "of": of, "pass_name": identity.pop("stage")}
     counts = DataCounts(**notes["counts"])
     if not 0 <= number < of:
-        raise ValueError(f"shard {number} of {of}")
+        raise ValueError(f"the index of the shard is {number}; it must be from 0 to {of - 1}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
     if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
         raise ValueError(f"the sums must begin at row {start}")
@@ -225,7 +225,7 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
 
 
 def merged_first(files: Iterable[Path]) -> ShardPart:
-    """Add the sums of the first pass over all shards.
+    """Add up the first-pass sums of all shards.
 
     Args:
         files: the files of the first pass.
@@ -241,14 +241,14 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
 
 
 def _header_of(path: Path) -> ShardPart:
-    """Contents of a shard's file without the sums, so that memory holds the sums of one shard at a time."""
+    """Read a shard's file and drop its sums. Memory thus holds the sums of one shard at a time."""
     part = read_part(path)
     tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
     return replace(part, tallies=tallies)
 
 
 def _tree_of_shards(parts: Sequence[ShardPart]) -> SumTree:
-    """Read the sums of all shards and join them into one tree."""
+    """Read the sums of all shards into one `SumTree`."""
     trees = (read_part(part.path).tally.tree for part in parts)
     return reduce(SumTree.join, trees)
 
@@ -263,8 +263,8 @@ def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     if others := [part for part in parts if part.pass_name != pass_name]:
         argument, how = ("files", "with") if pass_name == MAIN else ("first", "without")
         raise LayersimError(
-            f"`{argument}` holds files of the {others[0].pass_name} pass over the data: {_shard_names(others)}. It must hold "
-            f"files of the {pass_name} pass: call analyze(..., shard=(i, n), save_to=...) {how} `first`."
+            f"`{argument}` holds files of the {others[0].pass_name} data pass: {_shard_names(others)}. All must be files of "
+            f"the {pass_name} pass, which analyze(..., shard=(i, n), save_to=...) writes {how} `first`."
         )
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:

@@ -175,7 +175,10 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
     if not isinstance(source, CanReadSites):
         own = f"{type(analyzer).__name__} reads {', '.join(analyzer.families)}"
         asked = own if analyzer.families else f"`at` is {brief(at)}{' and `per_head` is True' if per_head else ''}"
-        raise LayersimError(f"{asked}; the source {type(source).__name__} reads only the residual stream.")
+        raise LayersimError(
+            f"{asked}; the source {type(source).__name__} reads only the residual stream, as it does not inherit from "
+            "CanReadSites."
+        )
     if analyzer.families:
         return source.hook_points([*analyzer.families, *_optional(source, analyzer)], False)
     if analyzer.needs_sites in ("stream", "every_block"):
@@ -189,7 +192,7 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
 
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
-    """Optional families of sites that the model has."""
+    """The families in `analyzer.optional_families` that the model has."""
     has = []
     for family in analyzer.optional_families:
         with suppress(LayersimError):
@@ -246,7 +249,9 @@ def chosen_rule(
 
 
 def refuse_selection(data: Data, reads: str, *names: str) -> None:
-    """Raise an error for position options of `Data`, in functions that fix the positions.
+    """Raise an error if `data` sets an option that the calling function does not accept.
+
+    The calling function chooses the positions itself.
 
     Args:
         data: the data of the call.
@@ -308,7 +313,7 @@ def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyz
 
 
 def _rule_of(model: Model) -> str:
-    """Position rule of a model's output head; "all" if the head reads several positions, or without a head."""
+    """Position rule of a model's output head; "all" if the head reads several positions, or if there is no head."""
     return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
 
 

@@ -38,7 +38,7 @@ def side_by_side(
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
-    """The `Exchange` of each analyzer, by name: how it compares models on different machines.
+    """Dict from analyzer names to `Exchange` objects, which compare models on different machines.
 
     Raises:
         LayersimError: an analyzer needs the activations of both models in one place.
@@ -90,7 +90,10 @@ def one_after_another(
 
 
 def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
-    """Combine the statistics of all models on one leaf of rows. An analyzer has none if its pool ends in another leaf."""
+    """Combine the statistics of all models on one leaf, a group of rows.
+
+    An analyzer has no statistics here if its pool of rows ends in another leaf.
+    """
     not_finite = [count for counts, _ in leaves for count in counts]
     if any(bool(count.any()) for count in not_finite):
         return not_finite, {}

@@ -43,8 +43,8 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         # Traces of other models do not tell the positions of their rows.
         if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
             raise LayersimError(
-                f"`model` is {source.model.name}; an nnsight model in `attach` must take token ids and be no encoder-decoder. "
-                "Use lsim.analyze(model.edit(...), data, analyzers)."
+                f"`model` is {source.model.name}; `attach` needs an nnsight model that takes token ids and is not an "
+                "encoder-decoder. Use lsim.analyze(model.edit(...), data, analyzers)."
             )
     elif stack_side(source) == "both":
         raise in_both_stacks(source.module)
@@ -65,9 +65,9 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
 
 
 def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Run a short row of made-up tokens, to check the sites and the logit lens.
+    """Check the sites and the logit lens by a forward pass on a few arbitrary tokens.
 
-    The forward pass finds the order and the widths of the sites.
+    The forward pass also finds the order and the widths of the sites.
 
     Args:
         source: the model.
@@ -152,8 +152,8 @@ def attach(
     rule = Positions(chosen_rule(positions, [source.model], chosen))
     if rule.marked:
         raise LayersimError(
-            f"`positions` is {brief(positions)}; it reads the data, but `attach` receives only forward passes. Set "
-            "`probe.mask` before the forward pass."
+            f"`positions` is {brief(positions)}; `attach` accepts no mask column and no 'assistant', because it sees only "
+            "forward passes. Set `probe.mask` before the forward pass."
         )
     if isinstance(source, HookedSource):
         return LoopProbe(source, chosen, plan, rule, intervals)

@@ -148,7 +148,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """Descriptions of the models by analyzer, and further entries of the provenance."""
+        """Two dicts: descriptions of the models by analyzer, and further entries of the provenance."""
         raise NotImplementedError
 
     def _checked(
@@ -307,7 +307,7 @@ class LoopProbe(Probe):
         return self._last[0], False
 
     def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
-        """Whether enough samples wait for one call of a kernel.
+        """Whether `views` hold enough samples for one call of a kernel.
 
         Cached generation gives one position at a time, and few calls are faster than many.
         """
@@ -322,12 +322,12 @@ class LoopProbe(Probe):
         return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
     def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
-        """Data block of one forward pass. Kernels that have not run yet have empty sums."""
+        """`DataBlock` with the sums that one forward pass completes. Kernels that have not run yet have empty sums."""
         names = (*self._immediate, *self._waiting)
         return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
 
     def _reduced(self, name: str, views: list[View]) -> Sums:
-        """Run a kernel on the activations of `views`. Returns its sums, which are empty if the kernel fails."""
+        """Sums of a kernel over the activations of several forward passes; empty if the kernel fails."""
         kernel = self._kernels[name]
         try:
             joined = _by_row(views) if isinstance(kernel, PoolKernel) else _joined(views)
@@ -344,7 +344,7 @@ def _dtype_of(source: HookedSource) -> str:
 
 
 def _joined(views: list[View]) -> View:
-    """Concatenate the samples of several views. Rows of different views get different sequence numbers."""
+    """Concatenate the samples of several forward passes, whose rows get different sequence numbers."""
     if len(views) == 1:
         return views[0]
     rows, offset = [], 0
@@ -355,7 +355,7 @@ def _joined(views: list[View]) -> View:
 
 
 def _by_row(views: list[View]) -> View:
-    """Concatenate the samples of several views, sorted by row."""
+    """Concatenate the samples of several forward passes, sorted by row."""
     rows = torch.cat([view.sequence for view in views])
     number = torch.unique(rows, return_inverse=True)[1]
     joined = _with_sequence(views, number)

@@ -56,9 +56,9 @@ class ProbeHook:
 
 
 def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
-    """Wrap a hook so that forward passes under `torch.compile` continue.
+    """Wrap a hook so that `torch.compile` does not compile it.
 
-    The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
+    The hook runs between two compiled graphs. If a single graph is required, as by `fullgraph=True`, the hook does not run.
 
     Args:
         hook: the hook, with any arguments.
@@ -156,7 +156,7 @@ class ForwardPassPositions:
         fits = mask is not None and tuple(mask.shape) == call.shape
         if mask is not None and not fits and not (pos == 1 and mask.shape[0] == batch):
             raise LayersimError(
-                f"`probe.mask` has shape {tuple(mask.shape)}; the tokens of this forward pass have shape {call.shape}."
+                f"`probe.mask` has shape {tuple(mask.shape)}; it must have shape {call.shape}, the shape of the input tokens."
             )
         if pos == 1 and self.whole_rows:
             raise LayersimError(
@@ -238,7 +238,7 @@ class ForwardPass:
 
 
 class Frame:
-    """State of one running call of the model, or of a module inside it that contains all blocks.
+    """State of a running call of the model or of an inner module that contains all blocks.
 
     The model has level 0. The root frame, of level -1, is for activations outside of any call.
     """
