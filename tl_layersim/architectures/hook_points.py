@@ -42,7 +42,7 @@ Index = int | slice
 
 @dataclass(frozen=True)
 class Channels:
-    """Evidence on the channel axis of a hook point's activations, from the modules in and around it.
+    """Evidence for which axis of a hook point's activations holds channels, from nearby modules.
 
     Attributes:
         axis: 1 for `batch channel ...`, -1 for `batch ... channel`, if the module itself decides it; None if sizes must decide.
@@ -301,7 +301,7 @@ KEEPING_NAMES = ("DropPath", "StochasticDepth", "FrozenBatchNorm2d")
 
 
 def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
-    """Evidence on the channel axis of a module's activations; None if no convolution is near the module.
+    """Evidence for which axis of a module's activations holds channels; None if no convolution is nearby.
 
     An activation, a norm or a dropout has the axis of the module before it in a Sequential, or of the modules around it. Any
     other module may move the axis, so sizes must decide.

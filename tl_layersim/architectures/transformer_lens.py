@@ -114,7 +114,7 @@ def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapp
         return None if found is None else output_of(paths[id(found)].removeprefix("blocks.0."))
 
     def held(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
-        """The tensor of the bridge with the values of `term` in the Hugging Face block; None without one."""
+        """The tensor of the bridge that equals `term` of the Hugging Face block; None if there is none."""
         if family in ("q", "k", "v"):
             return hook(f"attn.{family}.hook_out")
         side = "hook_in" if term.incoming else "hook_out"
@@ -196,9 +196,7 @@ def head_of(model: Any) -> Head | None:
 
 
 def stream_processing(model: Any) -> tuple[str, str] | None:
-    """Two texts on the weight processing that has changed the residual stream; None if none has.
-
-    They are the kind of processing, and the call that loads the model without it.
+    """The weight processing that changed the residual stream, and a call to load without it; None if unchanged.
 
     Folded norms leave the residual stream as it is.
     """

@@ -286,7 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Norm of the lens's logits at the last layer minus the model's logits, and norm of the model's logits.
+    """Norms of the logit lens's error at the last layer and of the model's logits.
 
     Args:
         unembed: the lens.

@@ -64,7 +64,7 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
     allowed = rounding(model.torch_dtype, computed)
     if difference <= allowed * max(size, 1e-3):
         return
-    gap = f"differs from them by {difference / max(size, 1e-3):.2g} of their norm"
+    gap = f"differs by {difference / max(size, 1e-3):.2g} of the norm of the model's logits"
     raise _other_logits(model, "gives logits of another shape" if math.isnan(size) else gap)
 
 
@@ -182,7 +182,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """A dict with the error of each stream sum, "gap", and its largest norm, "size".
+    """A dict of the error ("gap") and the largest norm ("size") of each stream sum.
 
     An error is the norm of the summed terms minus the total. The largest norm is that of a term or of the total.
 
@@ -219,8 +219,8 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
     if processing:
         what, instead = processing
         raise LayersimError(
-            f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another basis. "
-            f"Pass {instead}."
+            f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another "
+            f"basis than the Hugging Face model. Pass {instead}."
         )
     if not isinstance(verify, torch.nn.Module):
         load = _checkpoint_of(source)

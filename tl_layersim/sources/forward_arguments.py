@@ -107,8 +107,9 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
         hidden = int((batch.inputs[mask] == 0).sum())
         raise LayersimError(
-            f"`{mask}` {tuple(batch.inputs[mask].shape)} has {hidden} zeros, but masked positions of {model.layers[0]} would "
-            "be measured too. Give images without padding, or measure with lsim.attach."
+            f"`{mask}` {tuple(batch.inputs[mask].shape)} has {hidden} zeros; it must be all ones, because "
+            f"{model.layers[0]} would be measured at masked positions too. Give images without padding, or measure "
+            "with lsim.attach."
         )
 
 
@@ -156,7 +157,10 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
         return (getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
     if name == "input_features" and bins is not None and length is not None:
         return (bins, 2 * length)
-    raise LayersimError(f"The configuration of {model.name} does not give the size of `{name}`.")
+    raise LayersimError(
+        f"The size of `{name}` is unknown; the configuration of {model.name} must have image_size, or num_mel_bins and "
+        "max_source_positions."
+    )
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:

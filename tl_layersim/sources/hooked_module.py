@@ -97,7 +97,7 @@ class HookedSource(CanReadSites):
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
 
     def aside(self) -> bool:
-        """Whether hooks must ignore the current forward pass, such as that of a stitched model's front."""
+        """Whether hooks must ignore the current forward pass, as in the front part of a stitched model."""
         return False
 
     @property
@@ -105,7 +105,7 @@ class HookedSource(CanReadSites):
         return super().is_settled and self._check is None
 
     def check_first_row(self, check: Callable[[Batch], None]) -> None:
-        """Store a check of one batch, which the next `settle` runs once."""
+        """Store a function that checks one batch; the next `settle` calls it once."""
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
@@ -130,7 +130,7 @@ class HookedSource(CanReadSites):
         super().settle(batch)
 
     def note_widths(self, view: View) -> None:
-        """Store the widths of a view's sites, unless they are the residual layers."""
+        """Store the widths of the sites in `view`, unless these sites are the residual layers."""
         if not self.reads_residual:
             self.reading = replace(self.reading, widths=view.widths)
 
@@ -140,7 +140,7 @@ class HookedSource(CanReadSites):
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """A dict from module and side (True for its input) to the indices of the sites there."""
+        """A dict from (module, whether its input is read) to the indices of the sites read there."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
@@ -218,7 +218,7 @@ class HookedSource(CanReadSites):
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:
-        """Run one forward pass over a batch; `more` holds further keyword arguments."""
+        """Run one forward pass over a batch, with `more` as further keyword arguments."""
         device = device_of(self.module if self.embed is None else self.embed)
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device

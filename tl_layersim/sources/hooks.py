@@ -163,7 +163,7 @@ _local = threading.local()
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context manager for forward passes that probes in the user's loop must not record."""
+    """A context manager in which probes in the user's loop record no forward passes."""
     before, _local.unrecorded = is_unrecorded(), True
     try:
         yield

@@ -172,7 +172,7 @@ def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 
 def _user_function(hook: Any) -> Any:
-    """The user's function in a hook that TransformerLens or `torch.no_grad()` wraps; else the hook itself."""
+    """Remove wrappers by TransformerLens and `torch.no_grad()` from a hook, and return the function inside."""
     while defined_in(hook) == "transformer_lens.hook_points" and getattr(hook, "__closure__", None):
         held = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))
         inner = held.get("hook", held.get("full_hook"))
@@ -203,7 +203,8 @@ def _is_own(function: Any) -> bool:
 
 
 def _is_wrapper(function: Any) -> bool:
-    """Whether a function is a library's wrapper, by its globals: `functools.wraps` changes `__module__`."""
+    """Whether a function is a wrapper that a library defines."""
+    # `functools.wraps` changes `__module__`, but not the globals.
     return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith(OWN_PACKAGES)
 
 
@@ -247,7 +248,7 @@ class StoredWeights:
         return self._checksum
 
     def again(self) -> StoredWeights:
-        """A new object for the same module, which computes the checksum anew."""
+        """A new `StoredWeights` of the same module, without the stored checksum."""
         return StoredWeights(self._module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -318,7 +319,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:
-    """Weighted sums of `WORDS` consecutive 64-bit words in a tensor of bytes."""
+    """A tensor with one weighted sum for every `WORDS` 64-bit words of a tensor of bytes."""
     if flat.storage_offset() % 8:
         # Words begin at multiples of their size.
         flat = flat.clone()
@@ -417,7 +418,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """The mappings in which accelerate holds each module's offloaded weights, and the module's path in each."""
+    """A dict from module to pairs: accelerate's mapping of offloaded weights, and the module's prefix in its keys."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")

@@ -145,7 +145,7 @@ def model_without_weights(config: Any) -> Any:
 
 @contextmanager
 def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
-    """A context manager that yields arguments of `from_pretrained`, and names `option` in its errors."""
+    """A context manager that yields keyword arguments of `from_pretrained`. Errors inside it name `option`."""
     try:
         # Passed to each call: transformers asks at the terminal where it is not.
         yield {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}

@@ -88,7 +88,7 @@ class Model(ModelInputs):
     attention: str = ""
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
-        """A dict of the fields `inputs`, `pads`, `starts` and `ends` that fits both models."""
+        """A dict of the fields `inputs`, `pads`, `starts` and `ends`, combined from both models."""
         either = {**self.inputs, **other.inputs}
         # A value must be equivalent to leaving the input out in both models.
         for name in self.inputs.keys() & other.inputs.keys():
@@ -124,8 +124,8 @@ class Model(ModelInputs):
         unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
         if unknown and argument is not None:
             raise LayersimError(
-                f"`{argument}` cannot be given for a model with {', '.join(unknown)}: a later run must be able to compare the "
-                "change. Write the change as a function of plain values."
+                f"`{argument}` cannot be given for a model with {', '.join(unknown)}: a later run could not tell "
+                "whether this change is the same. Write the hook or edit as a function of plain values."
             )
         # Another machine may have the same weights in another folder.
         which = self.weights_hash or self.name
@@ -262,7 +262,7 @@ def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
 
 
 def _ids(config: Any, text: Any, name: str) -> list[int]:
-    """Token ids in a configuration: none, one or several."""
+    """A list of the token ids under a name in a configuration; empty if there are none."""
     ids = getattr(text, name, None)
     ids = getattr(config, name, None) if ids is None else ids
     return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]
@@ -290,7 +290,7 @@ def hash_config(config: dict[str, Any]) -> str:
 
 
 def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
-    """The description with the `stream` and `basis` that a forward pass has shown.
+    """A copy of a model's description with the `stream` and `basis` that a forward pass has shown.
 
     If the modules are not blocks, `layers` has the names of the modules.
 

@@ -53,7 +53,7 @@ class TraceStep:
 
 @dataclass
 class TraceReader:
-    """The sites that traces of a model read, and the model's logit lens.
+    """Reader of a model's sites inside nnsight traces, with the model's logit lens.
 
     Attributes:
         model: the nnsight model, with its edits.
@@ -72,7 +72,7 @@ class TraceReader:
     differentiated: bool
 
     def read(self, buffer: SiteBuffer, kept: Mapping[str, Tensor], calling: bool) -> View:
-        """The view of the current forward pass, inside a trace.
+        """Read the sites inside a trace, and return them as a `View`.
 
         Args:
             buffer: empty buffer of the activations.
@@ -93,7 +93,7 @@ class TraceReader:
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
-    """The logit lens in the dtype and on the device of the model on a server.
+    """A copy of the logit lens with the dtype and device of the model on a server.
 
     A model without weights has the dtype of its configuration; the server may use another one.
 
@@ -215,7 +215,6 @@ class NNsightSource(CanReadSites):
         return steps
 
     def reader(self) -> TraceReader:
-        """The `TraceReader` of the current sites."""
         # Edits do not apply to a block that is called again.
         differentiated = self.calling and is_edited(self.envoy)
         return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer), differentiated)
@@ -278,7 +277,7 @@ def own_function(kernel: Any) -> Any:
 
 
 def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
-    """Register the kernels' modules to be shipped by value, and return the kernels."""
+    """Register the kernels' modules with nnsight, which sends their code to servers; return the kernels."""
     import nnsight
 
     for kernel in kernels.values():
@@ -287,7 +286,7 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Indices of the counted positions in the flattened `batch pos`, and a dict of the view's token fields."""
+    """Return the indices of counted positions in the flattened `batch pos`, and a dict of token fields."""
     fields = tokens_alone(batch).token_fields()
     del fields["sequence"], fields["position"]
     return batch.counted.reshape(-1).nonzero()[:, 0], fields
@@ -314,7 +313,7 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
 
 
 def whole_view(view: View) -> dict[str, Any]:
-    """A kernel that returns the whole view, for models in this process."""
+    """A kernel that returns a dict of a view's activations, sites, widths and token fields."""
     return {"activations": view.activations, "sites": view.sites, "widths": view.widths} | view.token_fields()
 
 

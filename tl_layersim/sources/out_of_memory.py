@@ -49,7 +49,7 @@ def release_memory() -> None:
 
 
 def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
-    """The view of a batch whose rows run in several forward passes.
+    """Run a batch in several forward passes, and return one view of all rows.
 
     The parts keep the width of the batch, so that positions and padding are those of the whole batch.
 
@@ -77,7 +77,7 @@ def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
 
 
 def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Run kernels on the views of a batch (see `reduce`) while no other thread runs kernels.
+    """Return the output of `reduce` on the views of a batch; kernels in other threads wait.
 
     Args:
         batch: the rows.

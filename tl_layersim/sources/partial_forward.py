@@ -166,16 +166,16 @@ class SplitModel(ABC):
         return self.lower(batch, layer, _as_it_is)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        """The output of `score_of` for the model. If given, `x` replaces the residual at the layer."""
+        """Compute "loss", "correct" and "count", see `score_of`. If given, `x` replaces the residual at the layer."""
         return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
-        """The mean cross-entropy with `x` as the residual at a layer, and its gradient."""
+        """The mean cross-entropy with `x` as the residual at a layer, and its gradient with respect to `x`."""
         found = self.upper(batch, targets, layer, x, gradient=True)
         return float(found["loss"]), found["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Apply `moments_of` to the front model's and this model's residuals at attended tokens.
+        """Apply `moments_of` to the residuals of two stitched models at attended tokens.
 
         `moments_of` runs in the process of this model.
 
@@ -183,7 +183,7 @@ class SplitModel(ABC):
             batch: the tokens.
             layer: the layer of this model.
             moments_of: function from residuals `token d_front` and `token d_back` to sums. It is shipped to servers as source.
-            h: the front's residual, `batch pos d_front`.
+            h: residual of the front model, which runs before this model, `batch pos d_front`.
         """
         read = partial(_moments_with, moments_of=moments_of, h=h, attention=batch.attention)
         return {name: value.cpu() for name, value in self.lower(batch, layer, read).items()}
@@ -217,9 +217,9 @@ class SplitModel(ABC):
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the loss is {theirs:.6g} for the whole "
-                f"model, {ours:.6g} for the upper part on the model's residual (must be equal), and {wrong:.6g} on a changed "
-                "residual (must differ). layers=[...] must name blocks that run one after the other."
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the upper part must give the model's "
+                f"loss, {theirs:.6g}, on the model's residual and another loss on a changed residual; it gives {ours:.6g} and "
+                f"{wrong:.6g}. layers=[...] must name blocks that run one after the other."
             )
 
 
@@ -418,7 +418,7 @@ def _one_token() -> Batch:
 
 
 def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A function for a block's `forward` that returns the block's input, or `put(input)`.
+    """A replacement for a block's `forward`: it returns the block's input, or `put(input)`.
 
     The result is the first item of a tuple unless `length` is 0. With `own`, the block's own forward, the block runs for what
     it returns beside the residual.

@@ -71,7 +71,8 @@ class Source(ABC):
             LayersimError: activations cannot leave the process that computes them.
         """
         raise LayersimError(
-            f"Activations of a {type(self).__name__} cannot leave the process that computes them: {self.model.name}."
+            f"Activations of {self.model.name} ({type(self).__name__}) cannot leave the process that computes them; the "
+            "model must be in this process."
         )
 
     def beside(self, others: Sequence[Source]) -> Source | None:
@@ -97,7 +98,7 @@ class Source(ABC):
         return ()
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-        """Run one batch and return a list of kernel outputs, one for each group of rows (leaf).
+        """Run one batch and return a list of kernel outputs, one for each group of consecutive rows.
 
         Args:
             batch: a batch of one or more forward passes.
@@ -425,7 +426,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self.module.get_submodule(path)
 
     def _events(self) -> tuple[HookPoint, ...]:
-        """Hook points that are not read; their order in the forward pass must be known too."""
+        """Hook points that are not read, but whose order in the forward pass must be known."""
         return ()
 
     def settle(self, batch: Batch) -> None:
@@ -455,7 +456,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @contextmanager
     def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A context manager whose first forward pass tests whether modules pass on one residual stream.
+        """A context manager that tests, in its first forward pass, whether modules share one residual stream.
 
         Args:
             end: function that is called after the last module.
@@ -465,7 +466,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """A list of arguments of `on_tensor` for the hooks of `settling`; empty if no test is needed.
+        """A list of hooks that test the residual stream, as arguments of `on_tensor`; empty if none is needed.
 
         Args:
             end: function that is called after the last module.
@@ -530,13 +531,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
-        """The sums on the residual stream with a chosen site (`read_at`) as a term or the total."""
+        """The sums on the residual stream that contain a site chosen by `read_at`, as a term or as the total."""
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def without_stack(self, at: Any) -> Any:
-        """Remove the name of the stack that is read from families in `at`.
+        """Replace "encoder.attn_out" in `at` by "attn_out" if the encoder is read, and likewise for other stacks.
 
-        If the encoder is read, "encoder.attn_out" becomes "attn_out".
+        Only names of families are changed.
 
         Args:
             at: see `hook_points`.

@@ -152,7 +152,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def text_position(model: torch.nn.Module, tower: Tower) -> PositionRule:
-    """The position rule of a text tower, whose head reads the end-of-text token or the first.
+    """The position that a text tower's head reads: "first", or a function that finds the end-of-text token.
 
     Args:
         model: the model.

@@ -50,7 +50,7 @@ def without_values() -> Iterator[None]:
 
 
 class _PythonValues(TorchFunctionMode):
-    """Replaces functions that read values in Python, and attention."""
+    """Function mode of torch that replaces `tolist` and attention of meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +63,7 @@ class _PythonValues(TorchFunctionMode):
 
 
 class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
-    """Replaces tensor operations whose results depend on values."""
+    """Dispatch mode of torch that replaces operations of meta tensors whose results depend on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
