@@ -83,7 +83,7 @@ def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: p
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: partial[Tensor] | None) -> Draws:
-    """Draw the samples of a pool that the permutation null permutes. Returns their indices, `row position`, by part.
+    """Draw samples for the permutation null from one pool of rows. Returns a dict of their indices, `row position`, by part.
 
     Whole rows are permuted at positions that all of them have. A single sample is a row of one position.
 
@@ -113,7 +113,7 @@ def exchanged_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Cross-products between sites for the permutation null, over one pool of rows.
+    """Cross-products between sites in one pool of rows, for the permutation null.
 
     Sites are multiplied in true order, and with the rows of the second site permuted.
 
@@ -205,8 +205,8 @@ def warn_of_few_rows(measure: str, rows: int) -> None:
     """
     if rows < FEW_HELD_OUT_ROWS:
         warn(
-            f"{measure} is evaluated on {amount(rows, 'held-out row')}, so its values scatter by tenths. Pass more rows, or a "
-            "larger test_fraction=."
+            f"{measure} is evaluated on {amount(rows, 'held-out row')}, so its values vary by tenths between random "
+            "samples of rows. Pass more rows, or a larger test_fraction=."
         )
 
 
@@ -402,7 +402,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
 
     @property
     def split(self) -> partial[Tensor] | None:
-        """Function that returns which samples are held out, given the row of each; None if no rows are held out."""
+        """Function from the row indices of samples to a mask of held-out samples; None if no rows are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:
@@ -441,7 +441,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
             count: number of samples.
         """
         why = (
-            f"all {count} {self.samples_in_words} are equal up to rounding, as first tokens are before the first attention. If "
+            f"all {count} {self.samples_in_words} are equal up to rounding, like [CLS] tokens before the first attention. If "
             'a large mean hides their spread, CKA(estimator="minibatch") measures it'
         )
         refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), why)

@@ -91,9 +91,9 @@ def average_ranks(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairRelation:
-    """Each layer as a vector for one minibatch, such as a flattened centred Gram matrix.
+    """Vectors of one minibatch, one for each layer, such as flattened centred Gram matrices.
 
-    The inner product of two such vectors, with `signs`, is the unnormalised similarity of two layers.
+    The inner product of two vectors, weighted by `signs`, is the unnormalised similarity of their layers.
 
     Attributes:
         terms: `layer term`, float64, the entries of the vectors.
@@ -119,7 +119,7 @@ Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
-    """Draw the minibatches of a pool, and the samples that the null permutes. Returns indices of samples.
+    """Draw minibatches, and samples for the permutation null, from one pool of rows. Returns a dict of sample indices.
 
     Args:
         samples: the samples of the pool.
@@ -334,7 +334,7 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Fourier transforms along the diagonals of each layer's row-by-row matrix: `frequency layer (diagonal term)`.
+    """Fourier transforms of each layer's row-by-row matrix along its diagonals, `frequency layer (diagonal term)`.
 
     The rows and columns are first reordered. A cyclic shift of the rows moves the entries of a matrix along its diagonals,
     which wrap around.
@@ -470,7 +470,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     @property
     @abstractmethod
     def formula(self) -> tuple[Matrix, Relate]:
-        """Functions from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
+        """Two functions: samples to sample-by-sample matrices, and matrices to a `PairRelation`. See `pool_sums`."""
 
     @property
     def least(self) -> int:
@@ -566,8 +566,8 @@ class MinibatchAnalyzer(SampleAnalyzer):
             null = null_fields(observed.where(~values.isnan(), math.nan), permuted, one_model=is_one_model(run.models))
         elif self.permutations:
             warn(
-                f"`permutations` is {self.permutations}, which needs four rows with enough tokens in one pool; there were "
-                f"fewer, so {type(self).__name__} has no null. Pass more rows."
+                f"`permutations` is {self.permutations}, but {type(self).__name__} has no null, because "
+                "no pool of rows holds four rows with enough tokens. Pass more rows."
             )
         return {
             "values": values,
@@ -596,5 +596,5 @@ class MinibatchAnalyzer(SampleAnalyzer):
         tokens, given = amount(run.provenance.tokens, "token"), amount(run.provenance.sequences, "row")
         raise LayersimError(
             f"{type(self).__name__} needs {self.least} {self.samples_in_words}{rows}; the data has {tokens} in {given}."
-            + (' With unit="token", tokens of one row count as independent.' if rows else "")
+            + (' Pass more rows, or unit="token", which treats tokens of one row as independent.' if rows else "")
         )

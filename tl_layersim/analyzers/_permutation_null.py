@@ -181,7 +181,7 @@ class CalibratedMatrix(LayerMatrix):
         return self._to_last() | (null if self.permutations else {})
 
     def _to_last(self) -> dict[str, float]:
-        """Similarities with the last layer that `headline` reports, by name."""
+        """A dict of the similarities that `headline` reports, mainly those with the last layer."""
         to_last = self.values[:, -1]
         two = JOINT in self.provenance.model
         if len(to_last) == 1:

@@ -226,7 +226,7 @@ def counted_rows(first: Sums) -> Tensor:
 
 
 def prompt_fields(name: str, sums: Sums, first: Sums) -> dict[str, Any]:
-    """Fields of a result that hold the mean of a quantity in each row of the data, by name.
+    """A dict of result fields for a quantity in each row of the data: means, token counts and row indices.
 
     The fields are empty if values by row were not measured.
 

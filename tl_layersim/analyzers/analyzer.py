@@ -144,7 +144,7 @@ class Analyzer(ABC):
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
-        """Return this analyzer with the options filled in that depend on the model.
+        """Return this analyzer with its model-dependent options filled in.
 
         Args:
             model: the model, with the sites of this analyzer.
@@ -190,7 +190,7 @@ class Analyzer(ABC):
         return None
 
     def pool_need(self, density: float) -> int:
-        """Number of rows in the largest pool of a `PoolKernel`; 0 without a `PoolKernel`.
+        """Largest number of rows that a `PoolKernel` of this analyzer pools; 0 without a `PoolKernel`.
 
         Args:
             density: mean number of counted positions of a row.
@@ -386,7 +386,9 @@ def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
 
 
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
-    """Counts of omitted samples at the first four such sites, as text: "blocks.0: 3 of 90"; "" for none.
+    """Text with the number of omitted samples at each site, such as "blocks.0: 3 of 90"; "" if none are omitted.
+
+    It names the first four sites with omitted samples.
 
     Args:
         sites: all sites.

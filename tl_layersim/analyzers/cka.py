@@ -222,10 +222,13 @@ class CKA(MinibatchAnalyzer):
         cross, own_x, own_y = exact_hsic(sums) if exact else (sums["xy"], sums["xx"], sums["yy"])
         defined_x, defined_y = own_x > 0, own_y > 0
         count = int(sums["samples"])
-        why = f"all {count} {self.samples_in_words} are equal, as first tokens are before the first attention"
+        why = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
         if count < 100:
-            warn(f"CKA rests on {count} samples; with fewer than 100, its values scatter by tenths. Pass more data.")
+            warn(
+                f"CKA rests on {count} samples; with fewer than 100, values vary by tenths between random samples. "
+                "Pass more data."
+            )
         r = "xy.r" if exact else "r"
         values = sums["ratios"] / sums["minibatches"] if self.average == "cka" else cross / _scale(own_x, own_y)
         values = values.where(defined_x[:, None] & defined_y, math.nan)
@@ -327,7 +330,7 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RowTerms:
-    """Terms of an HSIC that leaves out pairs of samples from the same row. Float64.
+    """Sums of Gram matrices whose products give an HSIC without pairs of samples from the same row. Float64.
 
     HSIC is a sum of products of the terms of two layers, each product times the sign of the term. The factors of `without_rows`
     are in the terms, times the number of pairs of samples of distinct rows, which weights a smaller minibatch by its pairs.
@@ -378,7 +381,7 @@ class RowTerms:
 
 
 def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""Terms of an HSIC that leaves out pairs of samples from the same row.
+    r"""Compute `RowTerms` from Gram matrices, for an HSIC without pairs of samples from the same row.
 
     Also returns the squared distance of each sample from the mean, `layer n`.
 

@@ -308,7 +308,7 @@ class Cosine(Analyzer):
         if affected := omitted_at(run.layers, count - sums["pairs"].diagonal(), count):
             warn(
                 f"The cosine is not defined for tokens whose residual {what} up to rounding. These tokens are omitted: "
-                f"{affected}. Layers without other tokens are NaN."
+                f"{affected}. A layer is NaN if all tokens are omitted."
             )
         mean = sums["sum"] / pairs
         itself = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
@@ -474,7 +474,7 @@ def _cosines(unit: Tensor, known: Tensor) -> Tensor:
 
 
 def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
-    """Counts of ordered triples of layers and of all triples, `2 layer`, by the last layer of the triple.
+    """Counts of ordered triples and of all triples of layers, `2 layer`, by the last layer of a triple.
 
     A triple l1 < l2 < l3 is ordered if COS(l1, l3) < COS(l2, l3).
 

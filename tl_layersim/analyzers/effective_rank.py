@@ -163,7 +163,7 @@ class EffectiveRank(SampleAnalyzer):
         for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
             by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
         ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
-        why = f"all {n} {unit} are equal up to rounding, as first tokens are before the first attention"
+        why = f"all {n} {unit} are equal up to rounding, like [CLS] tokens before the first attention"
         refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
         most = n - centred
         if most < max(widths):

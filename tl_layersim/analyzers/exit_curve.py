@@ -199,7 +199,7 @@ class ExitCurveResult(Result):
 
     @typed
     def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
-        """Lowest measured threshold that has the required agreement and accuracy, as do all higher ones; None if none has.
+        """Lowest measured threshold from which upwards agreement and accuracy suffice; None if there is none.
 
         Args:
             agreement: smallest agreement; None not to require any.
@@ -214,7 +214,7 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy by which thresholds are chosen, each `threshold`, on one half of the rows."""
+        """Agreement and accuracy for choosing thresholds, each `threshold`, on half of the rows; on all if a half is empty."""
         if bool(self.part_agreement.isnan().any()):
             # A half is empty.
             return self.agreement, self.accuracy
@@ -372,7 +372,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Index of the half of the rows that each token is in, `token`: 0 to choose thresholds, 1 held out."""
+    """Half of the data that each token's row belongs to, `token`: 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:

@@ -141,7 +141,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @property
     def split(self) -> partial[Tensor]:
-        """Function that returns which samples are held out, given the row of each."""
+        """Function from the row indices of samples to a mask of held-out samples."""
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -331,7 +331,7 @@ def warn_of_constant(sites: list[str]) -> None:
     """
     if sites:
         warn(
-            f"All training samples are equal at {listed(sites)}, as first tokens are before the first attention. The probe "
+            f"All training samples are equal at {listed(sites)}, like [CLS] tokens before the first attention. The probe "
             "predicts the most frequent class there."
         )
 

@@ -225,7 +225,7 @@ class LogitLensResult(Result):
 
     @typed
     def effective_depth(self, eps: Probability) -> int:
-        r"""Smallest number of blocks l with accuracy at least 1 - eps; L if no layer reaches it.
+        r"""Smallest number of blocks after which accuracy is at least 1 - eps; all blocks if no layer reaches that value.
 
         $$d^\epsilon = \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}$$
 

@@ -241,7 +241,7 @@ class NeuralCollapse(LabelledAnalyzer):
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
             given = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
             raise LayersimError(
-                "NeuralCollapse needs two classes, a sample in each, and more samples than classes; the data has "
+                "NeuralCollapse needs two classes or more, samples of each, and more samples than classes; the data has "
                 f"{', '.join(given) or 'no class'}."
             )
         warn_of_few_samples("NeuralCollapse", int(counts.sum()), sums["second"].shape[-1], "samples")
@@ -255,8 +255,8 @@ class NeuralCollapse(LabelledAnalyzer):
         )
         if undefined := sites_where(run.layers, torch.stack(nc1).isnan()):
             warn(
-                f"NC1 is not defined at {undefined}, and NaN there: all classes have the same mean, as if all samples "
-                "were one token."
+                f"NC1 is not defined at {undefined}, and NaN there: all classes have the same mean, for example "
+                "because all samples are the same token."
             )
         away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
         away = away.masked_fill(torch.stack(between).eq(0)[:, None, None], 0)

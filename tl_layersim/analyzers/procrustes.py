@@ -19,7 +19,9 @@ from .analyzer import Run, Weight
 
 @result_class
 class ProcrustesResult(CalibratedMatrix):
-    """Normalised orthogonal Procrustes between sites. Float64; NaN at sites whose samples are all equal.
+    """Orthogonal Procrustes similarities between sites, with distances and angles.
+
+    Float64; NaN at sites whose samples are all equal.
 
     Attributes:
         values: `row column`, similarity: the nuclear norm of X'Y, for centred X and Y of Frobenius norm 1. 1 if one site is a
@@ -75,7 +77,7 @@ class ProcrustesResult(CalibratedMatrix):
 @typed
 @dataclass(frozen=True, eq=False)
 class Procrustes(CrossProductAnalyzer):
-    r"""Normalised orthogonal Procrustes between all pairs of sites, within a model or between two models.
+    r"""Orthogonal Procrustes similarity between all pairs of sites, within a model or between two models.
 
     $$s(X, Y) = \max_{Q'Q = I} \mathrm{tr}(Q' X'Y) = \lVert X'Y \rVert_*, \qquad
     \min_Q \lVert X - YQ' \rVert_F^2 = 2 - 2 s, \qquad \theta(X, Y) = \arccos s$$

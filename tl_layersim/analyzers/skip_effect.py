@@ -27,7 +27,7 @@ from .analyzer import CSORDAS, Analyzer, Run, SiteNeed, sites_where
 
 @result_class
 class SkipEffectResult(Result):
-    """Effects of skipping each block: means over tokens, and means over rows of the largest effect in a row. Float64.
+    """Effects of skipping each block: means over tokens, and largest effects in each row, averaged over rows. Float64.
 
     Attributes:
         values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the affected block's contribution
@@ -195,8 +195,8 @@ class SkipEffect(Analyzer):
         # Without the last column, the output, unless a single block affects nothing else.
         if not bool((sums["count"][:, :-1] if blocks > 1 else sums["count"]).any()):
             raise LayersimError(
-                f"`keep_first` is {self.keep_first}, but no row has more than {self.keep_first} counted tokens "
-                f"({run.provenance.tokens} in all), so no block is skipped."
+                f"`keep_first` is {self.keep_first}; it must be smaller than the number of counted tokens in the longest row "
+                f"({run.provenance.tokens} in all rows)."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
         if bad := sites_where(run.layers[1:], ~finite):
@@ -288,7 +288,7 @@ def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
 
 
 def _read(view: View, tokens: Tensor) -> Tensor:
-    """Indices of the tokens that the model's head reads, of those where `tokens` is True."""
+    """Indices of the tokens that are True in `tokens` and read by the model's head."""
     index = read_positions(view)
     if index is not None:
         tokens = tokens & torch.zeros_like(tokens).index_fill(0, index.to(tokens.device), True)

@@ -211,7 +211,7 @@ class TrajectoryResult(Result):
 
     @property
     def lss(self) -> Spread:
-        """Distribution of the line-shape score over tokens."""
+        """Distribution of the line-shape score over tokens; 1 for a straight line."""
         return Spread(self.lss_mean, self.lss_std, self.lss_quantiles)
 
     @property
@@ -221,7 +221,7 @@ class TrajectoryResult(Result):
 
     @property
     def equidistance(self) -> Spread:
-        """Distribution of the equidistance over tokens."""
+        """Distribution of the equidistance over tokens; 0 if all steps are equally long."""
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
 
     @typed
@@ -340,8 +340,8 @@ class Trajectory(Analyzer):
             # Logits need a final norm of each position.
             if head is not None and (not head.norm or (head.pool is not None and head.pool.before_norm)):
                 raise LayersimError(
-                    f"`final_norm` is True; it must be False for {models[0].name}, which has no final norm of each position: "
-                    f"its logits are {head}."
+                    f"`final_norm` is True; it must be False for {models[0].name}, because its head applies no norm to "
+                    f"single positions. The logits are {head}."
                 )
         blocks = len(models[0].layers) - 1
         if self.window is not None and self.window > blocks:
@@ -432,7 +432,7 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
         last = view.unembed.normed(last).to(x)
     columns: dict[str, list[Tensor]] = {}
     for start in range(0, tokens, 256):
-        for name, value in _paths(_ended(x, last, start, start + 256), window).items():
+        for name, value in _paths(_with_last(x, last, start, start + 256), window).items():
             columns.setdefault(name, []).append(value)
     of = {name: torch.cat(parts, -1) for name, parts in columns.items()}
     of["curvature"] = _angles(view, last)
@@ -460,8 +460,8 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
     return out
 
 
-def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
-    """Residuals of some tokens, `layer token d_model`, with the last layer replaced by `last`."""
+def _with_last(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
+    """Residuals of the tokens `start` to `end`, `layer token d_model`, with the last layer replaced by `last`."""
     return torch.cat([x[:-1, start:end], last[None, start:end]])
 
 
@@ -479,7 +479,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
     parts = [torch.zeros(len(x), 0, dtype=torch.float64, device=x.device)]
     for start in range(0, len(triples), 256):
         inside = triples[start : start + 256].to(x.device)
-        step = _ended(x, last, start, start + len(inside) + 2).diff(dim=1)
+        step = _with_last(x, last, start, start + len(inside) + 2).diff(dim=1)
         unit, length = unit_vectors(step)
         unit = unit.where(length[..., None] > 0, torch.nan)
         before, after = unit[:, :-1][:, inside], unit[:, 1:][:, inside]
@@ -489,7 +489,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
 
 
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """A dict of the norms, line-shape score etc. of each token's trajectory, `layer token` or `token`, float64."""
+    """A dict of each token's trajectory measures, such as its line-shape score: `layer token` or `token`, float64."""
     step = x[1:] - x[:-1]
     unit, update = unit_vectors(step)
     norm = torch.stack([norms(layer) for layer in x])
