@@ -71,7 +71,7 @@ def as_positions(hidden: Tensor) -> Tensor:
 
 
 class VectorBlock:
-    """Wrapper of a block from `batch d_model` to `batch d_model`: it takes and returns `batch 1 d_model`.
+    """Wrapper that lets a block on `batch d_model` take and return `batch 1 d_model`.
 
     Args:
         block: the module, or its nnsight envoy.
@@ -293,7 +293,7 @@ class FixedCache(RecordingCache):
 
 
 def has_hooks(block: Any) -> bool:
-    """Whether the block has hooks of the user. Such hooks may not work on single tokens."""
+    """Whether the user has registered hooks on a block. Such hooks may not work on single tokens."""
     module = getattr(block, "_module", block)
     known = ("nnsight", "accelerate", "transformer_lens.model_bridge")
     return isinstance(module, torch.nn.Module) and any(
@@ -360,12 +360,12 @@ class FewTokens:
         written = RecordingCache()
         self.whole = again(call, self.hidden, named | {self.cache: written})
         if len(written.kept) != 1 or any(x.dim() != 4 or x.shape[2] != self.pos for x in written.kept[0]):
-            raise ValueError("the block must write keys and values `batch head pos d_head` once")
+            raise ValueError("the block must update its key-value cache once, with tensors `batch head pos d_head`")
         self.key, self.value = (self._rows(x) for x in written.kept[0])
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """Rows of an argument, one for each sample. A single row, shared by all samples, is expanded."""
+        """Select the row of each sample in an argument. A single row, shared by all samples, is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
@@ -400,7 +400,10 @@ class FewTokens:
         return torch.cat([seen[:, :, :, None].expand(-1, -1, -1, n, -1), columns], -1).flatten(2, 3)
 
     def block(self, n: int) -> Block:
-        """Function from n residuals at `t_in` to the n outputs of the block at `t_out`, both `sample n d_model`."""
+        """Function that replays the block on n residuals per sample.
+
+        It maps residuals at `t_in` to outputs at `t_out`, both `sample n d_model`.
+        """
         at = self.at.repeat_interleave(n, 1)
         arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
         for name, value in self.named.items():
@@ -428,7 +431,9 @@ class FewTokens:
 
 
 def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor, copies: int = 1) -> Block:
-    """Function from residuals at `t_in` to the block's outputs at `t_out`, computed on whole rows.
+    """Function that replays a block on whole rows, with one residual per sample replaced.
+
+    It maps residuals at `t_in` to the block's outputs at `t_out`.
 
     Args:
         call: the block with its own arguments.

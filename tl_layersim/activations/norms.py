@@ -12,12 +12,15 @@ from .view import View
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors divided by their largest absolute entry, and these entries, `... 1`. Zero vectors stay zero.
+    """Scale vectors to a largest absolute entry of 1. Zero vectors stay zero.
 
-    The entries are constants to autograd, which does not change the gradient of a cosine.
+    The divisors are constants to autograd, which does not change the gradient of a cosine.
 
     Args:
         x: `... width`.
+
+    Returns:
+        The scaled vectors, `... width`, and their largest absolute entries before scaling, `... 1`.
 
     Examples:
         >>> scaled(torch.tensor([[0.0, -4e30], [0.0, 0.0]]))
@@ -82,7 +85,7 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """Sums of squared norms by position, and of the largest dimension's share in them, for each model.
+    """Sums that give the norms by position, and the largest dimension's share of power and variance, for each model.
 
     Args:
         *views: views of the same tokens, one for each model.

@@ -369,7 +369,9 @@ def some_rows(view: View, start: int, stop: int) -> View:
 def drawn(
     *views: View, read: Callable[[View], Tensor], sites: tuple[tuple[int, ...], ...] | None, index: Tensor
 ) -> dict[str, Tensor]:
-    """Activations of the drawn samples, and widths of the sites, for each model.
+    """Kernel that returns the activations of drawn samples and the widths of the sites.
+
+    Keys end with the index of the model: "samples 0", "widths 0".
 
     Args:
         *views: views of the forward pass, one for each model.

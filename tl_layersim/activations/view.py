@@ -1,4 +1,4 @@
-"""`View`, the activations and tokens of one batch that kernels get, and functions that run kernels."""
+"""`View`: activations and tokens of one batch, the input of kernels. Functions that run kernels on views."""
 
 from __future__ import annotations
 

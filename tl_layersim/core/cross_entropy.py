@@ -68,7 +68,7 @@ def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each row, and the gradient of its weighted sum, without autograd.
+    """Cross-entropy of each row, and the gradient of the weighted sum over rows, without autograd.
 
     Exponentials are computed in the dtype of z, which is much faster on a GPU, and summed in float64. The result differs from a
     float64 computation by about 1e-7.
@@ -79,7 +79,7 @@ def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Ten
         weight: `row`, weight of each row.
 
     Returns:
-        Cross-entropy `row`, float64 (float32 on Apple GPUs); and gradient `row vocabulary`, in z's dtype.
+        Cross-entropy `row`, float64 (float32 on Apple GPUs); and gradient with respect to z, `row vocabulary`, in z's dtype.
 
     Raises:
         LayersimError: there is one class.

@@ -15,7 +15,7 @@ from .sums import DataBlock, Sums, SumTree
 
 @dataclass(frozen=True)
 class Deal:
-    """The batches that this process runs. With n copies of the model, copy i runs batches i, i + n, i + 2n and so on.
+    """Share of the batches that this process runs. With n copies of the model, copy i runs batches i, i + n, i + 2n and so on.
 
     Attributes:
         copy: index of the model copy that this process holds, whole or in part.
@@ -140,7 +140,7 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """Add the blocks of all ranks: first block to first block, second to second, and so on. Ranks take batches in turn.
+    """Add the sums in the k-th blocks of all ranks, for each k. Ranks take batches in turn.
 
     Args:
         tree: sums of this rank.

@@ -223,7 +223,7 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
             pass
     except OSError as error:
         raise LayersimError(
-            f"`{argument}` names a folder that cannot be written to: {folder}: {error.strerror or error}."
+            f"`{argument}` names a folder that cannot be written to: {folder} ({error.strerror or error})."
         ) from error
 
 
@@ -255,7 +255,10 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             f"({str(error)[:300]}). Copy the file again, or run the analysis again."
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
-        raise LayersimError(f"{path} is a safetensors file of another program; it holds {brief(list(tensors))}.")
+        raise LayersimError(
+            f"{path} is a safetensors file of another program and holds {brief(list(tensors))}; it must be a file "
+            "that tl_layersim wrote."
+        )
     if header["format"] != FORMAT:
         other = "a newer" if header["format"] > FORMAT else "an older"
         raise LayersimError(

@@ -83,7 +83,7 @@ class ConfidenceInterval(NamedTuple):
 def leave_one_out(
     terms: Sequence[Term], add: Callable[[Term, Term], Term], before: Term | None = None, after: Term | None = None
 ) -> Iterator[Term]:
-    """For each term in order, the sum of all other terms.
+    """Yield, for each term in order, the sum of all other terms.
 
     Nothing is subtracted, so a sum does not depend on the left-out term, to the last bit. Halves are summed before quarters:
     about n log2(n) additions, and log2(n) sums held at a time.
@@ -255,7 +255,7 @@ def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
 
 
 def neighbour_correlation(replicates: Tensor) -> Tensor:
-    """Lag-1 autocorrelation of the effects of the blocks on a statistic. It is near 0 if blocks are independent.
+    """Lag-1 autocorrelation of the jackknife replicates of a statistic. It is near 0 if blocks are independent.
 
     Args:
         replicates: `block ...`, the statistic without each block, in the order of the data.
@@ -405,7 +405,7 @@ def field_named(result: Any, name: str) -> str:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """A tensor field of a jackknife replicate, with the labels of the full result in their order.
+    """Reorder a tensor field of a jackknife replicate to the labels of the full result.
 
     Labels that occur only in the left-out data have NaN.
 
@@ -441,7 +441,7 @@ def _interval(
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
-    """Value of a function on all data, and its values without each block (`block ...`), in float64.
+    """Value of a function on all data, and its jackknife replicates, `block ...`. Both are float64.
 
     Args:
         result: the result with its replicates.

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The concrete subclasses of a base class that a package and its modules define.
+    """The concrete subclasses of a base class, found in a package and its modules.
 
     A new module in the package, or in a folder that is added to its `__path__`, needs no other edit.
 

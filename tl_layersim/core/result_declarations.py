@@ -168,7 +168,7 @@ def kind_of(cls: type[Any]) -> str:
 
 
 def class_of(kind: str) -> type[Any] | None:
-    """The result class that files call `kind`; None if no imported module defines it. The name never causes an import.
+    """Result class whose name in files is `kind`; None if no imported module defines it. The name never causes an import.
 
     Args:
         kind: name of the class in files, as `kind_of` returns it.

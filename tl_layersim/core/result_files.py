@@ -57,7 +57,10 @@ def _plain_fields(result: Any) -> dict[str, Any]:
 def pack_report(
     report: Mapping[str, Any], likes: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The headers of several results by name, and all their tensors, named "result/tensor"; see `pack`."""
+    """Headers and tensors of several results, for one file; see `pack`.
+
+    Headers are a dict by result, and names of tensors have the form "result/tensor".
+    """
     packed = {name: pack(result, likes.get(name)) for name, result in report.items()}
     tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
     return {name: header for name, (header, _) in packed.items()}, tensors

@@ -419,7 +419,7 @@ class LayerMatrix(Result):
         )
 
     def sites_headline(self, measure: str) -> dict[str, float]:
-        """The mean over pairs of different sites: the headline if sites have no order by depth. Empty for two models.
+        """Headline of sites without an order by depth: the mean over pairs of different sites. Empty for two models.
 
         Args:
             measure: name of the measure.

@@ -44,7 +44,7 @@ def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
-    """Raise an error if another call wrote the file.
+    """Raise an error if a file belongs to another run.
 
     Args:
         path: path of the file.
@@ -161,11 +161,14 @@ class ResumableFile:
 
 
 def differences(now: Any, then: Any) -> tuple[str, str]:
-    """The entries of two runs' identities that differ, as two texts: entries of `now`, and entries of `then`.
+    """Entries in which the identities of two runs differ, as one text for each run.
 
     Args:
-        now: identity of this run.
+        now: identity of this run (model, data, settings).
         then: identity of the other run.
+
+    Returns:
+        The entries of `now`, and the entries of `then`.
 
     Examples:
         >>> differences({"model": "a", "data": {"seq_len": 8}}, {"model": "a", "data": {"seq_len": 9}})

@@ -95,7 +95,9 @@ def _depth(site: SiteParts) -> tuple[int, int]:
 
 
 def depth_key(site: Any) -> Any:
-    """Sort key of a site by depth; None for other labels. The key is the stack, the block and the place in the block.
+    """Sort key of a site by depth; None for a label that names no block.
+
+    The key is the stack, the block and the place in the block.
 
     Examples:
         >>> depth_key("blocks.3.hook_resid_post") > depth_key("blocks.0.hook_resid_post"), depth_key("model.norm")

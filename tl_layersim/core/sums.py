@@ -96,7 +96,7 @@ class Sums:
 
 
 def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
-    """Merge the sums of one analyzer over single rows with its sums over pools of rows.
+    """Merge the sums of one analyzer over single rows and over pools of rows.
 
     Args:
         sums: sums by analyzer.
