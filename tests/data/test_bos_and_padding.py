@@ -271,7 +271,7 @@ class TestRunsOfAnIdThatNothingNames:
 
     def test_most_rows_of_the_first_tables_are_enough_to_refuse_a_stream(self):
         rows = runs(90, rows=PLAIN.repeat(40, 1))
-        with pytest.raises(lsim.LayersimError, match="64 of 64 rows with token 0"):
+        with pytest.raises(lsim.LayersimError, match="64 of 64 rows have token 0"):
             list(Batches(Data(iter(rows.split(16))), model(padding_tokenizer())))
 
     def test_an_id_that_is_elsewhere_in_the_rows_is_text(self):
@@ -298,12 +298,12 @@ class TestRunsOfAnIdThatNothingNames:
             lambda: lsim.EarlyExit(llama, 1.0).generate(rows, max_new_tokens=1, eos_token_id=()),
             lambda: lsim.finetune_aligned(llama, rows, lsim.AlignedTraining(steps=1, warmup=0)),
         ):
-            with pytest.raises(lsim.LayersimError, match="90 of 90 rows with token 0"):
+            with pytest.raises(lsim.LayersimError, match="90 of 90 rows have token 0"):
                 call()
         with lsim.attach(llama, lsim.Cosine(center="none")) as probe, torch.no_grad():
             for part in rows.split(3):
                 llama(part)
-        with pytest.raises(lsim.LayersimError, match=r"66 of 66 rows with token 0"):
+        with pytest.raises(lsim.LayersimError, match=r"66 of 66 rows have token 0"):
             probe.results()
         with lsim.attach(llama, lsim.Cosine(center="none")) as probe, torch.no_grad():
             llama(runs(3))

@@ -40,7 +40,7 @@ class CommandCall:
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
-        """A dict of the given options that are parameters of a function or class, as Python values.
+        """The given options that a function or class takes, as a dict of keyword arguments.
 
         Args:
             source: the function or class.
@@ -185,7 +185,7 @@ def _resolved(source: OptionSource) -> Any:
 
 
 def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
-    """A dict of the parameters whose values text can express, annotated with command-line type and help.
+    """A dict of the parameters that the command line can set, annotated with their type and help.
 
     A reference such as "see `analyze`" is replaced by the help of that function.
     """
@@ -201,7 +201,7 @@ def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
 
 
 def _members(hint: Any) -> list[Any]:
-    """The member types of a union, without None and without bounds."""
+    """A list of the types in a union, without None and without `Annotated` metadata."""
     if get_origin(hint) is Annotated:
         return _members(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):

@@ -104,11 +104,11 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Indices that split the rows into forward passes: the first row of each, then the number of rows."""
+        """Index of the first row of each forward pass, then the number of rows."""
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:
-        """Iterate over parts of the batch, each the rows of one forward pass."""
+        """Split the rows into batches, one for each forward pass."""
         starts = self.starts
         return iter([self]) if len(starts) == 2 else itertools.starmap(self.rows, itertools.pairwise(starts))
 
@@ -120,7 +120,7 @@ class Batch:
 
     @property
     def leaf_rows(self) -> int:
-        """Number of rows, rounded up to a multiple of `leaf`."""
+        """Number of rows, rounded up to a multiple of `leaf`, the group size for separate sums."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
     @property
@@ -261,7 +261,7 @@ class Batches:
 
     @property
     def _kept_key(self) -> Hashable:
-        """Key of the kept rows: the properties of the model that the rows depend on."""
+        """Properties of the model that determine its rows, as a key for the kept rows."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
@@ -365,7 +365,7 @@ class Batches:
         return self._counts[key]
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Select the counted positions of rows, and stop after `max_tokens` of them.
+        """Select the counted positions of rows, until `max_tokens` positions are counted.
 
         The last row is cut there. For a row classifier it stays whole, because the prediction would change.
         """
@@ -400,7 +400,7 @@ class Batches:
             raise LayersimError(
                 f"`data` has a row of {len(row.tokens)} tokens; {self.model.name} has a context of {context} tokens. "
                 + (
-                    f"Cut it with tokenizer(texts, truncation=True, max_length={context})."
+                    f"Cut the row with tokenizer(texts, truncation=True, max_length={context})."
                     if self.model.reads_rows
                     else f"`seq_len={context}` cuts longer rows into several."
                 )
@@ -454,7 +454,7 @@ def batch_sizes(batches: Batches) -> list[BatchSize]:
 
 
 def found_in(*parts: Batches) -> dict[str, int]:
-    """A dict with the counts of `Batches.row_counts`, summed over several data sets."""
+    """Row counts of several data sets, added up: a dict with the keys of `Batches.row_counts`."""
     counts = [part.row_counts() for part in parts]
     return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 

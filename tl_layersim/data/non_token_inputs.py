@@ -184,7 +184,7 @@ def is_image(value: Any) -> bool:
 
 
 def is_images(value: Any) -> bool:
-    """Whether a value is an integer array with four axes, the first of them over images."""
+    """Whether a value is a batch of images: an integer array with four axes."""
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 4 and "int" in str(value.dtype)
 
 
@@ -240,19 +240,20 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
 
 
 def reads_decoder(model: ModelInputs) -> bool:
-    """Whether the layers of an encoder-decoder's decoder are measured, not those of its encoder."""
+    """Whether the model is an encoder-decoder whose decoder layers are measured."""
     return model.token_input == DECODER_IDS
 
 
 def other_stack(model: ModelInputs) -> tuple[str, ...]:
-    """Names of the mask and the inputs of the stack whose layers are not measured."""
+    """A tuple with the names of the mask and the inputs of the encoder or decoder that is not measured."""
     return ENCODER if reads_decoder(model) else DECODER
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
-    """Remove padding from one row's inputs to the stack that is not measured, and add a mask.
+    """Remove padding from one row of the other stack, and add a mask.
 
-    Without a mask, the encoder's padding ids are dropped. All positions of a decoder are kept.
+    The other stack is the encoder or decoder that is not measured. Without a mask, the encoder's padding ids are dropped. All
+    positions of a decoder are kept.
 
     Args:
         inputs: inputs of one row.
@@ -301,7 +302,9 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the inputs of the stack that is not measured to the length of its longest row.
+    """Cut the inputs of the other stack to its longest row.
+
+    The other stack is the encoder or decoder that is not measured.
 
     Args:
         inputs: `row ...`; masks among them belong to the other stack.
@@ -319,7 +322,7 @@ def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
     """The error for data without the tokens of the decoder or without the inputs of the encoder."""
     return LayersimError(
         f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
-        f"`decoder_input_ids`. With texts or token ids alone, `at='encoder.resid_post'` reads the encoder."
+        f"`decoder_input_ids`. To measure only the encoder, pass texts or token ids with `at='encoder.resid_post'`."
     )
 
 

@@ -52,7 +52,7 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
             given = f"pad token {pad} " if named else f"token {pad} twice or more at an end"
             if named:
                 given += "at an end, where it may be another special token" if shared else "between tokens"
-            raise _missing(f"{int(unsure.sum())} of {len(rows)} rows with {given}", "mask", model, at_ends=shared)
+            raise _missing(f"{int(unsure.sum())} of {len(rows)} rows have {given}", "mask", model, at_ends=shared)
         if not shared:
             mask &= ~ends
     return None if bool(mask.all()) else mask
@@ -112,7 +112,7 @@ class RunsAtEnds:
     def _refuse(self, model: ModelInputs, share: float) -> None:
         for (end, pad), count in self.counts.most_common(1):
             if count > max(1, share * self.rows):
-                given = f"{count} of {self.rows} rows with token {pad} twice or more at the {end}, and nowhere else"
+                given = f"{count} of {self.rows} rows have token {pad} twice or more at the {end}, and nowhere else"
                 raise _missing(given, f"tokens != {pad}", model)
 
     def warning(self, model: ModelInputs) -> str:

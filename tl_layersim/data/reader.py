@@ -345,7 +345,7 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
 
 
 def _level_of_items(data: Any) -> Level:
-    """Whether the items of an iterable are rows, as in a data set, batches, as in a DataLoader, or either."""
+    """Kind of the items of an iterable: "row" for a data set, "batch" for a DataLoader, else "either"."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
         return "row"
     return "either" if getattr(data, "batch_sampler", None) is None else "batch"

@@ -77,7 +77,10 @@ def _as_messages(value: Any) -> Any:
 
 
 def adds_specials(tokenizer: Any) -> bool:
-    """Whether the tokenizer itself adds special tokens: it has [CLS], has no BOS, or adds BOS and EOS as CLIP does."""
+    """Whether special tokens come from the tokenizer rather than from `prepend_bos`.
+
+    True if the tokenizer has [CLS], has no BOS, or adds at least two special tokens, as CLIP's does.
+    """
     if tokenizer.bos_token_id is None or tokenizer.cls_token_id is not None:
         return True
     count = getattr(tokenizer, "num_special_tokens_to_add", None)
@@ -185,7 +188,7 @@ class TextRows:
         return itertools.chain.from_iterable(self._split(x) if isinstance(x, Row) else self.windows(x) for x in encoded)
 
     def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
-        """Tokenise chats and texts, and yield rows of tokens unchanged."""
+        """Yield the items in order, with texts and chats tokenised; rows of tokens are unchanged."""
         for kind, group in itertools.groupby(self._numbered(items), _kind):
             if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
@@ -214,7 +217,7 @@ class TextRows:
         return iter(parts)
 
     def _one_row(self, text: Text) -> Text:
-        """Cut a text that, with special tokens, is longer than one row."""
+        """Cut a text to one row, special tokens included; a shorter text is unchanged."""
         tokenizer = self.model.tokenizer
         # A tokenizer that cuts the beginning cuts the text's own BOS too.
         own = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
@@ -371,7 +374,9 @@ def _assistant_spans(
         [messages], return_assistant_tokens_mask=True, **given, **tokenizer.special_tokens_map
     )
     if rendered[0] != text:
-        raise ValueError("the template renders the same messages differently with marks")
+        raise ValueError(
+            "The chat template renders a different text when it marks the assistant's tokens; the texts must be equal."
+        )
     return [(int(start), int(stop)) for start, stop in spans[0]]
 
 

@@ -191,7 +191,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maxima of groups of logits, and three moments of the logits after subtraction of the largest.
+    """Maxima of groups of neighbouring logits, and three moments of the logits minus their maximum.
 
     The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
     layer's distribution.
@@ -279,7 +279,7 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """Prefix of the lens's keys in `view.memo`, for one choice of norm and heads."""
+    """Prefix of keys in the cache `view.memo` for logit-lens statistics with this norm and these heads."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 
@@ -395,7 +395,7 @@ def _top_ids(
 
 
 def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield slices of tokens, each with the logits of every model.
+    """Yield pairs: a slice of the tokens, and a list with each model's logits at these tokens.
 
     The first chunk is one token, and its memory gives the size of the others.
 

@@ -208,7 +208,7 @@ def trajectory_pca(
 
 
 def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> dict[str, Tensor]:
-    """A dict of the most likely next tokens at each layer and token, probabilities, entropies and saturation layers."""
+    """A dict of logit-lens statistics of one prompt: top tokens, probabilities, entropies and saturation layers."""
     nothing = torch.full_like(view.tokens, NO_LABEL)
     lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
     saturation, bad = saturation_layers(view, normed, memory_mb)

@@ -64,9 +64,10 @@ class BlockJacobians(Result):
 
 @result_class
 class CouplingMatrices(Result):
-    """Coupling of Jacobians on one prompt. A connection is a block with an input token and an output token.
+    """Coupling of block Jacobians on one prompt: whether the singular vectors of one diagonalise another.
 
-    Tensors are float64. Entry (a, b) expresses the Jacobian of connection a in the singular basis of connection b.
+    A connection is a block with an input token and an output token. Tensors are float64. Entry (a, b) expresses the Jacobian of
+    connection a in the singular basis of connection b.
 
     Attributes:
         values: `connection other`, mis-coupling m~ of each matrix; NaN if the other connection has fewer than k singular values
@@ -126,7 +127,7 @@ class CouplingMatrices(Result):
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Labels of the `other` axis: the connections again."""
+        """Labels of the `other` axis, equal to `connections`."""
         return self.connections
 
     def headline(self) -> dict[str, float]:
@@ -333,7 +334,7 @@ def token_of(position: int, tokens: int) -> int:
 def connections_of(
     along: str, blocks: tuple[int, ...], token: int | None, positions: list[int] | None, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """A list of the connections, each as block, t_in and t_out."""
+    """A list of tuples (block, t_in, t_out), one for each Jacobian to compare."""
     at = token_of((0 if along == "fixed-input" else -1) if token is None else token, tokens)
     if along == "depth":
         return [(block, at, at) for block in blocks]
@@ -342,7 +343,7 @@ def connections_of(
     if not moving or not all(first <= t < last for t in moving):
         raise LayersimError(
             f"`positions` is {brief(positions)}; it must hold tokens from {first} to {last - 1} for along={along!r}, because "
-            "tokens have no effect on earlier tokens. `block_jacobians` takes any pair."
+            "tokens have no effect on earlier tokens. For other pairs, use `block_jacobians`."
         )
     if along == "self":
         return [(block, t, t) for block in blocks for t in moving]
@@ -377,7 +378,7 @@ def jacobians_kernel(
 
 
 def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
-    """A dict with the coupling between the Jacobians of all connections of one prompt.
+    """A dict with the mis-coupling and the matrix of each pair of Jacobians on one prompt.
 
     Args:
         view: view of one row of tokens, with the calls of the blocks.
@@ -402,7 +403,7 @@ def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], opti
 
 
 def connections(where: list[tuple[int, int, int]], device: torch.device) -> Connections:
-    """Convert block, t_in and t_out of each connection of one prompt to `Connections`.
+    """Build the `Connections` of one prompt from tuples (block, t_in, t_out).
 
     Args:
         where: block, t_in and t_out of each connection.

@@ -478,7 +478,7 @@ class _Detection(Analyzer):
             if not gap <= allowed:
                 raise LayersimError(
                     f"The heads at the last decoder layer do not give the model's own {name}: the relative "
-                    f"difference is {gap:.2g}, and rounding explains {allowed:.1g}. "
+                    f"difference is {gap:.2g}, and rounding explains at most {allowed:.1g}. "
                     "Remove hooks that change the outputs of the heads."
                 )
 

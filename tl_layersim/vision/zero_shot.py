@@ -93,7 +93,7 @@ class ZeroShotClassifier(torch.nn.Module):
 
 
 class ZeroShotSource(HookedSource):
-    """Source of the activations of a zero-shot classifier.
+    """Runs a zero-shot classifier and reads its activations.
 
     It reads the vision tower's residual stream, with the classifier as the lens.
     """
@@ -270,7 +270,7 @@ def _prompts_by_class(
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """Convert the prompts for one class, one or several texts or rows of token ids, to a list."""
+    """Convert one or several prompts for a class to a list. A prompt is a text or a row of token ids."""
     if isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int):
         prompts = torch.tensor(prompts)
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
@@ -319,6 +319,6 @@ def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: 
         scale = float(clip.logit_scale.double().exp())  # type: ignore[operator]  # a parameter
     if not abs(ours - theirs) <= scale * rounding(first.dtype):
         raise LayersimError(
-            f"`logits_per_image` of {type(clip).__name__} is {theirs:.4g} for the first prompt and a generated image, but the "
-            f"scaled cosine of image and text is {ours:.4g}."
+            f"`clip` is a {type(clip).__name__} whose `logits_per_image` is {theirs:.4g} for the first prompt and a generated "
+            f"image; it must be the scaled cosine of image and text, {ours:.4g}."
         )
