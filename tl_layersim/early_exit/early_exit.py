@@ -47,7 +47,7 @@ KEYS_AND_VALUES_BYTES = 2**28
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExitLogits:
-    """Logits of `EarlyExit.logits`, the exit of each position, and the number of block calls.
+    """Result of `EarlyExit.logits`: logits, the exit layer of each position, and counts of the computation.
 
     Attributes:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier; each of the layer at which it exited. 0 at padding.
@@ -67,7 +67,7 @@ class ExitLogits:
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Number of tokens that blocks process, summed over blocks and divided by the full model's."""
+        """Number of (token, block) pairs that are computed, divided by the number in the full model."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
@@ -197,7 +197,7 @@ class EarlyExit:
         return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
 
     def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, given: tuple[int, ...] | None) -> ExitPlan:
-        """Plan exit checks by an exit curve.
+        """Choose the blocks for exit checks by an exit curve, and estimate the speed-up.
 
         Raises:
             LayersimError: there are no costs, or the curve was measured with other rules, thresholds or heads.

@@ -92,9 +92,9 @@ class ExitCosts:
         return self.start + self.blocks * self.block + self.head
 
     def segment(self, below: int, block: int, exited: Mapping[int, float]) -> float:
-        """Expected cost of the blocks between two exit checks, and of the upper check or the head.
+        """Expected cost of the blocks between two exit checks, plus the cost of the upper check.
 
-        A part is run if any row needs it. Rows exit independently.
+        The last block is followed by the head in place of a check. A part is run if any row needs it. Rows exit independently.
 
         Args:
             below: number of the block after which the lower check is made, -1 for none.
@@ -191,7 +191,7 @@ class ExitPlan:
 
 
 def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None = None) -> ExitPlan:
-    """Plan exit checks with the lowest expected cost of a decoding step.
+    """Choose the blocks whose exit checks minimise the expected cost of a decoding step.
 
     The expected cost is a sum over neighbouring checks, so dynamic programming over blocks finds the best of all subsets.
 
@@ -218,7 +218,9 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
-    """List of the cumulative fraction of positions that exit up to each block, from an exit curve.
+    """List of the fraction of positions that exit at or below each block, from an exit curve.
+
+    The last block, which no check follows, has 0.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.

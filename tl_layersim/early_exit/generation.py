@@ -21,7 +21,7 @@ from .segments import Decoding
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Generated:
-    """Texts of `EarlyExit.generate`, the exit of each token, and the number of block calls.
+    """Result of `EarlyExit.generate`: texts, the exit layer of each token, and counts of the computation.
 
     Attributes:
         tokens: for each row, its new token ids, `token`.
@@ -52,13 +52,17 @@ class Generated:
 
     @property
     def share_of_blocks(self) -> float:
-        """Number of block calls divided by the full model's. It is the relative time if memory bandwidth is the bottleneck."""
+        """Number of block calls, divided by the number in the full model.
+
+        This ratio is the relative time if memory bandwidth is the bottleneck.
+        """
         return self.block_calls / max(1, self.layers * self.steps)
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Number of tokens that blocks process, summed over blocks and divided by the full model's. It is the relative time if
-        arithmetic is the bottleneck.
+        """Number of (token, block) pairs that are computed, divided by the number in the full model.
+
+        This ratio is the relative time if arithmetic is the bottleneck.
         """
         return self.block_tokens / max(1, self.full_block_tokens)
 

@@ -1,4 +1,4 @@
-"""Forward passes in segments of blocks. A segment ends at an exit check.
+"""Forward passes that run one segment of blocks after another. A segment ends at an exit check.
 
 A segment is a run of consecutive blocks between two checks. Cached decoding (`Decoding`) and full-sequence forward passes
 (`FullSequence`) are both runs of segments; they differ in what stops, and in what enters the next segment.
@@ -32,7 +32,7 @@ from .exit_decisions import ExitCheck
 
 @contextmanager
 def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[None]:
-    """Start the model at a layer with residuals `x`."""
+    """Start forward passes inside the `with` block at a layer, with residuals `x`."""
     # Hooks of the block below have run already.
     below = vars(split_model.blocks[layer - 1])
     hooks = below["_forward_hooks"]
@@ -45,7 +45,9 @@ def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[Non
 
 
 class Segments(ABC):
-    """Base class of forward passes in segments of blocks. Some rows or positions stop after each segment.
+    """Base class of forward passes that run one segment of blocks after another.
+
+    Some rows or positions stop after each segment.
 
     Args:
         split_model: the model.

@@ -79,9 +79,7 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
         if _has_targets(batch, labels, model):
             batches.append(batch)
     if not batches:
-        raise LayersimError(
-            f"`{argument}` has no targets: no counted position has a {'label' if labels != 'next_token' else 'next token'}."
-        )
+        raise LayersimError(f"`{argument}` has no position with a {'label' if labels != 'next_token' else 'next token'}.")
     return batches
 
 
@@ -221,7 +219,7 @@ class ActivationStore:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """Number of free bytes on the disk of `folder`, and "disk". If `folder` is None, free bytes of memory, and "memory"."""
+    """Number of free bytes on the disk of `folder`, or in memory if `folder` is None. Also returns "disk" or "memory"."""
     import psutil
 
     if folder is not None:

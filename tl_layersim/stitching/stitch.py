@@ -95,8 +95,8 @@ class StitchExperiment:
         self.labels = usual_labels(labels, [(back.model, back.module) for back in self.backs], data.source)
         if isinstance(self.labels, Tensor) and eval_data is not None:
             raise LayersimError(
-                "`labels` is a table; with `eval_data`, it must be 'next_token', or 'data' with a column `labels` in both data "
-                "sets."
+                "`labels` is a table; with `eval_data`, it must be 'next_token' or 'data'. 'data' reads the column `labels` of "
+                "each data set."
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, labelled, position_counter([each.source for each in self.models]))
@@ -560,7 +560,7 @@ def stitch_grid(
     tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
     def table(of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
-        """Tensor `front back seam ...` of the values that `of` computes from the states of the stitches."""
+        """Evaluate `of` on the state of each stitch, as a tensor `front back seam ...`."""
         each = {key: of({**note, **tensors}) for key, (note, tensors) in found.items()}
         rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)

@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
-    """A ratio of sums over batches, with its confidence interval.
+    """Mean over tokens, with its confidence interval over batches.
 
     Batches are the independent units. The variance of the ratio is linearised, and the quantile is Student's t; NaN for fewer
     than two batches.
@@ -148,7 +148,7 @@ class StitchResult(Result):
 
     @property
     def curve(self) -> Tensor:
-        """Training loss in nats at each step, `step`; the same tensor as `values`."""
+        """Training loss in nats, `step`; the same tensor as `values`."""
         return self.values
 
     @property
@@ -349,7 +349,7 @@ class StitchGrid(Result):
 
     @property
     def penalty(self) -> Tensor:
-        """Stitching penalties in nats, `front back seam`; the same tensor as `values`."""
+        """Stitching penalties in nats, `front back seam`. A seam is a stitch point. The same tensor as `values`."""
         return self.values
 
     def declared(self, field: str = "values") -> Declaration:

@@ -246,7 +246,7 @@ class AdapterSteps(TrainingSteps):
         return ({}, parts | {"curve": torch.stack(curve)}) if curve else None
 
     def evaluate(self, parts: Parts) -> Tensor:
-        """Held-out loss in nats with the adapters in `parts`, a tensor `layer`."""
+        """Held-out loss of each layer in nats, as a tensor `layer`. `parts` holds the adapters."""
         count, size = len(self.eval_data), self.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         losses, targets = torch.zeros((), dtype=torch.float64), 0
@@ -263,7 +263,7 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run optimiser steps or evaluations in order, as many in each request as its time limit allows.
+        """Run optimiser steps or evaluations. Each request to a server holds as many as its time limit allows.
 
         Args:
             count: number of items.

@@ -152,7 +152,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None) -> Tensor:
-    """`summed_loss` for a head that is not one linear layer."""
+    """Weighted sum of cross-entropies in nats, for a head that is not one linear layer."""
 
     def loss(chunk: Tensor, chunk_targets: Tensor, chunk_weights: Tensor) -> Tensor:
         logits = logits_at(unembed, chunk, head)

@@ -191,7 +191,7 @@ class ResidualStream:
         norm: bool,
         run: Callable[[], Any] | None = None,
     ) -> tuple[Tensor, int]:
-        """The weighted cross-entropy, summed over targets and layers, and the number of targets.
+        """Weighted sum of cross-entropies over targets and layers. Returns the sum and the number of targets.
 
         Args:
             batch: inputs and targets.
@@ -203,7 +203,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """Weighted sum of cross-entropies over targets and layers, from the head's inputs by layer."""
+        """Weighted sum of cross-entropies over targets and layers. `read` holds the head's inputs, by layer."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])

@@ -113,11 +113,11 @@ def open_training_data(
         LayersimError: the data has no targets, or only one row with a target to train on and to hold out.
     """
     if data.selection.pooled:
-        raise LayersimError("`positions` is 'mean'; training needs single positions.")
+        raise LayersimError("`positions` is 'mean'; training needs a rule that keeps single positions, such as 'all'.")
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
-            "`labels` is a table; with `eval_data`, it must be 'next_token', or 'data' with a column `labels` in both data "
-            "sets."
+            "`labels` is a table; with `eval_data`, it must be 'next_token' or 'data'. 'data' reads the column `labels` of "
+            "each data set."
         )
     usual = usual_labels(labels, [(model, module)], data.source)
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)

@@ -75,7 +75,7 @@ class Objective(nn.Module):
         return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        """The objective's own loss of a batch, summed over targets. It is not used at steps that train the last layer alone.
+        """The objective's loss of a batch, summed over targets. Steps that train the last layer alone do not use this loss.
 
         Args:
             batch: inputs and targets.
@@ -107,7 +107,7 @@ class Objective(nn.Module):
         return self.stream.residuals(batch, range(1, self.stream.n_layers + 1), run)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters with a gradient, by name."""
+        """Dict of the trainable parameters, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def head_of(self, layer: int) -> nn.Linear | None:
