@@ -53,7 +53,7 @@ class ExitLogits:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier; each of the layer at which it exited. 0 at padding.
         exits: `batch pos` or `batch`, the number of blocks that had run. 0 at padding.
         layers: number of blocks of the model.
-        block_tokens: positions run through blocks, summed over blocks.
+        block_tokens: number of computed (position, block) pairs.
         full_block_tokens: the same for the full model.
         checks: positions evaluated at checks, summed over checks.
     """

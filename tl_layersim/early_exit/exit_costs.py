@@ -143,7 +143,7 @@ class TimedCheck(ExitCheck):
 
 
 def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repeats: int) -> dict[str, float]:
-    """The costs of the parts of a decoding step, in seconds.
+    """Dict of the costs of a decoding step in seconds: `block`, `check`, `head` and `start`.
 
     Args:
         split_model: the model.

@@ -30,7 +30,7 @@ class Generated:
         layers: number of blocks of the model.
         steps: number of decoding steps; each gives every unfinished row one token.
         block_calls: number of block calls, each of which reads the weights of a block. The full model makes `layers * steps`.
-        block_tokens: tokens run through blocks, summed over blocks, prompts and padding included.
+        block_tokens: number of computed (token, block) pairs, prompts and padding included.
         full_block_tokens: the same for the full model.
         checks: tokens evaluated at checks, summed over checks.
     """
@@ -240,7 +240,7 @@ def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, T
     rows = list(batches.rows())
     if not rows or len(rows) != len(texts):
         raise LayersimError(
-            f"`prompt` has {len(texts)} texts, of which {len(texts) - len(rows)} are empty or have more than {length} tokens."
+            f"Each text of `prompt` must have 1 to {length} tokens; {len(texts) - len(rows)} of {len(texts)} do not."
         )
     batch = batches.batch(rows, 0)
     return batch.tokens, batch.attention

@@ -32,7 +32,7 @@ from .exit_decisions import ExitCheck
 
 @contextmanager
 def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[None]:
-    """Start forward passes inside the `with` block at a layer, with residuals `x`."""
+    """Context in which every forward pass starts at a layer, with residuals `x`."""
     # Hooks of the block below have run already.
     below = vars(split_model.blocks[layer - 1])
     hooks = below["_forward_hooks"]
@@ -56,7 +56,7 @@ class Segments(ABC):
 
     Attributes:
         block_calls: block calls so far, whatever the number of tokens in each.
-        block_tokens: tokens run through blocks, summed over blocks.
+        block_tokens: number of computed (token, block) pairs.
         segment: index of the segment that runs.
     """
 

@@ -90,7 +90,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
 
 
 def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
-    """The configuration of a model with fewer blocks.
+    """Copy of a model's configuration, with `n_layers` blocks.
 
     Args:
         model: a Hugging Face model.

@@ -339,7 +339,7 @@ class StitchDescent(Descent):
         return self.progress.snapshot()
 
     def parts_of(self, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Dict of the weight and bias: initial values plus `units` times the changes `learnt`."""
+        """Dict of the adapter's weight and bias. Each is the initial value plus `learnt` times `units`."""
         return {name: part + learnt[name] * self.units[name] for name, part in self.fixed.items()}
 
     def entering(self, index: int, learnt: Mapping[str, Tensor]) -> Tensor:

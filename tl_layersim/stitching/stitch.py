@@ -391,7 +391,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         given = ", ".join(f"{amount(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have lists of equal length, with one layer or more, for {', '.join(models)}."
+            f"`layers` has {given}; it must have the same number of layers, at least one, for each of {', '.join(models)}."
         )
     return {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
 
@@ -559,9 +559,9 @@ def stitch_grid(
     provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": joined})
     tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
-    def table(of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
-        """Evaluate `of` on the state of each stitch, as a tensor `front back seam ...`."""
-        each = {key: of({**note, **tensors}) for key, (note, tensors) in found.items()}
+    def table(value_of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
+        """Values of all stitches, as a tensor `front back seam ...`. `value_of` maps the state of a stitch to its value."""
+        each = {key: value_of({**note, **tensors}) for key, (note, tensors) in found.items()}
         rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)
 

@@ -263,7 +263,7 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run optimiser steps or evaluations. Each request to a server holds as many as its time limit allows.
+        """Generator that runs optimiser steps or evaluations. A request to a server holds as many as its time limit allows.
 
         Args:
             count: number of items.

@@ -203,7 +203,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """Weighted sum of cross-entropies over targets and layers. `read` holds the head's inputs, by layer."""
+        """Weighted sum of cross-entropies, from the inputs of the head. `read` holds these inputs by layer."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])

@@ -48,7 +48,7 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def features(hidden: Tensor) -> Tensor:
-        """Features $\varphi(h)$ of the residuals, `... d_front`."""
+        r"""Features $\varphi(h)$ of the residuals, `... d_front`."""
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:

@@ -85,7 +85,7 @@ class Objective(nn.Module):
         return self.stream.loss(batch, self.terms(self.settings, step, self.stream.n_layers), self.norms_every_layer, run)[0]
 
     def forward(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None = None) -> Tensor:
-        """The loss of a batch at a step, summed over targets.
+        """The training loss of a batch, summed over targets: `loss`, or the last layer's cross-entropy if `is_standard`.
 
         Args:
             batch: inputs and targets.
