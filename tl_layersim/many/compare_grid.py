@@ -320,7 +320,7 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Apply `sums` to a pool of samples for all pairs of models, and return all their sums.
+    """Dict of sums over a pool of samples, for all pairs of models.
 
     Names of sums begin with the indices of the pair.
 

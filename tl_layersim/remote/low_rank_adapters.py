@@ -134,27 +134,30 @@ def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
     return unembed.pooled(x.index_select(0, rows), item["attended"].bool().to(x.device)[rows])
 
 
-def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy summed over residuals, float64. If `sloped`, also the gradient at each residual, else None."""
+def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum of the cross-entropies at all residuals, float64.
+
+    If `with_gradient`, also the gradient at each residual, else None.
+    """
     # Pooled vectors are normalised already.
     needs_norm = unembed.pool is None
     with torch.no_grad():
         rows = max(1, LOGITS_AT_ONCE // unembed(x[:1], needs_norm).shape[-1])
     total = torch.zeros((), dtype=torch.float64)
     slopes = []
-    with torch.set_grad_enabled(sloped):
+    with torch.set_grad_enabled(with_gradient):
         for first in range(0, len(x), rows):
-            some, right = x[first : first + rows].requires_grad_(sloped), targets[first : first + rows]
+            some, right = x[first : first + rows].requires_grad_(with_gradient), targets[first : first + rows]
             logits = unembed(some, needs_norm)
             right = right.to(logits.device)
-            if not sloped:
+            if not with_gradient:
                 total = total + cross_entropy(logits, right).sum().cpu()
                 continue
             logits = logits if logits.dtype == torch.float64 else logits.float()
             losses, by_logits = cross_entropy_slopes(logits, right, torch.ones_like(right, dtype=logits.dtype))
             total = total + losses.cpu().double().sum()
             slopes.append(torch.autograd.grad(logits, some, by_logits)[0])
-    return total, torch.cat(slopes) if sloped else None
+    return total, torch.cat(slopes) if with_gradient else None
 
 
 def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Parts:

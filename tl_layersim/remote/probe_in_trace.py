@@ -130,7 +130,7 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
 
 
 class ReceivingFunction:
-    """Placeholder for `receive` that pickles as its import path, for servers without this package."""
+    """Placeholder that unpickles as the function `receive`. Servers without this package can pickle the placeholder."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, ("tl_layersim.remote.probe_in_trace:receive",)

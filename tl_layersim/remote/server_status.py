@@ -78,7 +78,7 @@ class ServerStatus:
 
 
 def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
-    """Read the JSON of /status and /env. Malformed JSON raises ordinary Python errors.
+    """Build a `ServerStatus` from the JSON of /status and /env. Malformed JSON raises ordinary Python errors.
 
     Args:
         model_key: the model's name on the server.

@@ -231,7 +231,7 @@ class RemoteSource(NNsightSource, OnServer):
             return take(lambda backend: submit(*about, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """Convert each batch to a dict of its settings and of the arguments of its forward passes."""
+        """Convert each batch to a dict of its settings and forward passes."""
         return [
             {
                 "starts": batch.starts,
@@ -244,7 +244,7 @@ class RemoteSource(NNsightSource, OnServer):
         ]
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
-        """List of dicts, one per forward pass with a counted position: its arguments and counted positions."""
+        """A dict of arguments and counted positions for each forward pass. Passes without counted positions are left out."""
         work = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):

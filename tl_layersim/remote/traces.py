@@ -126,7 +126,7 @@ def dtype_and_devices(
 
 
 def on_cpu(reduced: Any) -> Any:
-    """Move the sums that `reduce` returns to the CPU."""
+    """Move the sums in an output of `reduce` to the CPU."""
     counts, out = reduced
     return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
 

@@ -233,7 +233,7 @@ def _numbers(result: Result, field: str) -> dict[str, Any]:
 
 
 def _warnings(report: Mapping[str, Result]) -> list[tuple[str, str]]:
-    """Warnings of the run, each once, with the names of its results."""
+    """Distinct warnings of a report, as pairs (names of results, text)."""
     about: dict[str, list[str]] = {}
     for name, result in report.items():
         for text in result.provenance.warnings:

@@ -321,7 +321,7 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
-    """Interval ends that a logarithmic axis can show.
+    """Make lower interval ends positive, for a logarithmic axis.
 
     Lower ends at or below 0 become half the smallest positive value.
     """

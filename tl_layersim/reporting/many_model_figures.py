@@ -164,7 +164,7 @@ def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapA
 
 
 def _axis(dim: str, sites: Sequence[str]) -> str:
-    """Axis name for a dimension of a table, such as "site" or "relative_depth".
+    """Convert a dimension of a table to an axis name, such as "site" or "relative_depth".
 
     A dimension of layers without site names has relative depths.
     """

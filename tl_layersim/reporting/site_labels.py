@@ -215,7 +215,7 @@ def axis_title(axis: str) -> str:
 
 
 def series_label(axis: str, label: object) -> str:
-    """Name of the line that shows one label of an axis.
+    """Legend name of a line, such as "top 5" for label 5 of axis "k".
 
     Examples:
         >>> series_label("k", 5), series_label("look", 1000), series_label("model", "before"), series_label("head_group", 2)

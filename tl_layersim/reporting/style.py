@@ -315,7 +315,7 @@ def _legend_height(fig: go.Figure, size: Size) -> int:
 
 
 def _tick_texts(fig: go.Figure, name: str) -> list[str]:
-    """Labels along the axes "x" or "y"."""
+    """Tick labels of all x axes or all y axes of a figure."""
     axes = fig.select_xaxes() if name == "x" else fig.select_yaxes()
     texts = [str(text) for axis in axes for text in axis.ticktext or ()]
     if texts:
