@@ -524,7 +524,7 @@ class MeteredBatch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """A pool of rows, simulated from one batch to measure the costs of its kernel.
+    """A simulated pool of rows, to measure the costs of a `PoolKernel`. Its samples come from one batch.
 
     Attributes:
         kernel: kernel of the pool.

@@ -104,8 +104,7 @@ def run_with_baseline(
         return run_analysis(prepare(opened), checkpoint)
     if data.read_once:
         raise LayersimError(
-            f'`data` is {brief(data.source)}, which can be read only once, and `baseline="untrained"` reads it for each model. '
-            "Pass list(data)."
+            f'`data` is {brief(data.source)}; it must be readable more than once for `baseline="untrained"`. Pass list(data).'
         )
     for one in opened:
         if one.on_server:

@@ -194,7 +194,7 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
                 result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
-        warn(f"{name!r} has no intervals: computing it from a part of the {len(blocks)} jackknife blocks failed. {error}")
+        warn(f"{name!r} has no intervals: the analyzer failed on a subset of the {len(blocks)} jackknife blocks. {error}")
         return result
     return result.with_replicates(tuple(replicates), tokens)
 

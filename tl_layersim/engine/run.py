@@ -233,7 +233,7 @@ class DataPass:
             row += batch.capacity * measured
 
     def _with_leaf(self, batch: Batch, row: int) -> Batch:
-        """Copy of a batch with its attributes `leaf` and `block` set.
+        """Copy of a batch with its group sizes `leaf` and `block`, in rows.
 
         Args:
             batch: the batch.
@@ -245,7 +245,7 @@ class DataPass:
         return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.jackknife_rows))
 
     def _settle(self, batch: Batch) -> None:
-        """Run the batch on models whose order of sites is unknown, and check their sites."""
+        """Run the batch on models with an unknown order of sites, and check the sites."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)
@@ -422,13 +422,13 @@ def check_memory(
         limit = getattr(analyzers.get(name), "max_memory_gb", math.inf)
         if need > limit * 1e9:
             raise LayersimError(
-                f"`max_memory_gb` is {limit:g}, but the sums of {name!r} need {need / 1e9:.2g} GB ({copies} copies). Read "
+                f"`max_memory_gb` is {limit:g}, but {copies} copies of the sums of {name!r} need {need / 1e9:.2g} GB. Read "
                 "fewer sites with `at`."
             )
     free = psutil.virtual_memory().available
     if needs.total() > free:
         warn(
-            f"The sums of this run may not fit into memory: they need up to {in_words(needs.total())} ({copies} copies), and "
+            f"The sums of this run may not fit into memory: {copies} copies need up to {in_words(needs.total())}, and "
             f"{in_words(free)} are free. {needs.most_common(1)[0][0]!r} has the largest sums. Read fewer sites with at=[...]"
             f"{', or measure without intervals' if intervals else ''}."
         )

@@ -68,7 +68,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class DataPart:
-    """The batches that one call of `run` measures, and the last data pass of the call.
+    """Arguments of `run`: the batches to measure, and the last data pass to run.
 
     Attributes:
         deal: the batches that this rank measures.

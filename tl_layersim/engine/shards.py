@@ -263,8 +263,8 @@ def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     if others := [part for part in parts if part.pass_name != pass_name]:
         argument, how = ("files", "with") if pass_name == MAIN else ("first", "without")
         raise LayersimError(
-            f"`{argument}` holds files of the {others[0].pass_name} data pass: {_shard_names(others)}. All must be files of "
-            f"the {pass_name} pass, which analyze(..., shard=(i, n), save_to=...) writes {how} `first`."
+            f"`{argument}` holds files of the {others[0].pass_name} data pass: {_shard_names(others)}. It must hold files of "
+            f"the {pass_name} pass: call analyze(..., shard=(i, n), save_to=...) {how} `first`."
         )
     here, head = version("tl_layersim"), parts[0]
     if others := [part for part in parts if part.identity.get("version") != here]:

@@ -192,7 +192,7 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
 
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
-    """The families in `analyzer.optional_families` that the model has."""
+    """Optional families of hook points that the model has."""
     has = []
     for family in analyzer.optional_families:
         with suppress(LayersimError):

@@ -96,7 +96,7 @@ class Probe:
 
     @property
     def mask(self) -> Tensor | None:
-        """Mask `batch pos` of the positions to count in the next forward passes.
+        """Mask of the positions to count in the next forward passes, bool `batch pos`.
 
         None counts the positions of the model's attention mask, or all; `positions=` selects among them. The mask holds until
         it is replaced. Single-position steps of cached generation always count.
@@ -322,7 +322,7 @@ class LoopProbe(Probe):
         return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
     def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
-        """`DataBlock` with the sums that one forward pass completes. Kernels that have not run yet have empty sums."""
+        """The sums computed after one forward pass, as a `DataBlock`. Kernels that have not run yet have empty sums."""
         names = (*self._immediate, *self._waiting)
         return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
 
@@ -344,7 +344,7 @@ def _dtype_of(source: HookedSource) -> str:
 
 
 def _joined(views: list[View]) -> View:
-    """Concatenate the samples of several forward passes, whose rows get different sequence numbers."""
+    """Concatenate the samples of several forward passes. Rows of different passes get different sequence numbers."""
     if len(views) == 1:
         return views[0]
     rows, offset = [], 0

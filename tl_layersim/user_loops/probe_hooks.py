@@ -262,7 +262,7 @@ class Frame:
 
     @property
     def outermost(self) -> Frame:
-        """The call of the model that this frame belongs to."""
+        """Outermost frame of the same forward pass."""
         frame = self
         while frame.inner and frame.parent is not None:
             frame = frame.parent
