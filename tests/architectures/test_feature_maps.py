@@ -177,7 +177,7 @@ def test_what_modules_tell_of_channels():
     # A norm over whole maps, of all their axes.
     assert channels_at(torch.nn.Sequential(net.stem, torch.nn.LayerNorm((5, 16, 16))), "1") == Channels(1)
     # Either axis of patches may be that of a convolution.
-    with pytest.raises(lsim.LayersimError, match="do not tell which axis"):
+    with pytest.raises(lsim.LayersimError, match="channel axis"):
         channel_axis((2, 16, 8), Channels(None, (8, 16)), "here")
     # Patches that a module makes of a map, in either order.
     assert channel_axis((2, 49, 16), both, "x") == -1
@@ -216,12 +216,12 @@ def test_a_permutation_does_not_inherit_the_axis_of_the_convolution_before_it():
         found = lsim.analyze(net, lsim.Data(x, positions="mean"), CKA, at=names)
         np.testing.assert_allclose(values(found), oracles_cka(means), atol=1e-9)
     for name in ("1", "2"):
-        with pytest.raises(lsim.LayersimError, match="do not tell which axis"):
+        with pytest.raises(lsim.LayersimError, match="channel axis"):
             lsim.analyze(net, PIXELS[..., :6, :6], CKA, at=[name, "3"])
     patches = torch.nn.Sequential(torch.nn.Sequential(conv, torch.nn.Flatten(2), Permute()), last)
     for name in ("0", "0.2"):
         assert channel_axis((6, 20, 6), channels_at(patches, name), name) == -1
-        with pytest.raises(lsim.LayersimError, match="do not tell which axis"):
+        with pytest.raises(lsim.LayersimError, match="channel axis"):
             channel_axis((6, 6, 6), channels_at(patches, name), name)
     beside = torch.nn.ModuleDict({"conv": conv, "turned": Permute()})
     assert channel_axis((6, 4, 5, 6), channels_at(beside, "turned"), "turned") == -1

@@ -42,7 +42,7 @@ Index = int | slice
 
 @dataclass(frozen=True)
 class Channels:
-    """Evidence for which axis of a hook point's activations holds channels, from nearby modules.
+    """Evidence from nearby modules about the channel axis of a hook point's activations.
 
     Attributes:
         axis: 1 for `batch channel ...`, -1 for `batch ... channel`, if the module itself decides it; None if sizes must decide.
@@ -301,7 +301,7 @@ KEEPING_NAMES = ("DropPath", "StochasticDepth", "FrozenBatchNorm2d")
 
 
 def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
-    """Evidence for which axis of a module's activations holds channels; None if no convolution is nearby.
+    """Evidence about the channel axis of a module's activations; None if no convolution is nearby.
 
     An activation, a norm or a dropout has the axis of the module before it in a Sequential, or of the modules around it. Any
     other module may move the axis, so sizes must decide.
@@ -342,7 +342,7 @@ def has_convolution(module: torch.nn.Module) -> bool:
 
 
 def _keeps(module: torch.nn.Module) -> bool:
-    """Whether a module, such as an activation function, keeps the channel axis of its input."""
+    """Whether a module keeps the channel axis of its input, like an activation function."""
     if isinstance(module, torch.nn.MultiheadAttention):
         return False
     known = isinstance(module, torch.nn.Identity) or type(module).__name__.endswith(KEEPING_NAMES)
@@ -418,7 +418,7 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
     elif not channels.last or is_first != is_last:
         return 1 if is_first or not channels.last else -1
     raise LayersimError(
-        f"The modules at {name} do not tell which axis of the activations, {' x '.join(map(str, shape))}, holds channels. "
+        f"The channel axis of the activations at {name}, {' x '.join(map(str, shape))}, is unknown. "
         "Name the convolution, norm or linear layer that computes the activations."
     )
 

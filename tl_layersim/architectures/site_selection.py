@@ -106,7 +106,7 @@ def as_int(item: Any) -> Any:
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
-    """The sums on the residual stream with a site of some families as a term or the total.
+    """The `StreamSum`s whose terms or total include a site of some families.
 
     An example is resid_pre + attn_out = resid_mid.
 

@@ -196,9 +196,9 @@ def head_of(model: Any) -> Head | None:
 
 
 def stream_processing(model: Any) -> tuple[str, str] | None:
-    """The weight processing that changed the residual stream, and a call to load without it; None if unchanged.
+    """Two texts: the weight processing that changed the residual stream, and a call that loads without it.
 
-    Folded norms leave the residual stream as it is.
+    None if the residual stream is unchanged. Folded norms leave the residual stream as it is.
     """
     if type(model).__name__ == "TransformerBridge":
         without = "TransformerBridge.boot_transformers(name), without enable_compatibility_mode()"

@@ -286,7 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Norms of the logit lens's error at the last layer and of the model's logits.
+    """Two norms: of the logit lens's error at the last layer, and of the model's logits.
 
     Args:
         unembed: the lens.

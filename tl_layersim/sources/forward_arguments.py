@@ -49,7 +49,7 @@ def no_cache(module: torch.nn.Module) -> dict[str, bool]:
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
-    """Keyword argument that limits logits to one position, for models that have it."""
+    """The keyword argument `logits_to_keep=1`; empty if the model's forward does not take it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
 
 

@@ -163,7 +163,7 @@ _local = threading.local()
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context manager in which probes in the user's loop record no forward passes."""
+    """A context manager in which probes (`lsim.attach`) do not record forward passes of this thread."""
     before, _local.unrecorded = is_unrecorded(), True
     try:
         yield
@@ -172,7 +172,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def is_unrecorded() -> bool:
-    """Whether this thread runs an analyzer's kernel, or a forward pass of this package."""
+    """Whether this thread is inside the context manager `unrecorded`."""
     return getattr(_local, "unrecorded", False)
 
 

@@ -296,7 +296,9 @@ def hash_weights(module: torch.nn.Module) -> str:
 
 
 def digest_of_tensor(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's dtype, shape and weighted sums, see `hash_weights`.
+    """SHA-256 of a tensor's dtype, shape and bytes.
+
+    The bytes enter as weighted sums, see `hash_weights`.
 
     Args:
         tensor: a tensor of any dtype, on any device.
@@ -319,7 +321,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:
-    """A tensor with one weighted sum for every `WORDS` 64-bit words of a tensor of bytes."""
+    """Weighted sums of a tensor of bytes: an int64 for each `WORDS` 64-bit words."""
     if flat.storage_offset() % 8:
         # Words begin at multiples of their size.
         flat = flat.clone()
@@ -418,7 +420,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """A dict from module to pairs: accelerate's mapping of offloaded weights, and the module's prefix in its keys."""
+    """A dict from module to pairs of accelerate's `weights_map` and the prefix of the module's keys."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")

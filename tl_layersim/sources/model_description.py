@@ -124,8 +124,8 @@ class Model(ModelInputs):
         unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
         if unknown and argument is not None:
             raise LayersimError(
-                f"`{argument}` cannot be given for a model with {', '.join(unknown)}: a later run could not tell "
-                "whether this change is the same. Write the hook or edit as a function of plain values."
+                f"`{argument}` cannot be given for a model with {', '.join(unknown)}, so runs cannot be "
+                "compared. Write the hook or edit as a function that holds only numbers, texts and tensors."
             )
         # Another machine may have the same weights in another folder.
         which = self.weights_hash or self.name
@@ -290,7 +290,7 @@ def hash_config(config: dict[str, Any]) -> str:
 
 
 def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
-    """A copy of a model's description with the `stream` and `basis` that a forward pass has shown.
+    """A copy of a model description with the `stream` and `basis` found in a forward pass.
 
     If the modules are not blocks, `layers` has the names of the modules.
 

@@ -116,7 +116,7 @@ def is_edited(model: Any) -> bool:
 def read_step(
     step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None, differentiated: bool
 ) -> None:
-    """Read the sites of one step inside a trace, and record the block call.
+    """Inside a trace, read the sites of a `TraceStep` and append block calls to `calls`.
 
     Args:
         step: the step.
@@ -277,7 +277,7 @@ def own_function(kernel: Any) -> Any:
 
 
 def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
-    """Register the kernels' modules with nnsight, which sends their code to servers; return the kernels."""
+    """Register the kernels' Python packages with nnsight, which sends their code to servers; return the kernels."""
     import nnsight
 
     for kernel in kernels.values():
@@ -286,7 +286,7 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the indices of counted positions in the flattened `batch pos`, and a dict of token fields."""
+    """Return the flat indices of the positions in `batch.counted`, and a dict of token fields."""
     fields = tokens_alone(batch).token_fields()
     del fields["sequence"], fields["position"]
     return batch.counted.reshape(-1).nonzero()[:, 0], fields
@@ -307,8 +307,8 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
         objects = partial(Remotable._remoteable_persistent_objects, model)
         return {"backend": LocalSimulationBackend(SimpleNamespace(_remoteable_persistent_objects=objects))}
     raise LayersimError(
-        f"`remote` is {shown(remote)}, but a server cannot load `model`, {with_article(type(model).__name__)}, by a name. Use "
-        "nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)."
+        f"`remote` is {shown(remote)}, but `model` is {with_article(type(model).__name__)}, which a server cannot load "
+        "by name. Use nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)."
     )
 
 

@@ -137,7 +137,7 @@ class SplitModel(ABC):
         return torch.device("cpu")
 
     def settle(self, batch: Batch) -> None:
-        """Raise an error if the modules do not pass on the residual stream."""
+        """Raise an error if the modules are not blocks of one residual stream."""
         if self.model.stream == "unknown":
             self.source.settle(batch)
             need_stream(self.source.model, "Stitching")
@@ -217,9 +217,9 @@ class SplitModel(ABC):
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: the upper part must give the model's "
-                f"loss, {theirs:.6g}, on the model's residual and another loss on a changed residual; it gives {ours:.6g} and "
-                f"{wrong:.6g}. layers=[...] must name blocks that run one after the other."
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: on the model's residual, the upper "
+                f"part gives the loss {ours:.6g} and must give {theirs:.6g}; on a changed residual, it gives {wrong:.6g} and "
+                f"must not give {theirs:.6g}. layers=[...] must name blocks that run one after the other."
             )
 
 

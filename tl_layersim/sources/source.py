@@ -466,7 +466,9 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """A list of hooks that test the residual stream, as arguments of `on_tensor`; empty if none is needed.
+        """A list of `on_tensor` arguments, one tuple for each hook that tests the residual stream.
+
+        The list is empty if `Model.stream` is known.
 
         Args:
             end: function that is called after the last module.
@@ -531,7 +533,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
-        """The sums on the residual stream that contain a site chosen by `read_at`, as a term or as the total."""
+        """The `StreamSum`s whose terms or total include a site chosen by `read_at`."""
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def without_stack(self, at: Any) -> Any:

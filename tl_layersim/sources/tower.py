@@ -140,8 +140,8 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
         gap = float((ours.nan_to_num() - unit(getattr(output, name)).nan_to_num()).norm())
         if not gap <= rounding(dtype):
             raise LayersimError(
-                f"The projected last layer of the {source.tower.name} tower differs from `{name}` of {type(clip).__name__} by "
-                f"{gap:.2g} on the first row."
+                f"The projected last layer of the {source.tower.name} tower must equal `{name}` of {type(clip).__name__}, but "
+                f"differs from it by {gap:.2g} on the first row."
             )
 
 
@@ -186,7 +186,7 @@ def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
     found = (tokens == eos).nonzero()[:, 0]
     if not len(found):
         raise LayersimError(
-            f"`data` has a text of {len(tokens)} tokens, none of them {eos}, the end-of-text token at which the text tower "
-            "is read. Give texts with tokenizer=processor, or cut them with tokenizer(texts, truncation=True)."
+            f"`data` has a text of {len(tokens)} tokens without {eos}, the end-of-text token; the text tower is read there. "
+            "Give texts with tokenizer=processor, or cut them with tokenizer(texts, truncation=True)."
         )
     return found[0]

@@ -108,7 +108,7 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
 
 
 def _with_fraction(mask: Tensor, fraction: float) -> Tensor:
-    """Record on a mask the fraction of its elements that is True."""
+    """Set `mask.fraction_true`, the fraction of True elements, and return the mask."""
     mask.fraction_true = fraction  # type: ignore[attr-defined]  # meta tensors have no values that say so
     return mask
 
