@@ -91,7 +91,7 @@ def average_ranks(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairRelation:
-    """Vectors of one minibatch, one for each layer, such as flattened centred Gram matrices.
+    """One vector for each layer from a minibatch, such as its flattened centred Gram matrix.
 
     The inner product of two vectors, weighted by `signs`, is the unnormalised similarity of their layers.
 
@@ -470,7 +470,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     @property
     @abstractmethod
     def formula(self) -> tuple[Matrix, Relate]:
-        """Two functions: samples to sample-by-sample matrices, and matrices to a `PairRelation`. See `pool_sums`."""
+        """Two functions: one makes sample-by-sample matrices, the other a `PairRelation` from the matrices. See `pool_sums`."""
 
     @property
     def least(self) -> int:

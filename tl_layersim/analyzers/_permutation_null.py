@@ -178,10 +178,9 @@ class CalibratedMatrix(LayerMatrix):
             "calibrated maximum over pairs of layers": float(self.max_calibrated),
             "p-value of the maximum over pairs of layers": float(self.max_p_value),
         }
-        return self._to_last() | (null if self.permutations else {})
+        return self._similarity_headline() | (null if self.permutations else {})
 
-    def _to_last(self) -> dict[str, float]:
-        """A dict of the similarities that `headline` reports, mainly those with the last layer."""
+    def _similarity_headline(self) -> dict[str, float]:
         to_last = self.values[:, -1]
         two = JOINT in self.provenance.model
         if len(to_last) == 1:
@@ -279,7 +278,7 @@ def null_threshold(values: Tensor, null: Tensor) -> Tensor:
 
 
 def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
-    """Similarities above their threshold, max(0, (value - threshold) / (1 - threshold)).
+    """Similarities rescaled so that the threshold is 0, max(0, (value - threshold) / (1 - threshold)).
 
     Args:
         values: observed values, at most 1.

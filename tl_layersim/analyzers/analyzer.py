@@ -190,7 +190,7 @@ class Analyzer(ABC):
         return None
 
     def pool_need(self, density: float) -> int:
-        """Largest number of rows that a `PoolKernel` of this analyzer pools; 0 without a `PoolKernel`.
+        """Largest number of rows from which a `PoolKernel` draws its samples; 0 without a `PoolKernel`.
 
         Args:
             density: mean number of counted positions of a row.

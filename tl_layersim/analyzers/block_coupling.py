@@ -235,7 +235,7 @@ class BlockCouplingResult(Result):
 
     @typed
     def mean(self, field: PairField = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
-        """Mean of a matrix of the result over pairs of different blocks. NaN entries are left out; NaN if no pair is left.
+        """Mean of one matrix of this result, over pairs of different blocks. NaN entries are left out; NaN if no pair is left.
 
         Args:
             field: name of the matrix.

@@ -330,10 +330,11 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RowTerms:
-    """Sums of Gram matrices whose products give an HSIC without pairs of samples from the same row. Float64.
+    """Terms of each layer for an HSIC without pairs of samples from the same row, float64.
 
-    HSIC is a sum of products of the terms of two layers, each product times the sign of the term. The factors of `without_rows`
-    are in the terms, times the number of pairs of samples of distinct rows, which weights a smaller minibatch by its pairs.
+    Each term is an entry of a Gram matrix or a sum of entries. HSIC is a sum of products of the terms of two layers, each
+    product times the sign of the term. The factors of `without_rows` are in the terms, times the number of pairs of samples
+    of distinct rows, which weights a smaller minibatch by its pairs.
 
     Attributes:
         pairs: `layer n n`, the Gram matrix without pairs that share a row; added.

@@ -474,7 +474,7 @@ def _cosines(unit: Tensor, known: Tensor) -> Tensor:
 
 
 def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
-    """Counts of ordered triples and of all triples of layers, `2 layer`, by the last layer of a triple.
+    """Count ordered triples of layers, and all triples, by the last layer of the triple: `2 layer`.
 
     A triple l1 < l2 < l3 is ordered if COS(l1, l3) < COS(l2, l3).
 

@@ -199,7 +199,9 @@ class ExitCurveResult(Result):
 
     @typed
     def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
-        """Lowest measured threshold from which upwards agreement and accuracy suffice; None if there is none.
+        """Lowest measured threshold that has the required agreement and accuracy; None if there is none.
+
+        All higher measured thresholds have them too.
 
         Args:
             agreement: smallest agreement; None not to require any.
@@ -214,7 +216,10 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy for choosing thresholds, each `threshold`, on half of the rows; on all if a half is empty."""
+        """Agreement and accuracy by which thresholds are chosen, each of shape `threshold`.
+
+        They are measured on half of the rows, or on all rows if a half is empty.
+        """
         if bool(self.part_agreement.isnan().any()):
             # A half is empty.
             return self.agreement, self.accuracy
@@ -372,7 +377,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Half of the data that each token's row belongs to, `token`: 0 to choose thresholds, 1 held out."""
+    """Which half of the rows each token is in, `token`: 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:

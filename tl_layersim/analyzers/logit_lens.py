@@ -62,7 +62,7 @@ class LensAnalyzer(LabelledAnalyzer):
 
     @property
     def lens(self) -> dict[str, Any]:
-        """Keyword arguments of kernels that choose the norm, memory limit and heads of the lens."""
+        """A dict of keyword arguments for kernels: norm, memory limit and heads of the lens."""
         return {
             "normed": self.norm == "final",
             "memory_mb": float(self.lens_memory_mb),
@@ -348,8 +348,8 @@ class LogitLens(LensAnalyzer):
             agreement=sums["agree"].double() / count,
             kl_to_final=sums["kl"] / count,
             entropy=sums["entropy"] / count,
-            step_share=_after_first(sums["steps"].double() / targets),
-            step_share_if_closer=_after_first(sums["steps closer"].double() / sums["closer"]),
+            step_share=_prepend_nan(sums["steps"].double() / targets),
+            step_share_if_closer=_prepend_nan(sums["steps closer"].double() / sums["closer"]),
             lost_share=sums["lost"].double() / targets,
             monotone_share=sums["rising"].double() / targets,
             ks=cast(tuple[int, ...], self.top_k),
@@ -361,8 +361,8 @@ class LogitLens(LensAnalyzer):
         )
 
 
-def _after_first(shares: Tensor) -> Tensor:
-    """Prepend NaN for the first layer, which has no step."""
+def _prepend_nan(shares: Tensor) -> Tensor:
+    """Prepend NaN for the first layer, which has no earlier layer to compare with."""
     return torch.cat([torch.full((1,), math.nan, dtype=torch.float64), shares])
 
 
@@ -415,7 +415,7 @@ def lens_kernel(
 
 
 def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
-    """Whether the cosine to the last layer rises in each block after the first, `step position`.
+    """Whether each block after the first raises the cosine to the last layer, `step position`.
 
     Args:
         view: activations of one batch.
