@@ -365,7 +365,7 @@ class FewTokens:
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """Select the row of each sample in an argument. A single row, shared by all samples, is expanded."""
+        """Index a tensor `batch ...` by the row of each sample. A single row, shared by all samples, is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])

@@ -1,4 +1,4 @@
-"""Norms of activations, comparison with rounding error, and sums of sizes by position and dimension.
+"""Norms of activations, sums of sizes by position and dimension, and a test against rounding error.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """
@@ -85,7 +85,7 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """Sums that give the norms by position, and the largest dimension's share of power and variance, for each model.
+    """Dict of sums: norms by position; power and variance, of all dimensions and of the largest.
 
     Args:
         *views: views of the same tokens, one for each model.

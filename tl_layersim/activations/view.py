@@ -24,7 +24,9 @@ Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class View:
-    """The samples of one batch: its counted positions, without padding. With positions="mean" a sample is the mean of a row.
+    """Activations and tokens of one batch at its counted positions, without padding.
+
+    A sample is one position; with positions="mean", the mean of a row.
 
     Attributes:
         activations: `site sample width`, float32 (float64 if the model is). By default the sites are the residual layers,

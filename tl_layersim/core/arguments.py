@@ -52,7 +52,7 @@ def without_mounted_save() -> Iterator[None]:
 
 @functools.cache
 def _checker() -> tuple[Callable[[Any], Any], type[Exception]]:
-    """Decorator of jaxtyping that checks arguments, and the exception class of a failed check."""
+    """The decorator of jaxtyping that checks arguments, and the exception that it raises."""
     # Imported here, so that kernels can be imported where neither library is installed.
     with without_mounted_save():
         from beartype import beartype

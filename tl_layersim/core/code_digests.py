@@ -57,7 +57,7 @@ def digest_of_code(starts: Iterable[FunctionType]) -> str:
 
 
 def defined_in(function: Any) -> str:
-    """Name of the module of a function; of another object, the module of its class.
+    """Name of the module that defines a function or an object's class.
 
     Args:
         function: any object; for a `functools.partial`, the function inside counts.

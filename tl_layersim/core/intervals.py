@@ -389,11 +389,11 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
 
 
 def field_named(result: Any, name: str) -> str:
-    """Name of the attribute that holds a tensor field.
+    """Attribute name of the tensor field with a given name in tables.
 
     Args:
         result: the result, or its class.
-        name: name of the field; the name of `values` in tables is one too.
+        name: name of the field in tables; "values" is allowed too.
 
     Raises:
         LayersimError: the result has no such field.

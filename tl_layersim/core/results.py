@@ -376,7 +376,7 @@ class Result(ABC):
         return ""
 
     def first_layer(self) -> str:
-        """The first site in words, such as "embedding" or the input of a block."""
+        """The first site in words, such as "embedding" or "blocks.1 input"."""
         first = self.layers[0]
         if first.endswith("blocks.0.hook_resid_pre"):
             return "embedding"
@@ -419,7 +419,9 @@ class LayerMatrix(Result):
         )
 
     def sites_headline(self, measure: str) -> dict[str, float]:
-        """Headline of sites without an order by depth: the mean over pairs of different sites. Empty for two models.
+        """Dict with the mean over pairs of different sites; empty for two models.
+
+        It is the headline if the sites have no order by depth.
 
         Args:
             measure: name of the measure.
@@ -803,7 +805,7 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 
 def _logger_name(text: str) -> str:
-    """A description in lower-case letters, digits and _, which all loggers accept.
+    """Convert a text to lower-case letters, digits and _, which all loggers accept.
 
     Examples:
         >>> _logger_name("COS(last but one, last)")

@@ -96,7 +96,7 @@ class Sums:
 
 
 def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
-    """Merge the sums of one analyzer over single rows and over pools of rows.
+    """Merge an analyzer's sums over single rows with its sums over pools of rows.
 
     Args:
         sums: sums by analyzer.
@@ -225,9 +225,9 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
 
 
 def next_size(index: int, most: int) -> int:
-    """Number of terms to sum in the next request, so that the order of additions stays the same.
+    """Number of terms in the next request: the largest power of two that divides `index`.
 
-    It is the largest such power of two.
+    It is at most `most`. Such requests do not change the order of additions.
 
     Args:
         index: index of the request's first term, a multiple of the result.
