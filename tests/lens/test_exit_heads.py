@@ -61,7 +61,7 @@ def test_heads_read_what_the_model_s_head_joins():
             if given == width:
                 one.check(model(pool))
             else:
-                with pytest.raises(lsim.LayersimError, match=rf"`heads`.*, {given}\).*d_model {width}\b"):
+                with pytest.raises(lsim.LayersimError, match=rf"`heads`.*, {given}\).*, {width}\)"):
                     one.check(model(pool))
 
 

@@ -104,7 +104,7 @@ def compare_models(call: CommandCall) -> None:
 
 
 def recommended(*, agreement: float = 0.95) -> None:
-    """Declares the option for the recommended threshold.
+    """Declares the option `agreement`, which sets the recommended threshold.
 
     Args:
         agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended.

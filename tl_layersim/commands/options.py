@@ -251,7 +251,7 @@ def _sites(texts: Sequence[str]) -> list[int | str]:
 
 
 def shard_files(texts: Sequence[str], argument: str = "first") -> list[Path]:
-    """Find the files of shards. Run files, which a pattern may match too, are left out.
+    """List the shard files that paths, folders or patterns name. Run files, which a pattern may match too, are left out.
 
     Args:
         texts: folders, patterns and files.

@@ -136,7 +136,7 @@ def _used_options(report: Any) -> dict[str, Any]:
 
 
 def _record_of(report: Any) -> dict[str, Any]:
-    """A dict of model, weights, data and versions of a run, with which a later repetition is compared."""
+    """A dict of model, weights, data and versions of a run, to compare with a repetition."""
     run = next(iter(report.values())).provenance
     known = {"model": run.model, "weights": run.weights_hash, "data": run.data, "tokens": run.tokens}
     return known | {"versions": dict(run.versions)}

@@ -120,7 +120,7 @@ class Batch:
 
     @property
     def leaf_rows(self) -> int:
-        """Number of rows, rounded up to a multiple of `leaf`, the group size for separate sums."""
+        """Number of rows, rounded up to a multiple of `leaf`."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
     @property
@@ -454,7 +454,7 @@ def batch_sizes(batches: Batches) -> list[BatchSize]:
 
 
 def found_in(*parts: Batches) -> dict[str, int]:
-    """Row counts of several data sets, added up: a dict with the keys of `Batches.row_counts`."""
+    """A dict of `Batches.row_counts`, summed over several data sets."""
     counts = [part.row_counts() for part in parts]
     return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 

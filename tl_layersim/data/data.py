@@ -19,7 +19,7 @@ from .row import Row
 
 @dataclass
 class Notes:
-    """Counts and warnings of one pass over the data.
+    """Counts of texts and rows in a data pass, and issued warnings.
 
     Attributes:
         own_bos: number of rows whose text began with a BOS, so that none was added.
@@ -219,7 +219,7 @@ class Data:
 
     @property
     def _state(self) -> int | None:
-        """A number that changes if a list grows or a tensor is changed in place; None for other sources."""
+        """A tensor's version or a list's length, to detect changes; None for other sources."""
         if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
             return self.source._version
         return len(self.source) if isinstance(self.source, list | tuple) else None

@@ -66,7 +66,7 @@ def label_source(labels: str | Tensor) -> str:
 
 
 def label_key(labels: str | Tensor) -> str:
-    """A dict key for labels: the word itself, or the identity of a tensor."""
+    """A dict key for labels: the string, or the identity of the tensor."""
     return labels if isinstance(labels, str) else f"tensor {id(labels)}"
 
 

@@ -245,15 +245,14 @@ def reads_decoder(model: ModelInputs) -> bool:
 
 
 def other_stack(model: ModelInputs) -> tuple[str, ...]:
-    """A tuple with the names of the mask and the inputs of the encoder or decoder that is not measured."""
+    """A tuple of input names of the unmeasured encoder or decoder; the mask is first."""
     return ENCODER if reads_decoder(model) else DECODER
 
 
 def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[str, Tensor]:
-    """Remove padding from one row of the other stack, and add a mask.
+    """Remove padding from one row of inputs to the unmeasured encoder or decoder, and add a mask.
 
-    The other stack is the encoder or decoder that is not measured. Without a mask, the encoder's padding ids are dropped. All
-    positions of a decoder are kept.
+    Without a mask, the encoder's padding ids are dropped. All positions of a decoder are kept.
 
     Args:
         inputs: inputs of one row.
@@ -302,12 +301,10 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the inputs of the other stack to its longest row.
-
-    The other stack is the encoder or decoder that is not measured.
+    """Cut the inputs of the unmeasured encoder or decoder to their longest row.
 
     Args:
-        inputs: `row ...`; masks among them belong to the other stack.
+        inputs: `row ...`; masks among them belong to the unmeasured encoder or decoder.
     """
     found = dict(inputs)
     for mask, *names in (ENCODER, DECODER):
@@ -319,7 +316,7 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
-    """The error for data without the tokens of the decoder or without the inputs of the encoder."""
+    """The error for data with inputs of only the encoder or only the decoder."""
     return LayersimError(
         f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
         f"`decoder_input_ids`. To measure only the encoder, pass texts or token ids with `at='encoder.resid_post'`."

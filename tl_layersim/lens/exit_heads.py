@@ -173,8 +173,8 @@ class ExitHeads:
             own = (None, model.d_model * (1 if model.head.pool is None else model.head.pool.vectors))
         if any(size is not None and size != given for size, given in zip(own, self.weight.shape[1:], strict=True)):
             raise LayersimError(
-                f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; the head of {model.name} has "
-                f"d_model {own[1]}" + (f" and {own[0]} classes or token ids." if own[0] is not None else ".")
+                f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; it must be "
+                f"({len(self)}, {own[0] or 'vocabulary'}, {own[1]}), as in the head of {model.name}."
             )
         if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
             raise LayersimError(

@@ -191,10 +191,10 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maxima of groups of neighbouring logits, and three moments of the logits minus their maximum.
+    """Maximum of each group of neighbouring logits, and three moments over the vocabulary.
 
-    The moments are `token layer`, float64: the sum of exponentials, the mean under softmax(z), and the mean under the last
-    layer's distribution.
+    The moments are of logits minus their maximum, `token layer`, float64: the sum of exponentials, the mean under softmax(z),
+    and the mean under the last layer's distribution.
 
     Args:
         z: `token layer vocabulary`.
@@ -279,7 +279,7 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """Prefix of keys in the cache `view.memo` for logit-lens statistics with this norm and these heads."""
+    """Prefix of a key in the cache `view.memo`, from norm and heads of a logit lens."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 

@@ -64,7 +64,7 @@ class BlockJacobians(Result):
 
 @result_class
 class CouplingMatrices(Result):
-    """Coupling of block Jacobians on one prompt: whether the singular vectors of one diagonalise another.
+    """Coupling of Jacobians on one prompt: whether one Jacobian's singular vectors diagonalise another Jacobian.
 
     A connection is a block with an input token and an output token. Tensors are float64. Entry (a, b) expresses the Jacobian of
     connection a in the singular basis of connection b.
@@ -378,7 +378,7 @@ def jacobians_kernel(
 
 
 def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
-    """A dict with the mis-coupling and the matrix of each pair of Jacobians on one prompt.
+    """A dict with the mis-coupling and the matrix U' J V of each pair of Jacobians.
 
     Args:
         view: view of one row of tokens, with the calls of the blocks.

@@ -36,7 +36,7 @@ def run_on_prompt(
     calls: bool = False,
     least: int = 3,
 ) -> tuple[dict[str, Tensor], tuple[str, ...], Callable[[int], str], Provenance]:
-    """Run a model on one prompt, and apply a kernel, a function of its activations.
+    """Run a model on one prompt, and apply a kernel function to the activations.
 
     Args:
         source: the model.

@@ -228,7 +228,7 @@ class TowerComparison(Analyzer):
 
 
 def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed], norm: str) -> dict[str, Tensor]:
-    """A dict of sums over pairs of an image and a text: cosines between all layers, and unit vectors.
+    """A dict of sums over image-text pairs: cosines between layers, and projected residuals of norm 1.
 
     Args:
         vision: activations of the images, one sample for each row.
