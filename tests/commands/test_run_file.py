@@ -61,7 +61,7 @@ def test_a_run_is_repeated_bit_for_bit(tmp_path):
     assert first == second
 
 
-@pytest.mark.filterwarnings("ignore:The run in .* had other data")
+@pytest.mark.filterwarnings("ignore:The run in .* used different data")
 def test_the_command_line_comes_first(tmp_path):
     done("report", *SHORT, "--option", "cka.minibatch=64", "--option", "cka.seed=3", "--out", tmp_path / "a")
     file = tmp_path / "a" / "run.yaml"

@@ -156,7 +156,7 @@ def test_the_most_nodes_are_those_of_a_tree_that_grows(intervals):
 
 def test_a_tree_that_begins_elsewhere_is_not_joined():
     terms = torch.ones(9, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"ends at row 3 .* begins at 4"):
+    with pytest.raises(ValueError, match=r"up to 3 .* from 4"):
         grown(terms, 0, 3, None).join(grown(terms, 4, 9, None))
     with pytest.raises(ValueError, match="cannot be joined"):
         grown(terms, 0, 3, None).join(grown(terms, 3, 9, 1))

@@ -205,7 +205,7 @@ def warn_of_few_rows(measure: str, rows: int) -> None:
     """
     if rows < FEW_HELD_OUT_ROWS:
         warn(
-            f"{measure} is evaluated on {amount(rows, 'held-out row')}, so its values vary by tenths between random "
+            f"{measure} is evaluated on {amount(rows, 'held-out row')}, so its values vary by 0.1 or more between random "
             "samples of rows. Pass more rows, or a larger test_fraction=."
         )
 

@@ -400,7 +400,7 @@ def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
 
 
 def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
-    """Warn of sites at which a measure is not defined; raise an error if no row or no column is defined.
+    """Warn of sites at which a measure is not defined; raise an error if it is defined at no site of a side.
 
     Args:
         measure: name of the measure.

@@ -42,7 +42,7 @@ LINEAR = ("path_error", "update_error", "left_share", "right_share")
 
 @result_class
 class BlockCouplingResult(Result):
-    """Coupling of all pairs of blocks, with its null and the singular values. Block l is the row, l' the column. Float64.
+    """Coupling of all pairs of blocks, and the singular values of each block. Block l is the row, l' the column. Float64.
 
     Attributes:
         values: `layer layer`, mean over prompts of the mis-coupling m~(A^{ll'}) of the Jacobian of l in the basis of l'; m

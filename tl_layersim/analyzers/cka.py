@@ -226,7 +226,7 @@ class CKA(MinibatchAnalyzer):
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
         if count < 100:
             warn(
-                f"CKA rests on {count} samples; with fewer than 100, values vary by tenths between random samples. "
+                f"CKA rests on {count} samples; with fewer than 100, values vary by 0.1 or more between random samples. "
                 "Pass more data."
             )
         r = "xy.r" if exact else "r"

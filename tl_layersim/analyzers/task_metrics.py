@@ -269,8 +269,8 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
 
     if int(count.max()) > 1:
         raise LayersimError(
-            f"`labels` holds one score for each row, but the head gives {int(count.max())} predictions for row "
-            f"{int(count.argmax())}. A larger `seq_len` of Data keeps each text in one row."
+            f"`labels` holds one score for each text, but text {int(count.argmax())} is split into {int(count.max())} "
+            "rows, each with a prediction. Pass a larger `seq_len` to Data."
         )
     known = (count == 1) & ~labels.isnan()
     need_tokens(int(known.sum()), 2, "A correlation", "rows with a score")

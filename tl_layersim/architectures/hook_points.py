@@ -191,7 +191,7 @@ class Site:
 
 @dataclass(frozen=True)
 class StreamSum:
-    """A sum on the residual stream: the total equals the sum of the terms.
+    """An addition to the residual stream: one site is the sum of others, such as resid_post = resid_mid + mlp_out.
 
     It holds up to rounding, in evaluation mode.
 

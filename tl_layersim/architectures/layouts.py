@@ -145,7 +145,7 @@ def parallel_norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
 
 
 def post_norm_sums(mid: str, end: str) -> tuple[BlockSum, ...]:
-    """The stream sums of a post-norm block, whose norms follow the additions."""
+    """The additions to the residual stream in a post-norm block, whose norms follow the additions."""
     return ((input_of(mid), ("resid_pre", "attn_out")), (input_of(end), ("resid_mid", "mlp_out")))
 
 

@@ -1,4 +1,4 @@
-"""`run.yaml`: options and record of a run. It is written with every report and read by `--config`."""
+"""The file `run.yaml` with the options of a run: written with every report, and read by `--config`."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _record_of(report: Any) -> dict[str, Any]:
 
 
 def warn_of_another_run(call: CommandCall, report: Any) -> None:
-    """Warn if the run that `--config` repeats had other data, weights or versions.
+    """Warn if the run that `--config` repeats used different data, weights or versions.
 
     Args:
         call: the call of the command.
@@ -156,7 +156,7 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
     versions = then.get("versions", {}).items()
     other += [f"{package} {version}" for package, version in versions if now["versions"].get(package) != version]
     if other:
-        warn(f"The run in {call.options['config']} had other {', '.join(other)}, so its numbers may differ.")
+        warn(f"The run in {call.options['config']} used different {', '.join(other)}, so its numbers may differ.")
 
 
 def shard_options(files: list[Path]) -> dict[str, Any] | None:

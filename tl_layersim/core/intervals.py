@@ -410,7 +410,7 @@ def aligned(replicate: Any, result: Any, field: str) -> Tensor:
     Labels that occur only in the left-out data have NaN.
 
     Args:
-        replicate: the result without one block, or the result itself.
+        replicate: the result without one jackknife block, or the result itself.
         result: the result on all data.
         field: name of the attribute.
     """
@@ -457,7 +457,7 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
         if one.shape != value.shape:
             raise LayersimError(
                 f"The function passed to `interval` returns shape {tuple(value.shape)} on all data and shape "
-                f"{tuple(one.shape)} without one block; the shape must not depend on the data."
+                f"{tuple(one.shape)} without one jackknife block; the shape must not depend on the data."
             )
     if out_of:
         total, *rest = (

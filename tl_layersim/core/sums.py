@@ -330,7 +330,7 @@ class SumTree:
             ValueError: `later` starts elsewhere.
         """
         if later.start != self.end or (self.size is None) != (later.size is None):
-            raise ValueError(f"a tree that ends at row {self.end} cannot be joined with one that begins at {later.start}")
+            raise ValueError(f"sums of rows up to {self.end} cannot be joined with sums of rows from {later.start}")
         tree = self if self.size is None or later.size is None else self.coarser(max(self.size, later.size))
         for node in later.nodes:
             tree = tree.add(node)

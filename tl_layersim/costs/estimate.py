@@ -488,7 +488,7 @@ class MeteredBatch:
         return sums
 
     def _widened(self, out: Mapping[str, Tensor]) -> Sums:
-        """Convert a kernel's output to float64 or int64 sums. Tensors without values stay on the meta device."""
+        """Cast the output of a kernel to float64 or int64. Tensors without values stay on the meta device."""
         kinds = {name: torch.float64 if value.dtype.is_floating_point else torch.int64 for name, value in out.items()}
         known = Sums.of({name: value for name, value in out.items() if not value.is_meta}).fields
         shapes = {
@@ -542,7 +542,7 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """Simulate the pool of rows that a kernel needs. Each row has the batch's mean number of counted positions.
+        """Simulate how the sample pool of a kernel fills. Each row has the batch's mean number of counted positions.
 
         Args:
             kernel: kernel of the pool.

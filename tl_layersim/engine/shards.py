@@ -1,4 +1,4 @@
-"""Shards: contiguous parts of the data that separate processes measure.
+"""Measures contiguous parts of the data, called shards, in separate processes.
 
 `merge` makes one report from the files of all shards.
 """

@@ -149,7 +149,7 @@ class ExitHeads:
             )
 
     def check(self, model: Model, linear: torch.nn.Linear | None = None) -> None:
-        """Raise an error if the heads do not belong to a model.
+        """Raise an error if the heads do not belong to this model.
 
         Args:
             model: the description of the model.

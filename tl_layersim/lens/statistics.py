@@ -313,7 +313,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
 
 
 def first_final(best: Tensor) -> Tensor:
-    """Index of the first block whose most likely id stays the same until the last block, `token`.
+    """Index of the first block whose most likely id stays the same until the last block, for each token.
 
     Args:
         best: `layer token`, the most likely ids.
@@ -359,7 +359,7 @@ def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Ten
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(softmax(p) || softmax(q)) in nats, `row`, float64; exactly 0 for equal logits.
+    """KL(softmax(p) || softmax(q)) of each row of logits, in nats, float64; exactly 0 for equal logits.
 
     Args:
         p: logits `row vocabulary`, in any dtype.

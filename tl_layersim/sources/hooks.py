@@ -1,4 +1,4 @@
-"""Forward hooks, early stops, evaluation mode and frozen weights, which leave the model unchanged.
+"""Context managers that add hooks, stop a pass early or change the mode of a model, and restore it at the end.
 
 No other module registers torch hooks or stops forward passes.
 """

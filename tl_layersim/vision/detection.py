@@ -111,7 +111,7 @@ class AnnotatedImages:
             LayersimError: the numbers differ.
         """
         if not self.objects:
-            raise LayersimError(f"`data` has {rows} images without annotations of their objects; `labels` must be {SHAPE}.")
+            raise LayersimError(f"The {rows} images of `data` have no annotations, so `labels` must hold them: {SHAPE}.")
         if len(self.objects) < rows or (len(self.objects) > rows and not more_to_come):
             raise LayersimError(
                 f"`labels` holds {len(self.objects)} annotations for {rows}{' or more' if more_to_come else ''} images; an "

@@ -304,7 +304,7 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
 
 
 def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: Tensor) -> None:
-    """Compare the logit of one prompt and a random image with the model's own `logits_per_image`.
+    """Check that the logit of one prompt and one random image equals the model's own `logits_per_image`.
 
     Raises:
         LayersimError: the logits differ by more than rounding.
