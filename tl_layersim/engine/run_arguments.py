@@ -42,7 +42,7 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         for name, item in analyzers.items():
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
                 raise LayersimError(
-                    f"`analyzers` has the name {brief(name)}; names start with a letter, followed by letters, digits or _."
+                    f"`analyzers` has the key {brief(name)}; a key begins with a letter and holds only letters, digits and _."
                 )
             chosen[name] = _analyzer_of(item)
     else:
@@ -104,7 +104,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
     if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
         return replace(model, processor=tokenizer)
     if not callable(tokenizer):
-        raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or a processor of images.")
+        raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or an image processor.")
     return replace(model, tokenizer=tokenizer)
 
 
