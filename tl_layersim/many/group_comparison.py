@@ -227,8 +227,7 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
         name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
         if name in found:
             raise LayersimError(
-                f"`groups` has the groups {', '.join(names)}; two of their comparisons would have the name {name!r}. Rename "
-                "a group."
+                f"`groups` has the groups {', '.join(names)}; two comparisons would both be named {name!r}. Rename a group."
             )
         found[name] = ((a, b), chosen)
     return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
