@@ -192,7 +192,7 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
     if len(sides) < 2 or sides[0] != sides[1]:
         raise LayersimError(
             f"`table` has the axes {', '.join(map(str, array.dims)) or 'none'}; the first two must name the same models, in "
-            "one order."
+            "the same order."
         )
     array = array.astype(float)
     undefined = [(a, b) for a, b in np.argwhere(~np.isfinite(array.values))[:, :2] if a != b]
