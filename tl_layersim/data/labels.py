@@ -37,7 +37,9 @@ def number_tensor(values: Any, name: str = "data") -> Tensor:
     try:
         return _joined(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise LayersimError(f"`{name}` is {brief(values)}; it must be numbers of one shape: {first_line(error)}.") from error
+        raise LayersimError(
+            f"`{name}` is {brief(values)}; it must hold numbers, in rows of equal shape: {first_line(error)}."
+        ) from error
 
 
 def _joined(values: Any) -> Tensor:
@@ -83,7 +85,9 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
     if isinstance(labels, str):
         if labels not in ("next_token", "data", *(["none"] if optional else [])):
             other = ", 'none'" if optional else ""
-            raise LayersimError(f"`labels` is {labels!r}; it must be 'next_token', 'data'{other} or the labels themselves.")
+            raise LayersimError(
+                f"`labels` is {labels!r}; it must be 'next_token', 'data'{other}, or a tensor or list of labels."
+            )
         return labels
     table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels), "labels")
     if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:

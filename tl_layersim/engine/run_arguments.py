@@ -40,7 +40,7 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
     chosen: dict[str, Analyzer] = {}
     if isinstance(analyzers, Mapping):
         for name, item in analyzers.items():
-            _check_name(name, "`analyzers` has the name")
+            _check_name(name, "`analyzers` has the key")
             chosen[name] = _analyzer_of(item)
     else:
         for item in map(_analyzer_of, analyzers if is_several(analyzers) else [analyzers]):
@@ -58,7 +58,7 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
 def _check_name(name: Any, given: str) -> None:
     """Raise an error if the name of an analyzer is not allowed. `given` is the start of the message."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-        raise LayersimError(f"{given} {brief(name)}; names start with a letter, followed by letters, digits or _.")
+        raise LayersimError(f"{given} {brief(name)}; it must begin with a letter and hold only letters, digits and _.")
 
 
 def is_several(analyzers: Any) -> bool:
@@ -108,7 +108,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
     if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
         return replace(model, processor=tokenizer)
     if not callable(tokenizer):
-        raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or a processor of images.")
+        raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or an image processor.")
     return replace(model, tokenizer=tokenizer)
 
 
