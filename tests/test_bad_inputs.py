@@ -16,7 +16,6 @@ from tl_layersim.analyzers import find_analyzers
 
 from .tiny_models import random_tokens, tiny_llama
 
-
 BAD = [None, float("nan"), -1, 10**30, "", "no such name", [], object(), True, 1j]
 # Arguments that take any object and look at it later.
 LATER = {("AlignedTraining", "lora"), ("relate", "values"), ("relate", "scores")}

@@ -143,7 +143,7 @@ def test_other_data_behind_the_same_name_is_reported(tmp_path):
     text.write_text("\n\n".join(lsim.demo_text()[20:50]))
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert " other data" in done("report", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "a").stderr
+        assert " different data" in done("report", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "a").stderr
 
 
 def test_no_secret_enters_the_file(tmp_path):

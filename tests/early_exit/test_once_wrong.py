@@ -25,6 +25,14 @@ class TestWhatWasOnceWrong:
         assert set(seen) == {8}
         assert costs.batch == 8
 
+    @pytest.mark.parametrize(
+        ("layers", "repeats", "words"),
+        [(3, 2, "`repeats`.* 2"), (1, 15, "`model`.* 1 block"), (3, 62, "`repeats` is 62.* 61 .* 64")],
+    )
+    def test_what_cannot_be_timed_is_refused(self, layers, repeats, words):
+        with pytest.raises(lsim.LayersimError, match=words):
+            lsim.early_exit.ExitCosts.measure(tiny_llama(layers), repeats=repeats)
+
     def test_rows_draw_their_own(self):
         early = lsim.EarlyExit(tiny_llama(), 1.0)
         a, b = random_tokens(2, 5).split(1)
@@ -114,6 +122,7 @@ class TestWhatWasOnceWrong:
         [
             (lambda m: lsim.EarlyExit(m, float("nan"), rule="patience"), "`threshold`.*nan"),
             (lambda m: lsim.EarlyExit(m, 0.5, shortlist={5, 6}), "`shortlist`.*{5, 6}"),
+            (lambda m: lsim.EarlyExit(m, 0.5, shortlist=[True, False]), "`shortlist`.*True"),
             (lambda m: frequent_tokens(m, random_tokens(), -1), "`size`.*-1"),
             (lambda m: lsim.truncate(m, True), "`n_layers`.*True"),
             (lambda m: lsim.EarlyExit(m, 1.0).logits(random_tokens(1, 70)), "`tokens`.*70"),

@@ -10,7 +10,7 @@ from tl_layersim.core.errors import LayersimTypeError
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.truncate import truncate
 
-from ..tiny_models import VOCABULARY, random_tokens, tiny_llama
+from ..tiny_models import VOCABULARY, random_tokens, tiny_llama, tiny_tokenizer
 from ..training.helpers import bert, vit
 
 
@@ -21,6 +21,7 @@ class TestRefusals:
             ({"threshold": 1.5}, "`threshold`.*1.5"),
             ({"threshold": -0.1}, "`threshold`.*-0.1"),
             ({"threshold": 0.9, "rule": "patience"}, "`threshold`.*0.9"),
+            ({"threshold": 1.5, "rule": "patience"}, "`threshold`.*1.5"),
             ({"at": 3}, "`at` is 3"),
             ({"at": (0, -1)}, r"`at` is \(0, -1\)"),
             ({"at": (4,)}, "`at`.*4"),
@@ -45,13 +46,27 @@ class TestRefusals:
             (tokens, {"temperature": 2.0}, "`temperature`.*2.0.*do_sample"),
             (tokens, {"do_sample": True, "top_p": 0.0}, "`top_p`.*0.0"),
             (tokens, {"attention_mask": torch.zeros(2, 6)}, "`prompt`"),
-            ([], {}, "`prompt`"),
+            ([], {}, "`prompt` has 0 texts"),
+            ("w3", {"attention_mask": torch.ones(1, 1)}, "`attention_mask`"),
             ("w3", {}, "tokenizer"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.generate(prompt, **options)
         with pytest.raises(lsim.LayersimError, match=r"`tokens`.*2, 3, 8, 8"):
             early.logits(torch.randn(2, 3, 8, 8))
+        mask = torch.ones(2, 6)
+        mask[1] = 0
+        with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.* 1"):
+            early.logits(tokens, mask)
+
+    def test_texts_without_tokens_or_beyond_the_context(self):
+        model = tiny_llama(4)
+        model.tokenizer = tiny_tokenizer()
+        early, long = EarlyExit(model), " ".join(["w3"] * 200)
+        with pytest.raises(lsim.LayersimError, match=r"`prompt` has 2 texts, 1 of them"):
+            early.generate(["w3 w4", ""])
+        with pytest.raises(lsim.LayersimError, match=r"`prompt`.* 201 tokens"):
+            early.generate(["w3 w4", long])
 
     def test_images_of_another_size(self):
         with pytest.raises(lsim.LayersimError, match=r"ViT.*pixel_values"):
@@ -63,6 +78,8 @@ class TestRefusals:
             with pytest.raises(lsim.LayersimError, match=r"`tokens`(.|\n)*`batch channel height width`"):
                 early.logits(given)
         assert early.logits(tokens=images).logits.shape == (2, 4)
+        with pytest.raises(lsim.LayersimError, match="`attention_mask`"):
+            early.logits(images, torch.ones(2, 5))
 
     def test_texts_in_another_form(self):
         early = EarlyExit(bert(), threshold=0.3, at=(0,))

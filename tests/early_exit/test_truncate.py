@@ -93,3 +93,8 @@ class TestTruncate:
         own.layers = torch.nn.ModuleList([torch.nn.Identity()])
         with pytest.raises(lsim.LayersimError):
             truncate(own, 1)
+
+    def test_sharded_weights_are_refused(self, monkeypatch):
+        monkeypatch.setattr("tl_layersim.early_exit.truncate.weight_peers", lambda module: frozenset({0, 1}))
+        with pytest.raises(lsim.LayersimError, match=r"`model`.*\[0, 1\]"):
+            truncate(tiny_llama(3), 2)

@@ -171,6 +171,8 @@ class TestRefusals:
             assert float(result.curve[-5:].mean()) < float(result.curve[:5].mean())
             with torch.no_grad():
                 assert result.model(rows(2)).logits.shape == (2, 16, 100)
+        with pytest.raises(lsim.LayersimError, match=r"`adapter`.* 48 to 32.* 32, .* 48"):
+            lsim.stitch(tiny_llama(), wide, rows(), at=(0, 0), adapter=result.adapter)
 
     def test_identity_between_bases_is_warned_of(self):
         bridge = gpt2_of_kind("bridge", 0)
@@ -199,7 +201,7 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=message):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), **usual | options)
 
-    @pytest.mark.parametrize("settings", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}, {"clip": 0.0}])
+    @pytest.mark.parametrize("settings", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}, {"warmup": 2001}, {"clip": 0.0}])
     def test_settings_of_a_training(self, settings):
         with pytest.raises(lsim.LayersimError, match=f"`{next(iter(settings))}`"):
             lsim.stitching.StitchTraining(**settings)

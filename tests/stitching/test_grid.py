@@ -91,6 +91,12 @@ class TestGrid:
         with pytest.raises(lsim.LayersimError, match="`layers`"):
             lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
 
+    def test_a_stitch_point_counts_once(self, models):
+        for layers in ([2, 1, -1], {name: [1, 2, 1] for name in models}):
+            with pytest.raises(lsim.LayersimError, match=r"`layers`.*(\[2, 1, -1\]|dict of 2 str)"):
+                lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
+
     def test_models_without_names(self, models):
-        with pytest.raises(lsim.LayersimError, match="`models`"):
-            lsim.stitch_grid(list(models.values()), rows(), adapter="identity")
+        for unnamed in (list(models.values()), {}):
+            with pytest.raises(lsim.LayersimError, match="`models`"):
+                lsim.stitch_grid(unnamed, rows(), adapter="identity")

@@ -35,6 +35,14 @@ def test_what_diverges_is_refused(monkeypatch):
         train(traced(), lr=0.003)
 
 
+def test_broken_weights_are_refused_before_the_training():
+    broken = tiny_llama()
+    with torch.no_grad():
+        broken.model.layers[1].mlp.down_proj.weight.fill_(torch.nan)
+    with pytest.raises(LayersimError, match=r"LlamaForCausalLM.*not finite before"):
+        train(traced(broken))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -37,3 +37,17 @@ class TestLora:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
         tokens = random_tokens(2, 9)
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+    @pytest.mark.parametrize("lora", [8, {"r": 4}])
+    def test_other_things_are_refused(self, lora):
+        pytest.importorskip("peft")
+        with pytest.raises(lsim.LayersimError, match=r"`lora`.*(8|dict)"):
+            lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, lora=lora))
+
+    def test_a_bridge_is_refused(self):
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+        model = tiny_llama()
+        bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
+        with pytest.raises(lsim.LayersimError, match=r"`lora`.*TransformerBridge"):
+            lsim.finetune_aligned(bridge, random_tokens(10, 6), replace(SHORT, lora=self.config()))

@@ -114,13 +114,13 @@ class TestWhatWasOnceWrong:
         with pytest.raises(lsim.LayersimError, match=r"`save_to`.*model"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "model"))
 
-    def test_models_with_adapters_are_given_no_more(self):
+    def test_models_with_adapters_are_neither_saved_nor_given_more(self, tmp_path):
         peft = pytest.importorskip("peft")
         model = tiny_llama()
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
-        training = replace(SHORT, lora=peft.LoraConfig(target_modules=["q_proj"]))
-        with pytest.raises(lsim.LayersimError, match="`lora`"):
-            lsim.finetune_aligned(model, random_tokens(10, 6), training)
+        for name, value in (("save_to", tmp_path / "m"), ("lora", peft.LoraConfig(target_modules=["q_proj"]))):
+            with pytest.raises(lsim.LayersimError, match=f"`{name}`"):
+                lsim.finetune_aligned(model, random_tokens(10, 6), replace(SHORT, **{name: value}))
 
     def test_a_bridge_of_parts_that_nobody_can_join_still_learns(self):
         from transformer_lens.model_bridge.sources import build_bridge_from_module

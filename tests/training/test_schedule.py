@@ -70,7 +70,7 @@ class TestSchedule:
 
     @pytest.mark.parametrize(
         "wrong",
-        [{"steps": 0}, {"lr": 0}, {"lr": math.inf}, {"accumulation": 0}, {"layers_per_step": 0},
+        [{"steps": 0}, {"lr": 0}, {"lr": math.inf}, {"warmup": 1001}, {"accumulation": 0}, {"layers_per_step": 0},
          {"eval_every": 0}, {"clip": 0}, {"weight_decay": -1}, {"beta": 2.0}, {"kl": 1.0},
          {"objective": "standard", "layers_per_step": 2}],
     )  # fmt: skip

@@ -17,7 +17,18 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .errors import LayersimError
 from .resumable_file import ResumableFile, Snapshot
+
+
+def refuse_long_warmup(warmup: int | None, steps: int) -> None:
+    """Raise an error if a training ends before the end of its warmup, at a lower learning rate than the one asked for.
+
+    Raises:
+        LayersimError: `warmup` exceeds `steps`.
+    """
+    if warmup is not None and warmup > steps:
+        raise LayersimError(f"`warmup` is {warmup}; it must be at most `steps`, {steps}.")
 
 
 class Shuffle:

@@ -389,12 +389,17 @@ class EarlyExit:
         self._refuse_changed_head()
         split_model, model, reads = self.split_model, self.split_model.model, self.unembed.reads
         pixels, mask = reads_pixels(split_model), None if attention_mask is None else as_mask(attention_mask)
+        if pixels and mask is not None:
+            raise LayersimError(f"`attention_mask` is given, but {model.name} reads images; it must be None.")
         if tokens.is_floating_point() != pixels or not tokens.numel():
             takes = "images `batch channel height width`" if pixels else "token ids `batch pos`"
             raise LayersimError(f"`tokens` is {brief(tokens)}; {model.name} takes one or more {takes}.")
         longest = tokens.shape[1] if mask is None else int(mask.sum(1).max())
         if not pixels and model.context and longest > model.context:
             raise LayersimError(f"`tokens` has {tokens.shape[1]} positions; the context of {model.name} has {model.context}.")
+        if mask is not None and not bool(mask.any(1).all()):
+            row = int(mask.any(1).int().argmin())
+            raise LayersimError(f"`attention_mask` has only zeros in row {row}; every row needs a token.")
         inputs = {"pixel_values" if pixels else "input_ids": tokens.to(split_model.device)}
         attended = None if mask is None else mask.to(split_model.device)
         if attended is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..core.arguments import NonNegativeFloat, PositiveInt, typed
+from ..core.arguments import NonNegativeFloat, PositiveInt, ThreeOrMore, typed
 from ..core.errors import LayersimError
 from ..sources.partial_forward import LocalSplitModel
 from .exit_decisions import ExitCheck, ExitLens, Shortlist, shortlist_ids
@@ -63,7 +63,7 @@ class ExitCosts:
         rule: str = "max-prob",
         shortlist: Shortlist | None = None,
         context: PositiveInt = 64,
-        repeats: PositiveInt = 15,
+        repeats: ThreeOrMore = 15,
     ) -> ExitCosts:
         """Measure the costs in seconds, by timing decoding steps on this machine.
 
@@ -74,12 +74,23 @@ class ExitCosts:
             shortlist: shortlist of the checks, see `EarlyExit`.
             context: number of tokens before those that are timed.
             repeats: number of times that each part is timed; the fastest counts, since other work on the machine only adds.
+
+        Raises:
+            LayersimError: early exit does not support the model, or the model is too small to be timed.
         """
         rule_class = EXIT_RULES.named(rule)
         split_model, unembed = open_for_early_exit(model)
         ids = shortlist_ids(shortlist, rule_class, split_model, unembed)
         blocks = len(split_model.blocks)
-        limit = (split_model.model.context or 1 << 20) - repeats - 2
+        longest = split_model.model.context or 1 << 20
+        limit = longest - repeats - 2
+        if blocks < 2:
+            raise LayersimError(f"`model` has {blocks} block; it must have at least 2.")
+        if limit < 1:
+            raise LayersimError(
+                f"`repeats` is {repeats}; it must be at most {longest - 3} with a context of {longest} tokens, because each "
+                "repeat takes a token."
+            )
         never = rule_class(rule_class.unreachable, ids)
         check = TimedCheck(ExitLens(unembed, blocks), never)
         with split_model.evaluating(), torch.no_grad():

@@ -154,7 +154,8 @@ def shortlist_ids(
             f"{rule.name!r}, and the head is {split_model.source.model.head}."
         )
     ids, vocabulary = torch.as_tensor(shortlist).cpu(), unembed.linear.out_features
-    if not len(set(ids.tolist())) == len(ids) >= 2 or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+    distinct = ids.dtype != torch.bool and len(set(ids.tolist())) == len(ids) >= 2
+    if not distinct or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise LayersimError(
             f"`shortlist` is {brief(shortlist)}; it must be two or more distinct token ids from 0 to {vocabulary - 1}."
         )

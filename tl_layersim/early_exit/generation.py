@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
+from ..core.wording import amount
 from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
 from ..data.padding_masks import RunsAtEnds, as_mask, mask_of, masked_warning
@@ -196,6 +197,8 @@ def prompt_rows(
     """
     if isinstance(prompt, Tensor):
         tokens, attention = _rows_of_ids(prompt, attention_mask, replace(model, tokenizer=tokenizer))
+    elif attention_mask is not None:
+        raise LayersimError("`attention_mask` is given, but `prompt` is text; it must be None, or `prompt` token ids.")
     else:
         tokens, attention = _rows_of_texts(prompt, model, tokenizer)
     lengths = attention.sum(1)
@@ -233,14 +236,14 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
 def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompts that are texts."""
     texts = [prompt] if isinstance(prompt, str) else prompt
-    # Without a head, Data does not cut texts; too long texts raise an error below.
-    described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
-    length = model.context or 1 << 20
-    batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=length), described)
+    # Without a head and a context, Data does not cut texts. Long ones are refused by `prompt_rows`.
+    described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None, context=None)
+    batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=1 << 62), described)
     rows = list(batches.rows())
     if not rows or len(rows) != len(texts):
+        empty = len(texts) - len(rows)
         raise LayersimError(
-            f"Each text of `prompt` must have 1 to {length} tokens; {len(texts) - len(rows)} of {len(texts)} do not."
+            f"`prompt` has {amount(len(texts), 'text')}, {empty} of them empty; it must have one or more texts, none empty."
         )
     batch = batches.batch(rows, 0)
     return batch.tokens, batch.attention

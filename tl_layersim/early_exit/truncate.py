@@ -12,6 +12,7 @@ import torch
 from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
 from ..architectures.unembed import rounding
 from ..core.arguments import PositiveInt, typed
+from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import replacing_model
 from ..sources.identity import refuse_quantised
@@ -64,6 +65,11 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[st
         "`model` has quantised weights, which cannot be copied into a shorter model",
         do="truncate(..., save_to=folder) on the model without quantization_config=, and load that folder with it",
     )
+    if peers := weight_peers(model):
+        raise LayersimError(
+            f"`model` is sharded over the ranks {sorted(peers)}, but a truncated copy needs all weights in one process. Load "
+            "the model without tp_plan=, a DeviceMesh or FSDP."
+        )
     blocks = len(split_model.blocks)
     if n_layers > blocks:
         raise LayersimError(f"`n_layers` is {n_layers}; it must be at most {blocks}, the number of blocks.")

@@ -169,7 +169,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
     held = {"number": number, "of": of, "pass_name": identity.pop("stage")}
     counts = DataCounts(**notes["counts"])
     if not 0 <= number < of:
-        raise ValueError(f"the index of the shard is {number}; it must be from 0 to {of - 1}")
+        raise ValueError(f"the index of the shard is {number}; it must be 0 or more, and below {of}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
     if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
         raise ValueError(f"the sums of shard {number} begin at row {tallies[held['pass_name']].tree.start}, not at row {start}")

@@ -22,7 +22,7 @@ from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat,
 from ..core.errors import LayersimError, warn
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums
-from ..core.training_loop import Descent, Shuffle, run_steps
+from ..core.training_loop import Descent, Shuffle, refuse_long_warmup, run_steps
 from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
@@ -176,6 +176,9 @@ class StitchTraining:
     clip: Limit = 1.0
     relative: bool = True
     seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        refuse_long_warmup(self.warmup, self.steps)
 
     @classmethod
     def paper(cls) -> StitchTraining:

@@ -146,6 +146,12 @@ class StitchExperiment:
                 f"`adapter` is {self.kind.name!r}, which needs residual streams of equal width; {lower.name} has width "
                 f"{widths[0]} and {upper.name} {widths[1]}."
             )
+        weight = None if self.given is None else self.given.weight
+        if weight is not None and None not in widths and weight.shape != (widths[1], widths[0]):
+            raise LayersimError(
+                f"`adapter` maps width {weight.shape[1]} to {weight.shape[0]}; it must map {widths[0]}, the width of "
+                f"{lower.name}, to {widths[1]}, that of {upper.name}."
+            )
         known = "unknown" not in (lower.stream, upper.stream)
         if not self.kind.has_weight and known and lower.basis != upper.basis:
             warn(
@@ -383,8 +389,10 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         layers: see `stitch_grid`.
 
     Raises:
-        LayersimError: the lists do not fit the models.
+        LayersimError: there are no models, or the lists do not fit them or name a stitch point twice.
     """
+    if not models:
+        raise LayersimError("`models` is empty; it must have at least one model.")
     if layers is None:
         layers = {name: each.model.layers[1:] for name, each in models.items()}
     by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
@@ -393,7 +401,11 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         raise LayersimError(
             f"`layers` has {given}; it must have the same number of layers, at least one, for each of {', '.join(models)}."
         )
-    return {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
+    points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
+    together = list(zip(*points.values(), strict=True))
+    if len(set(together)) < len(together):
+        raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
+    return points
 
 
 @typed

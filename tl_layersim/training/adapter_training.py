@@ -461,6 +461,11 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
         need_stream(source.model, "Aligned training")
         check_lens(source, row)
         before = training.evaluate(training.start)
+        if not bool(before.isfinite().all()):
+            name, dtype = source.model.name, source.model.dtype
+            raise LayersimError(
+                f"The held-out loss of {name}, in {dtype}, is not finite before the training. Check the weights of the model."
+            )
         run_steps(training, file)
         save_state(training, file)
         learnt, curves = training.state[0], torch.stack(training.state[1])

@@ -27,6 +27,7 @@ from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.resumable_file import Snapshot
 from ..core.training_loop import Descent, Shuffle, run_steps, save_state
+from ..core.wording import brief
 from ..data.data import Data
 from ..data.labels import NO_LABEL
 from ..engine.run_arguments import with_tokenizer
@@ -318,6 +319,12 @@ def finetune_aligned(
     if training.save_to is not None:
         folder = Path(training.save_to).resolve()
         refuse_unwritable_folder(folder if folder.exists() else folder.parent, "save_to")
+        if hasattr(model, "peft_config"):
+            raise LayersimError(
+                f"`save_to` is {str(training.save_to)!r}, but `model` has adapters, which Hugging Face would write without "
+                "the weights of the model. Merge them first, such as by merge_and_unload() of a PeftModel, or leave out "
+                "`save_to`."
+            )
         if not isinstance(model, PreTrainedModel):
             raise LayersimError(
                 f"`model` is a {type(model).__name__}; `save_to` needs a Hugging Face model. Save model.state_dict() instead."
@@ -389,11 +396,16 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
     if training.lora is None:
         yield lambda: None
         return
-    from peft import get_peft_model
+    from peft import PeftConfig, get_peft_model
 
     if hasattr(model, "peft_config"):
         raise LayersimError(
             "`lora` is given, but `model` has adapters already. Without `lora`, the adapters of the model are trained."
+        )
+    if not isinstance(training.lora, PeftConfig) or not isinstance(model, PreTrainedModel):
+        raise LayersimError(
+            f"`lora` is {brief(training.lora)} and `model` a {type(model).__name__}; they must be a peft.LoraConfig and a "
+            "Hugging Face model."
         )
     required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng():

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..core.arguments import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError
+from ..core.training_loop import refuse_long_warmup
 from .losses import Norm, Weights
 from .objectives import OBJECTIVES
 
@@ -90,6 +91,7 @@ class AlignedTraining:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
+        refuse_long_warmup(self.warmup, self.steps)
         own, defaults = OBJECTIVES.named(self.objective).own_settings, type(self).__dataclass_fields__
         for setting in (setting for each in OBJECTIVES.all().values() for setting in each.own_settings):
             value = getattr(self, setting)

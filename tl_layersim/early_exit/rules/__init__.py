@@ -203,6 +203,11 @@ class PatienceRule(ExitRule):
     # More checks than any model has layers.
     unreachable = 1_000_000
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threshold % 1:
+            raise LayersimError(f"`threshold` of rule={self.name!r} is {self.threshold:g}; it must be a whole number.")
+
     def new_state(self, count: int) -> RuleState:
         return {"prediction": torch.full((count,), -1), "streak": torch.zeros(count, dtype=torch.int64)}
 
