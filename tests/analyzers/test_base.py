@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
@@ -24,11 +25,17 @@ def grows(view):
 
 BAD_ANALYZERS = {
     "a class": (lambda: lsim.CKA, "`analyzers`.* CKA"),
-    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), "'x'.*float"),
+    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), "'mine'.*'x'.*float"),
+    "a name of numbers": (lambda: analyzer(give=grows, body={"name": 3}), "`name`.*Mine is 3"),
+    "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "`name`.*Mine is 'a/b'"),
+    "no result": (
+        lambda: analyzer(give=lambda v: {"n": torch.tensor(1)}, back=torch.zeros(3)),
+        "Mine.compute returned a tensor",
+    ),
     "sums that grow": (lambda: analyzer(give=grows), r"'x'.*\(18,\).*\(5,\)"),
     "a set of options": (
         lambda: analyzer(give=grows, body={"__annotations__": {"which": set}, "which": frozenset({1})}),
-        "option of the analyzer is.*frozenset",
+        "`which` is frozenset",
     ),
     "an option of the data": (
         lambda: analyzer(give=grows, body={"__annotations__": {"pack": bool}, "pack": True}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import numpy as np
@@ -196,3 +197,10 @@ def test_means_of_each_k():
     # A larger k adds to the draws of a smaller one.
     alone = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
     torch.testing.assert_close(found.null_by_k[1], alone.null)
+
+
+@pytest.mark.parametrize("options", [{"k": (5, 5)}, {"k": ()}, {"k": 1}, {"tokens": (1, 1, 5)}, {"tokens": ()}])
+def test_numbers_that_are_repeated_or_missing_are_refused(options):
+    [(name, value)] = options.items()
+    with pytest.raises(lsim.LayersimError, match=re.escape(f"`{name}` is {value}; ")):
+        lsim.BlockCoupling(**options)

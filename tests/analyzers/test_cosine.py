@@ -269,3 +269,8 @@ def test_the_last_token_of_each_row_can_be_chosen():
     a, b = states[0][:, -1].double(), states[2][:, -1].double()
     cosine = (a * b).sum(-1) / a.norm(dim=-1) / b.norm(dim=-1)
     np.testing.assert_allclose(found.angular_by_gap(2)[0], cosine.arccos().mean() / np.pi, atol=1e-6)
+
+
+def test_a_center_that_is_not_finite_is_refused():
+    with pytest.raises(lsim.LayersimError, match=r"`center`.* 1 .*finite"):
+        lsim.Cosine(center=torch.tensor([[0.0, torch.inf]]))

@@ -313,6 +313,7 @@ def test_a_run_resumes_to_the_same_numbers(tmp_path):
         ({"max_classes": 1}, "`max_classes`.* 1"),
         ({"labels": [0.5, 1.0]}, r"`labels`.* \(2,\)"),
         ({"labels": [[[1]]]}, r"`labels`.* \(1, 1, 1\)"),
+        ({"labels": [3, 3, NO_LABEL]}, r"`labels`.*\[3\]"),
     ],
 )
 def test_options_are_checked_when_they_are_written(options, says):

@@ -122,8 +122,11 @@ def test_the_first_look_runs_no_model():
 
 def test_what_it_cannot_do_is_refused():
     model, tokens = tiny_llama(), random_tokens(4, 20)
-    with pytest.raises(lsim.LayersimError, match="`classes`"):
-        lsim.NeuralCollapse(classes=1)
+    for classes in (1, (), (1,), (2, 2)):
+        with pytest.raises(lsim.LayersimError, match="`classes`"):
+            lsim.NeuralCollapse(classes=classes)
+    with pytest.raises(lsim.LayersimError, match=r"`classifier`.* 8 .*finite"):
+        lsim.NeuralCollapse(classifier=torch.full((2, 4), torch.nan))
     with pytest.raises(lsim.LayersimError, match=r"\b0 .*\b3\b.*\b7\b"):
         lsim.analyze(model, tokens.clamp(min=5), lsim.NeuralCollapse(classes=(3, 7)))
     with pytest.raises(lsim.LayersimError, match="`max_memory_gb`"):

@@ -184,6 +184,12 @@ def test_an_error_is_that_of_the_hub(hub, report):
         lsim.load("hf://layers")
 
 
+def test_an_empty_report_is_not_uploaded(hub):
+    with pytest.raises(lsim.LayersimError, match="report is empty"):
+        lsim.Report({}).push_to_hub("me/layers", token=TOKEN)
+    assert not hub.seen
+
+
 def test_another_process_reads_by_its_environment(hub, report, tmp_path):
     report.push_to_hub("me/layers", token=TOKEN)
     # And a file whose class of results no module has registered yet.

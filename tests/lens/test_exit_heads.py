@@ -69,6 +69,8 @@ def test_heads_read_what_the_model_s_head_joins():
     ("arguments", "options", "says"),
     [
         ((torch.zeros(2, 5, 3),), {"layers": ["a"]}, "1 names for 2 heads"),
+        ((torch.zeros(0, 5, 3),), {}, r"`weight`.*\(0, 5, 3\)"),
+        ((torch.zeros(2, 5, 3), torch.zeros(2, 5).half()), {}, "`bias`.*float16.*float32"),
         ((torch.full((2, 5, 3), torch.nan),), {}, "NaN or infinite"),
         ((torch.zeros(2, 5, 3),), {"norm": "last"}, "norm"),
     ],

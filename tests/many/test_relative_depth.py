@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+import tl_layersim as lsim
 from tl_layersim.core import LayerMatrix
 from tl_layersim.many.differences import at_depths, sites_along
 
@@ -30,3 +32,8 @@ def test_values_are_interpolated_linearly_along_their_axis():
     np.testing.assert_allclose(
         at_depths(blocks, 0, 7, 4, "layer"), np.interp(np.linspace(0, 1, 4)[1:], depth[1:], blocks), rtol=1e-12
     )
+
+
+def test_a_single_site_has_no_relative_depth():
+    with pytest.raises(lsim.LayersimError, match=r"`relative_depth` is True.* 3\."):
+        at_depths(torch.zeros(3).double(), 0, 3, 1, "residual")

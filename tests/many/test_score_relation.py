@@ -67,6 +67,8 @@ class TestOnePredictor:
             (three[["x", "y"]], range(5), {"shape": "exponential"}, "`shape`.*2"),
             (three[["y", "z"]], [1, 2, 3, 5, 4], {}, "`values`.*y, z"),
             (three.assign(z=three["x"] + 2 * three["y"]), [1, 2, 3, 5, 4], {}, "`values`.*x, y, z"),
+            (three.set_axis(["x", "x", "z"], axis=1), range(5), {}, "`values`.*x, x, z"),
+            (three.set_axis([1, "1", "z"], axis=1), range(5), {}, "`values`.*1, 1, z"),
             (three, [1, 2, 3, 5], {}, "`values` and `scores`.*4"),
             (three[:4], [1, 2, 3, 5], {}, "`values`.*4.*3"),
         ):

@@ -82,7 +82,8 @@ class TestModels:
 
 class TestRefusals:
     def test_models_data_that_is_read_once_and_unknown_options(self, models):
-        for other, match in (([], r"`models`.*\[\]"), ({0: "org/name"}, "'org/name'")):
+        late = {"a": lambda: pytest.fail("a model was loaded"), "b": "org/name"}
+        for other, match in (([], r"`models`.*\[\]"), (late, "^`models`.*'org/name'.*'b'")):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.sweep(other, random_tokens(4), "cosine")
         with pytest.raises(lsim.LayersimError, match=r"read only once[\s\S]*list\(data\)"):

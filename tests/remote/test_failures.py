@@ -131,3 +131,12 @@ def test_a_server_that_wants_other_versions(small):
     small.set(deny="Client nnsight version 0.8.1 is below the minimum supported 9.0.")
     with pytest.raises(lsim.LayersimError, match=r"request failed(.|\n)*minimum supported 9.0"):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(2, 8), QUICK)
+
+
+def test_a_model_from_a_folder_has_no_name_on_a_server(small, monkeypatch):
+    from nnsight.modeling import huggingface
+
+    model = small.model()
+    monkeypatch.delitem(huggingface._ID_CACHE, model.repo_id)
+    with pytest.raises(lsim.LayersimError, match=r"`model`.*/llama'.*'org/llama'"):
+        lsim.analyze(lsim.open_model(model, remote=small.url), rows(2, 8), QUICK)

@@ -256,3 +256,11 @@ def test_hooked_transformer_is_verified_unless_its_weights_are_centred(tmp_path)
     model.process_weights_(fold_ln=False, center_writing_weights=True, center_unembed=False)
     with pytest.raises(lsim.LayersimError, match=r"with centred writing weights(.|\n)*from_pretrained_no_processing"):
         lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)
+
+
+def test_a_checkpoint_that_is_gone_is_named(tmp_path):
+    path = folder(tmp_path, tiny_llama())
+    bridged = boot(path)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(lsim.LayersimError, match=r"`verify` is 'hf'.*/model'.*verify=model"):
+        lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(), COSINE)

@@ -76,6 +76,20 @@ def check_classes(classes: Tensor, limit: float, remedy: str = "") -> None:
         )
 
 
+def check_finite(name: str, values: Tensor) -> None:
+    """Raise an error if an argument has values that are NaN or infinite.
+
+    Args:
+        name: name of the argument.
+        values: the argument.
+
+    Raises:
+        LayersimError: a value is not finite.
+    """
+    if wrong := int((~values.isfinite()).sum()):
+        raise LayersimError(f"`{name}` has {wrong} values that are NaN or infinite; all values must be finite.")
+
+
 def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> Tensor:
     """Whether each sample belongs to a held-out row. It depends on the index of the row only.
 

@@ -344,8 +344,10 @@ class BlockCoupling(Analyzer):
     per_prompt: bool = False
 
     def __post_init__(self) -> None:
-        if not self.ks or min(self.ks) < 2:
-            raise LayersimError(f"`k` is {brief(self.k)}; it must be one or more numbers, each at least 2.")
+        if not self.ks or min(self.ks) < 2 or len(set(self.ks)) < len(self.ks):
+            raise LayersimError(f"`k` is {brief(self.k)}; it must be one or more different numbers, each at least 2.")
+        if not self.tokens or len(set(self.token_indices)) < len(self.token_indices):
+            raise LayersimError(f"`tokens` is {brief(self.tokens)}; it must be 'last', or one or more different indices.")
 
     @property
     def ks(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histog
 from ..core.arguments import Bins
 from ..core.intervals import QUANTILES
 from ..sources.model_description import Model
+from ._samples import check_finite
 from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
 
@@ -270,6 +271,8 @@ class Cosine(Analyzer):
     histogram_bins: Bins = 2000
 
     def __post_init__(self) -> None:
+        if isinstance(self.center, Tensor):
+            check_finite("center", self.center)
         raw = isinstance(self.center, str) and self.center == "none"
         object.__setattr__(self, "weighs", ("power" if raw else "variance",))
 

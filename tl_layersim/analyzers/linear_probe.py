@@ -16,7 +16,7 @@ from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
-from ..core.wording import amount
+from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
@@ -138,6 +138,16 @@ class ProbeAnalyzer(LabelledAnalyzer):
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
     control: Literal["token", "row"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.labels, Tensor):
+            classes = sorted(set(self.labels[self.labels != NO_LABEL].tolist()))
+            if len(classes) < 2:
+                raise LayersimError(
+                    f"`labels` has the classes {brief(classes)}; it must have two classes or more, besides {NO_LABEL} for no "
+                    "class."
+                )
 
     @property
     def split(self) -> partial[Tensor]:

@@ -14,12 +14,13 @@ from torch import Tensor
 from ..activations.view import Kernel, View, row_ends, targets
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, TwoOrMore
+from ..core.wording import brief
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
 from ..sources.activation_checks import need_stream
 from ..sources.model_description import Model
 from ._moments import warn_of_few_samples
-from ._samples import check_classes, samples
+from ._samples import check_classes, check_finite, samples
 from .analyzer import Analyzer, LabelledAnalyzer, Run, need_head, sites_where
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
@@ -166,6 +167,10 @@ class NeuralCollapse(LabelledAnalyzer):
         super().__post_init__()
         if isinstance(self.classes, list):
             object.__setattr__(self, "classes", tuple(self.classes))
+        if isinstance(self.classes, tuple) and len(set(self.classes)) < 2:
+            raise LayersimError(f"`classes` is {brief(self.classes)}; it must name two different classes or more.")
+        if self.classifier is not None:
+            check_finite("classifier", self.classifier)
 
     @property
     def whole_rows(self) -> bool:

@@ -27,6 +27,8 @@ _T = TypeVar("_T", bound=Callable[..., Any])
 Layer: TypeAlias = SupportsIndex | str
 # Parts of jaxtyping's message: the expected type, and the argument, if the value is not the returned one.
 _MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
+# The same parts of beartype's message.
+_FIRST_MESSAGE = re.compile(r"parameter (?P<name>\w+)=.*? violates type hint (?P<expected>.*?), as ", re.DOTALL)
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def typed(call: _T) -> _T:
         try:
             return run(*args, **kwargs)
         except _checker()[1] as error:
-            raise _in_a_sentence(str(error), call.__qualname__.removesuffix(".__init__"), given) from None
+            raise _in_a_sentence(error, call.__qualname__.removesuffix(".__init__"), given) from None
 
     if cls is not None:
         cls.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
@@ -122,15 +124,21 @@ def _in_words(expected: str) -> str:
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 
-def _in_a_sentence(message: str, name: str, given: dict[str, Any]) -> LayersimTypeError:
-    """Convert the message of a jaxtyping error to a `LayersimTypeError`.
+def _in_a_sentence(error: BaseException, name: str, given: dict[str, Any]) -> LayersimTypeError:
+    """Convert a jaxtyping error to a `LayersimTypeError`.
 
     Args:
-        message: text of jaxtyping's error.
+        error: jaxtyping's error.
         name: name of the call.
         given: arguments of the call by name.
     """
-    match = _MESSAGE.search(message)
+    message = str(error)
+    match, first = _MESSAGE.search(message), error.__context__
+    # beartype checks one random item of a list. jaxtyping checks each argument again to find the wrong one, and checks them
+    # together with the result, and beartype may then pick another item. Only beartype's first error, in the context of
+    # jaxtyping's, names the argument.
+    while first is not None and (match is None or not match["name"]):
+        match, first = _FIRST_MESSAGE.search(str(first)) or match, first.__context__
     if match is None:
         return LayersimTypeError(f"{name}: {message}")
     expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))

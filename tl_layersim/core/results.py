@@ -750,11 +750,13 @@ class Report(Mapping[str, Any]):
             The address of the repository's page.
 
         Raises:
-            LayersimError: `private` is True and the repository is public.
+            LayersimError: the report is empty, or `private` is True and the repository is public.
             OSError: an error of `huggingface_hub`: not logged in, no write access, or the hub cannot be reached.
         """
         from huggingface_hub import CommitOperationAdd, HfApi
 
+        if not self:
+            raise LayersimError("The report is empty; it must have one result or more to be uploaded.")
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
             found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)

@@ -24,6 +24,7 @@ from ..core.result_declarations import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.results import Report, Result
 from ..core.site_names import site_in_words
 from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
+from ..core.wording import brief
 from ..sources.model_description import Model
 
 # docs/traps.md has the measurements behind both.
@@ -307,6 +308,8 @@ def make_report(
         run = Run(tuple(models), provenance, first_sums.get(name, Sums()))
         with recorded_warnings() as said[name]:
             result = analyzer.compute(with_pools(sums, name), run)
+            if not isinstance(result, Result):
+                raise LayersimError(f"{type(analyzer).__name__}.compute returned {brief(result)}; it must return a Result.")
             if name in own_blocks:
                 result = replicated(result, analyzer, run, name, own_blocks[name])
         results[name] = result

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import psutil
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..activations.row_pools import ROWS, AnyKernel, run_batch
@@ -26,6 +27,7 @@ from ..core.distributed import add_over_ranks, rank_and_size
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
+from ..core.wording import brief, with_article
 from ..data.batches import Batch, BatchSize, batch_sizes, fingerprint, new_digest
 from ..data.data import Data
 from ..sources.activation_checks import check_lens, check_stream_sums, refuse_not_finite
@@ -441,5 +443,15 @@ def sums_of(names: Sequence[str], out: Mapping[str, Any]) -> dict[str, Sums]:
     Args:
         names: names of the kernels.
         out: outputs by kernel.
+
+    Raises:
+        LayersimError: a value that a kernel returned is not a tensor.
     """
+    for name in names:
+        for key, value in () if isinstance(out[name], Sums) else out[name].items():
+            if not isinstance(value, Tensor):
+                raise LayersimError(
+                    f"The kernel of {analyzer_of(name)!r} must return a dict of tensors; its {key!r} is {brief(value)}, "
+                    f"{with_article(type(value).__name__)}."
+                )
     return {name: out[name] if isinstance(out[name], Sums) else Sums.of(out[name]) for name in names}

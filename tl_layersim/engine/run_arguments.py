@@ -40,13 +40,11 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
     chosen: dict[str, Analyzer] = {}
     if isinstance(analyzers, Mapping):
         for name, item in analyzers.items():
-            if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-                raise LayersimError(
-                    f"`analyzers` has the key {brief(name)}; a key begins with a letter and holds only letters, digits and _."
-                )
+            _check_name(name, "`analyzers` has the key")
             chosen[name] = _analyzer_of(item)
     else:
         for item in map(_analyzer_of, analyzers if is_several(analyzers) else [analyzers]):
+            _check_name(getattr(item, "name", None), f"`name` of {type(item).__name__} is")
             if item.name in chosen:
                 raise LayersimError(
                     f"`analyzers` holds {item.name!r} twice. Pass a mapping from different names to the analyzers."
@@ -55,6 +53,12 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
     if not chosen:
         raise LayersimError("`analyzers` is empty; it must hold one analyzer or more.")
     return chosen
+
+
+def _check_name(name: Any, given: str) -> None:
+    """Raise an error if the name of an analyzer is not allowed. `given` is the start of the message."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise LayersimError(f"{given} {brief(name)}; it must begin with a letter and hold only letters, digits and _.")
 
 
 def is_several(analyzers: Any) -> bool:

@@ -69,6 +69,10 @@ class ExitHeads:
         weights_hash: str = "",
     ) -> None:
         names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
+        if not len(weight):
+            raise LayersimError(f"`weight` has shape {tuple(weight.shape)}; it must have one head or more.")
+        if bias is not None and bias.dtype != weight.dtype:
+            raise LayersimError(f"`bias` is {bias.dtype}; it must be {weight.dtype}, as `weight`.")
         if len(names) != len(weight):
             raise LayersimError(f"`layers` has {len(names)} names for {len(weight)} heads; it must name each head's layer.")
         if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):

@@ -341,12 +341,20 @@ def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Ten
         grid: number of sites of the other model, at most `sites`.
         axis: name of the axis; an axis of blocks starts after the first site.
 
+    Raises:
+        LayersimError: the other model has a single site.
+
     Examples:
         >>> at_depths(torch.tensor([0.0, 1.0, 4.0, 9.0, 16.0]).double(), 0, 5, 3, "residual")
         tensor([ 0.,  4., 16.], dtype=torch.float64)
     """
     if sites == grid:
         return values
+    if grid < 2:
+        raise LayersimError(
+            f"`relative_depth` is True, but one model has a single site and the other {sites}. A single site has no relative "
+            "depth; `at` must name two sites or more of each model."
+        )
     first = int(axis in BLOCK_AXES)
     place = torch.arange(first, grid) * (sites - 1)
     # Integer arithmetic: at a depth of both models, a NaN of the next site must not enter.

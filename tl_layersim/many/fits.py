@@ -336,6 +336,8 @@ def relate(
     from statsmodels.api import OLS, add_constant
 
     table = values if isinstance(values, pandas.DataFrame) else _series(values, "Value").to_frame()
+    if len(set(map(str, table.columns))) < len(table.columns):
+        raise LayersimError(f"`values` has the columns {', '.join(map(str, table.columns))}; their names must differ.")
     table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
     targets = _series(scores, "Score")
     if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):

@@ -25,7 +25,7 @@ from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
-from ..core.wording import amount
+from ..core.wording import amount, brief
 from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
@@ -146,6 +146,9 @@ def sweep(
     # Keys of NumPy or torch become Python numbers.
     models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
     keys = list(models)
+    for key, model in models.items():
+        if isinstance(model, str | os.PathLike):
+            raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must have a model, or a function that loads one.")
     if data.read_once:
         raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
     files: dict[Any, Path | None] = dict.fromkeys(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import site_map
-from ..core.errors import LOG, LayersimError
+from ..core.errors import LOG, LayersimError, shown
 from ..data.batches import Batch
 from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, smallest_arguments
 from ..sources.identity import edits_of
@@ -67,7 +68,7 @@ class RemoteSource(NNsightSource, OnServer):
         # Models that run together, see `beside`.
         self._together: tuple[RemoteSource, ...] = ()
         super().__init__(model, layers, unembed, remote)
-        self.ndif = NdifClient(remote, model.to_model_key(), model._remoteable_get_env())
+        self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
         self._frozen = ShippedSource()
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
@@ -262,6 +263,25 @@ class RemoteSource(NNsightSource, OnServer):
             f"The smallest request, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's time limit for a job: "
             f"{error} ({self.offer.server}). Use a smaller seq_len= or batch_size=, or fewer analyzers at once."
         )
+
+
+def _model_key(model: Any, remote: bool | str) -> str:
+    """Key of the model on servers.
+
+    Raises:
+        LayersimError: the model was loaded from a local folder.
+    """
+    name = getattr(model, "repo_id", None)
+    try:
+        key: str = model.to_model_key()
+    except Exception as error:
+        if isinstance(name, str) and (os.path.isdir(name) or os.path.isabs(name)):
+            raise LayersimError(
+                f"`model` was loaded from the folder {name!r}; with remote={shown(remote)}, it must be loaded by its hub name, "
+                f"such as 'org/{os.path.basename(os.path.normpath(name))}'."
+            ) from error
+        raise
+    return key
 
 
 def order_without_weights(

@@ -19,7 +19,7 @@ from ..architectures.hook_points import distinct_points
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
 from ..architectures.unembed import rounding
 from ..core.errors import LayersimError
-from ..core.wording import with_article
+from ..core.wording import first_line, with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
 from .hooked_module import HookedSource
@@ -340,7 +340,13 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
     given = {"attn_implementation": "eager"} | {key: value for key, value in options.items() if value is not None}
 
     def load() -> torch.nn.Module:
-        model: torch.nn.Module = kind.from_pretrained(name, dtype=source.model.torch_dtype, local_files_only=True, **given)
+        try:
+            model: torch.nn.Module = kind.from_pretrained(name, dtype=source.model.torch_dtype, local_files_only=True, **given)
+        except (OSError, ValueError) as error:
+            raise LayersimError(
+                f"`verify` is 'hf', but the checkpoint {name!r} could not be loaded again: {first_line(error)}. Pass "
+                "verify=model, a Hugging Face model with the same weights."
+            ) from error
         return model if "device_map" in given else model.to(next(source.module.parameters()).device)
 
     return load

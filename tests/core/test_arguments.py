@@ -1,0 +1,31 @@
+"""Messages of arguments of a wrong type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.core.arguments import Layer, PositiveInt, typed
+
+from ..tiny_models import tiny_llama
+
+
+@typed
+def call(model: object, layers: Sequence[Layer] | None = None, sizes: list[PositiveInt] | None = None) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("name", "value"), [("layers", [1, 2.5]), ("sizes", [3, 4, -5])])
+def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value):
+    # Types of items are checked at one random item.
+    model, said = tiny_llama(), set()
+    for _ in range(40):
+        try:
+            call(model, **{name: value})
+        except lsim.LayersimError as error:
+            said.add(str(error))
+    [text] = said
+    assert text.startswith(f"`{name}` of call is {value}, a list; it must be ")
+    assert len(text) < 120
