@@ -136,7 +136,7 @@ def test_whole_rows_as_vectors():
     with pytest.raises(lsim.LayersimError, match=r"`pool` is 'flat'.* 5 to 6"):
         lsim.analyze(model, [*tokens[:5], tokens[5][:5]], analyzer)
     width = x.shape[2] // 6
-    with pytest.raises(lsim.LayersimError, match=f"pool='flat'.* {5 * width} to {6 * width} "):
+    with pytest.raises(lsim.LayersimError, match=f"`pool` is 'flat'.* {5 * width} to {6 * width} "):
         lsim.analyze(model, lsim.Data([*tokens[:5], tokens[5][:5]], batch_size=1), analyzer)
 
 

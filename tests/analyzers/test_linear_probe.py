@@ -311,8 +311,8 @@ def test_a_run_resumes_to_the_same_numbers(tmp_path):
         ({"ridge": 0}, "`ridge`.* 0"),
         ({"ridge": float("nan")}, "`ridge`.* nan"),
         ({"max_classes": 1}, "`max_classes`.* 1"),
-        ({"labels": [0.5, 1.0]}, "must be whole numbers"),
-        ({"labels": [[[1]]]}, "must be whole numbers"),
+        ({"labels": [0.5, 1.0]}, r"`labels`.* \(2,\)"),
+        ({"labels": [[[1]]]}, r"`labels`.* \(1, 1, 1\)"),
     ],
 )
 def test_options_are_checked_when_they_are_written(options, says):

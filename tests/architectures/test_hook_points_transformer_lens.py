@@ -111,7 +111,7 @@ def test_a_name_that_means_another_tensor_is_refused(make):
 def test_a_bert_bridge_refuses_names_that_mean_other_tensors():
     model = bridge("bert")
     for name in ("blocks.0.hook_resid_mid", "blocks.0.hook_attn_out"):
-        with pytest.raises(LayersimError, match=r"`at` is .*is not the tensor of the family"):
+        with pytest.raises(LayersimError, match=f"`at` is '{name}'.*at='{name.partition('hook_')[2]}'"):
             find_points(model, [], [name])
     [first, second] = stream_sums(model, [], ["blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"])
     assert [term.name for term in first.terms] == ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]

@@ -188,7 +188,7 @@ def test_errors_of_merge_are_of_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done("report", "--max-tokens", 300, "--batch-size", 1, "--option", "cosine.center=none", "--shard", "0/2")
     assert "1 of 2" in refused("merge", "parts")
-    with pytest.raises(lsim.LayersimError, match=r"tl-layersim merge"):
+    with pytest.raises(lsim.LayersimError, match=r"kind 'shard'.*'report'"):
         lsim.load("parts/part-0-of-2.safetensors")
 
 

@@ -208,7 +208,7 @@ def test_a_part_of_a_batch_costs_a_part_of_its_flops():
         ({"seq_len": 0}, "`seq_len`.* 0"),
         ({"batch_size": -1}, "`batch_size`.* -1"),
         ({"seq_len": 10**9}, f"`seq_len`.*{10**9}"),
-        ({"analyzers": [lsim.LinearProbe(max_classes=2)]}, "`labels`.*max_classes=2"),
+        ({"analyzers": [lsim.LinearProbe(max_classes=2)]}, "`labels`.*max_classes="),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, message):

@@ -102,7 +102,7 @@ def test_tokens_of_pairs_are_counted():
     )
 
 
-@pytest.mark.filterwarnings("ignore:BertForMaskedLM was trained")
+@pytest.mark.filterwarnings("ignore:The targets of prediction_grid are next tokens")
 def test_one_pair_is_a_prompt():
     one = {name: value[:1] for name, value in pairs().items()}
     found = lsim.prompts.prediction_grid(tiny_bert(), one)

@@ -96,7 +96,7 @@ def test_exits_are_those_of_the_curve():
     planned = EarlyExit(model, 0.5, curve=curve, costs=costs, heads=heads)
     assert planned.plan.at == planned.at
     for other in (None, near_heads(model, seed=1)):
-        with pytest.raises(lsim.LayersimError, match=r"`curve`.*ExitHeads.*`heads`"):
+        with pytest.raises(lsim.LayersimError, match=r"`heads` is .*ExitHeads"):
             EarlyExit(model, 0.5, curve=curve, costs=costs, heads=other)
 
 

@@ -163,5 +163,5 @@ def test_coupling_of_an_edited_model_whose_block_has_no_skip_connection(change):
 
 
 def test_coupling_of_an_edited_model_in_half_precision():
-    with pytest.raises(lsim.LayersimError, match=r"BlockCoupling.*bfloat16"):
+    with pytest.raises(lsim.LayersimError, match=r"bfloat16.*BlockCoupling"):
         lsim.analyze(edited(traced(tiny_llama(dtype=torch.bfloat16))), random_tokens(2, 6), lsim.BlockCoupling(k=4))

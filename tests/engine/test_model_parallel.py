@@ -195,4 +195,4 @@ def test_processes_that_form_no_whole_copies_are_refused(group):
     for rank in range(RANKS):
         deal = f"deal Deal(copy={rank}, copies=2, leads=True) Deal(copy=0, copies=1, leads={rank == 0})"
         assert deal in said(group, rank)
-        assert any(line.startswith("overlap refused: The weights of `model` are sharded") for line in said(group, rank))
+        assert any(line.startswith("overlap refused: `model` is sharded") for line in said(group, rank))

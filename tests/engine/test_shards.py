@@ -113,7 +113,7 @@ def test_two_stages_equal_two_passes(tmp_path):
         called(lsim.analyze, model, data, analyzers, first=parts, **again)
     with pytest.raises(lsim.LayersimError, match=r"^`first` "):
         called(lsim.analyze, model, data, "cka", first=first, **again)
-    with pytest.raises(lsim.LayersimError, match=r"`first`.*no\*"):
+    with pytest.raises(lsim.LayersimError, match=r"`first` is .*no\*"):
         called(lsim.analyze, model, data, analyzers, first=tmp_path / "no*", **again)
     assert not (tmp_path / "other").exists()
 

@@ -40,7 +40,7 @@ def heads() -> dict:
 HEADS = heads()
 
 
-@pytest.mark.filterwarnings("ignore:.*trained to predict the token at a masked")
+@pytest.mark.filterwarnings("ignore:The targets of LogitLens are next tokens")
 @pytest.mark.parametrize("family", HEADS)
 def test_the_last_layer_says_what_the_model_says(family):
     """Loss of the last layer, against the model's own; and every known layout is found without help."""
@@ -55,7 +55,7 @@ def test_the_last_layer_says_what_the_model_says(family):
     assert (found.kl_to_final[:-1] > 0).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*trained to predict the token at a masked")
+@pytest.mark.filterwarnings("ignore:The targets of LogitLens are next tokens")
 @pytest.mark.parametrize("family", ["Gemma2 with soft-cap", "OPT", "Bert"])
 def test_nnsight_reads_the_same_heads(family):
     tokens = random_tokens(4, 12)

@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
 from tl_layersim.core.intervals import with_margin
 from tl_layersim.core.wording import number_text
-from tl_layersim.reporting.html import finding, side_by_side
+from tl_layersim.reporting.html import finding, in_columns
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -24,7 +24,7 @@ def test_a_result_without_words_of_its_own_has_its_headline():
 
     curve = Own(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance())
     assert finding(curve) == "First number: 2; second: 0.25."
-    assert side_by_side(curve) == ((), [])
+    assert in_columns(curve) == ((), [])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_analyzers_have_words_of_their_own(report):
 def test_two_models_are_compared_with_the_margin_of_their_difference():
     tokens = random_tokens(12, 9)
     layers = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), tokens)["layers"]
-    models, lines = side_by_side(layers)
+    models, lines = in_columns(layers)
     assert models == ("before", "after")
     name, before, after, change = lines[0]
     assert name == "perplexity of the last layer"

@@ -154,7 +154,7 @@ TOKENS, MASK, PIXELS = DATA["input_ids"], DATA["attention_mask"], DATA["pixel_va
 BAD = {
     "texts alone": ({"input_ids": TOKENS, "attention_mask": MASK}, "texts without images"),
     "tokens alone": (torch.full((9, 4), 98), "texts without images"),
-    "images alone": (PIXELS, "`data`.* token ids"),
+    "images alone": (PIXELS, "`data`.*`input_ids`"),
     "images in a mapping": ({"pixel_values": PIXELS}, "`data`.*pixel_values"),
     "another size": ({**DATA, "pixel_values": PIXELS[..., :4]}, r"CLIPVisionModel.*pixel_values"),
     "fewer images": ({**DATA, "pixel_values": PIXELS[:3]}, r"`pixel_values`.*\(3, 3, 8, 8\).* 9\b"),

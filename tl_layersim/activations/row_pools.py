@@ -243,7 +243,7 @@ class BatchPlan:
             long = {output[f"samples {i}"].shape[-1] for output in outputs}
             if len(long) > 1:
                 raise LayersimError(
-                    f"`pool` is 'flat', which needs equally many tokens in all rows; these rows give samples of {min(long)} to "
+                    f"`pool` is 'flat', which needs equally many tokens in all rows; the flattened rows have {min(long)} to "
                     f"{max(long)} dimensions."
                 )
         sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]

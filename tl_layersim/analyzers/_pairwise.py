@@ -553,8 +553,9 @@ class MinibatchAnalyzer(SampleAnalyzer):
             each = float(sums["rows"]) / minibatches
             if self.unit == "row" and each < FEW_ROWS:
                 warn(
-                    f"Minibatches of {type(self).__name__} have {each:.3g} rows on average; with fewer than {FEW_ROWS} rows, "
-                    "values scatter widely. Pass more rows, shorter rows (seq_len=), or a larger minibatch=."
+                    f"A minibatch of {type(self).__name__} has samples of {each:.3g} rows on average; with fewer "
+                    f"than {FEW_ROWS} rows, values scatter widely. "
+                    "Pass more rows, shorter rows (seq_len=), or a larger minibatch=."
                 )
         if inputs is not None:
             values = without_inputs(values, *inputs)
@@ -566,8 +567,8 @@ class MinibatchAnalyzer(SampleAnalyzer):
             null = null_fields(observed.where(~values.isnan(), math.nan), permuted, one_model=is_one_model(run.models))
         elif self.permutations:
             warn(
-                f"`permutations` is {self.permutations}, but {type(self).__name__} has no null, because "
-                "no pool of rows holds four rows with enough tokens. Pass more rows."
+                f"`permutations` is {self.permutations}, but {type(self).__name__} has no permutation null: permutations "
+                "need four rows with enough tokens among the rows that are compared at once. Pass more rows."
             )
         return {
             "values": values,

@@ -367,8 +367,8 @@ class BlockCoupling(Analyzer):
         short = int((lengths < needed).sum())
         if short and needed > 1:
             raise LayersimError(
-                f"`tokens` is {brief(self.tokens)}, which needs rows of at least {needed} counted tokens; {short} of "
-                f"{len(lengths)} rows of a batch have fewer."
+                f"`tokens` is {brief(self.tokens)}, which needs at least {needed} tokens in each row, without padding; "
+                f"{short} of {len(lengths)} rows of a batch have fewer."
             )
 
     def first_kernel(self) -> Kernel | None:
@@ -391,7 +391,7 @@ class BlockCoupling(Analyzer):
         if undefined := sites_where(run.layers[1:], sums["count"][0].diagonal() == 0):
             warn(
                 f"Coupling is not defined for {undefined}, and NaN there: on every prompt, the Jacobian has fewer than "
-                f"{self.ks[0]} singular values above rounding."
+                f"{self.ks[0]} singular values above rounding error."
             )
         by_k, null = (sums[name] / count for name in ("total", "null"))
         square = sums["square"] / count[0]

@@ -196,8 +196,8 @@ class CosineResult(LayerMatrix):
         blocks = len(self.layers) - 1
         if bool(self.block_influence.isnan().any()):
             raise LayersimError(
-                "Angular distances by gap need the residual stream after every block and no token of zero norm; the sites "
-                f"of this result are {listed(self.layers)}."
+                "The angular distance over n blocks needs the residual stream after every block and no token of zero norm; "
+                f"the sites of this result are {listed(self.layers)}."
             )
         if not 1 <= n <= blocks:
             raise LayersimError(f"`n` is {n}; it must be from 1 to {blocks}, the number of blocks.")

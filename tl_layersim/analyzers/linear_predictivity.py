@@ -63,8 +63,8 @@ class LinearPredictivityResult(CalibratedMatrix):
         """
         if self.permutations:
             raise LayersimError(
-                "A LinearPredictivityResult with a null has no transpose: its null is for predictions from rows to columns. "
-                "Compare the models in the other order."
+                "A LinearPredictivityResult with a null cannot be transposed: its null holds for predicting column sites "
+                "from row sites, not the reverse. Compare the models in the other order."
             )
         return super().transposed()  # type: ignore[no-any-return]  # of this class
 

@@ -18,6 +18,7 @@ from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Result, Sums, axes, result_class, typed, warn, without_nan
 from ..core.arguments import NonNegativeInt, PositiveFloat
 from ..core.intervals import with_margin
+from ..core.wording import amount
 from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
@@ -195,8 +196,8 @@ class SkipEffect(Analyzer):
         # Without the last column, the output, unless a single block affects nothing else.
         if not bool((sums["count"][:, :-1] if blocks > 1 else sums["count"]).any()):
             raise LayersimError(
-                f"`keep_first` is {self.keep_first}; it must be smaller than the number of counted tokens in the longest row "
-                f"({run.provenance.tokens} in all rows)."
+                f"`keep_first` is {self.keep_first}; it must be smaller than the number of tokens in the longest row. "
+                f"The data has {amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
         if bad := sites_where(run.layers[1:], ~finite):

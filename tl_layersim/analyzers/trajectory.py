@@ -340,8 +340,8 @@ class Trajectory(Analyzer):
             # Logits need a final norm of each position.
             if head is not None and (not head.norm or (head.pool is not None and head.pool.before_norm)):
                 raise LayersimError(
-                    f"`final_norm` is True; it must be False for {models[0].name}, whose head has no norm of single "
-                    f"positions: {head}."
+                    f"`final_norm` is True; it must be False for {models[0].name}, whose head does not normalise "
+                    f"single positions: {head}."
                 )
         blocks = len(models[0].layers) - 1
         if self.window is not None and self.window > blocks:

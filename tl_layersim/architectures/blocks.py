@@ -194,8 +194,8 @@ def in_both_stacks(module: torch.nn.Module) -> LayersimError:
     """The error for blocks in two stacks."""
     lists = lists_of_blocks(module)
     return LayersimError(
-        f"`layers` names blocks in two stacks of {type(module).__name__}; all blocks must lie in one stack, "
-        f"{' or '.join(two_sides(module))}, such as {next(reversed(lists.values()), 'decoder.block')}.0."
+        f"`layers` names blocks in both stacks of {type(module).__name__}; it must name blocks of one stack "
+        f"({' or '.join(two_sides(module))}), such as {next(reversed(lists.values()), 'decoder.block')}.0."
     )
 
 

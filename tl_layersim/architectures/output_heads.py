@@ -264,11 +264,11 @@ def detection_heads(module: torch.nn.Module, unembed: Unembed | None) -> Detecti
     if not is_detr(config):
         kind = str(getattr(config, "model_type", ""))
         reason = (
-            "its boxes are offsets from reference points outside a layer's output, or each layer has heads of its own"
+            "its boxes are offsets from reference points that a layer's output lacks, or its heads differ by layer"
             if "detr" in kind
             else "its heads do not predict classes and boxes of object queries"
         )
-        raise LayersimError(f"`model` is {with_article(type(module).__name__)}, which is not a DETR: {reason}.")
+        raise LayersimError(f"`model` is {with_article(type(module).__name__)}, which is not a plain DETR: {reason}.")
     if unembed is None:
         raise LayersimError(
             f"`model` is {with_article(type(module).__name__)} without a class head and a box head; load "

@@ -168,7 +168,7 @@ def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | No
         raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {has}.")
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
-            f"`at` is {name!r}, but this hook point of the {known.model} is not the tensor of the family {site.family!r}. "
+            f"`at` is {name!r}; this hook point of the {known.model} and the family {site.family!r} are different tensors. "
             f"Use at={site.family!r} for the family, which is read at {site.point.module}."
         )
     return site

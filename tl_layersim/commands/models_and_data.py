@@ -246,7 +246,9 @@ def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[
         near = {name: analyzers[name]} if name in analyzers else analyzers
         known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]
         if not equals or place not in known:
-            raise LayersimError(f"`--option` is {setting!r}; it must be name.option=value, with one of {', '.join(known)}.")
+            raise LayersimError(
+                f"`--option` is {setting!r}; it must be name.option=value, where name.option is one of {', '.join(known)}."
+            )
         values[name][option] = _parsed_value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}
 

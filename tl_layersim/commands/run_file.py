@@ -78,7 +78,7 @@ def parsed_run_file(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise LayersimError(f"`--config` is {path}, which cannot be read as YAML: {error}") from None
     if not isinstance(found, dict):
-        raise LayersimError(f"`--config` is {path}, which must hold a line `option: value` for each option.")
+        raise LayersimError(f"`--config` is {path}, which is no run file; it must hold a line `option: value` for each option.")
     return {str(key).replace("-", "_"): value for key, value in found.items()}
 
 
@@ -160,7 +160,7 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
     versions = then.get("versions", {}).items()
     other += [f"{package} {version}" for package, version in versions if now["versions"].get(package) != version]
     if other:
-        warn(f"The run in {call.options['config']} used different {', '.join(other)}, so its numbers may differ.")
+        warn(f"The run in {call.options['config']} used different {', '.join(other)}, so the numbers of this run may differ.")
 
 
 def shard_options(files: list[Path]) -> dict[str, Any] | None:

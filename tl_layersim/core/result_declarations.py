@@ -167,24 +167,22 @@ def kind_of(cls: type[Any]) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__.removesuffix("Result")).lower()
 
 
-def class_of(kind: str) -> type[Any] | None:
+def class_of(kind: str, base: type[Any]) -> type[Any] | None:
     """Result class whose name in files is `kind`; None if no imported module defines it. The name never causes an import.
 
     Args:
         kind: name of the class in files, as `kind_of` returns it.
+        base: the class `Result`.
     """
-    found = _imported(kind)
+    found = _imported(kind, base)
     if found is None:
         _import_all()
-        found = _imported(kind)
+        found = _imported(kind, base)
     return found
 
 
-def _imported(kind: str) -> type[Any] | None:
-    # Imported here, because results import this module.
-    from .results import Result
-
-    found = [cls for cls in below(Result) if kind_of(cls) == kind]
+def _imported(kind: str, base: type[Any]) -> type[Any] | None:
+    found = [cls for cls in below(base) if kind_of(cls) == kind]
     # A cell of a notebook that ran twice defines a class twice; the last one counts. Classes of this package come first.
     own = [cls for cls in found if cls.__module__.startswith(f"{PACKAGE}.")]
     return next(iter([*own, *found[::-1]]), None)

@@ -1,4 +1,7 @@
-"""Conversion of results and reports to files, and back."""
+"""Conversion of results and reports to files, and back.
+
+The classes of results and reports are arguments here, because they themselves import this module.
+"""
 
 from __future__ import annotations
 
@@ -89,35 +92,39 @@ def downloaded(address: str) -> Path:
     return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
 
 
-def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
+def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:
     """Read a result or a report from a file.
 
     Args:
         path: path of the file, or its address on the hub.
         kinds: accepted kinds of file, "result" or "report".
+        base: the class `Result`.
+        report: the class `Report`.
 
     Raises:
         FileNotFoundError: the file does not exist.
         LayersimError: the file is damaged, of another kind, or of another version.
     """
-    # Imported here, because results import this module.
-    from .results import Report
-
     if isinstance(path, str) and path.startswith(SCHEME):
         path = downloaded(path)
     header, tensors = read(path, kinds)
     with reading(path, f"a complete {header['kind']}", "Copy the file again, or run the analysis again"):
         if header["kind"] == "result":
-            return _unpack(path, header, tensors)
-        return Report(_unpack_each(path, header["results"], tensors))
+            return _unpack(path, header, tensors, base, report)
+        return report(_unpack_each(path, header["results"], tensors, base, report))
 
 
-def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], like: Any = None) -> Any:
+def _unpack(
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    base: type[Any],
+    report: type[Any],
+    like: Any = None,
+) -> Any:
     """Restore a result from the header and the tensors that `pack` returned."""
-    from .results import Report
-
     kind = str(header["class"])
-    cls = class_of(kind)
+    cls = class_of(kind, base)
     if cls is None:
         # A class is never imported because a file names it.
         raise LayersimError(
@@ -134,10 +141,10 @@ def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Ma
     apart = by_first_name(held, {name: tensor for name, tensor in tensors.items() if name not in own})
     for name in held.keys() - set(ALIKE):
         likes = {} if like is None else getattr(like, name)
-        values[name] = Report(_unpack_each(path, held[name], apart[name], likes))
+        values[name] = report(_unpack_each(path, held[name], apart[name], base, report, likes))
     result = cls(**values, **own)
     alike = {
-        kind: tuple(_unpack_each(path, held[kind], apart[kind], dict.fromkeys(held[kind], result)).values())
+        kind: tuple(_unpack_each(path, held[kind], apart[kind], base, report, dict.fromkeys(held[kind], result)).values())
         for kind in held.keys() & set(ALIKE)
     }
     return replace(result, **alike)
@@ -147,10 +154,12 @@ def _unpack_each(
     path: str | os.PathLike[str],
     headers: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
+    base: type[Any],
+    report: type[Any],
     likes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     parts = by_first_name(headers, tensors)
-    return {name: _unpack(path, own, parts[name], likes.get(name)) for name, own in headers.items()}
+    return {name: _unpack(path, own, parts[name], base, report, likes.get(name)) for name, own in headers.items()}
 
 
 def _as_tuple(value: Any) -> Any:

@@ -534,7 +534,7 @@ class Report(Mapping[str, Any]):
         Args:
             path: path of the file.
         """
-        return load_kind(path, ("report",))  # type: ignore[no-any-return]  # of this kind
+        return load_kind(path, ("report",), Result, Report)  # type: ignore[no-any-return]  # of this kind
 
     def to_frame(self) -> pandas.DataFrame:
         """All numbers of all results in one tidy table, one line for each number.
@@ -801,7 +801,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version.
         OSError: an error of `huggingface_hub`: the hub has no such file, or cannot be reached.
     """
-    return load_kind(path, ("result", "report"))
+    return load_kind(path, ("result", "report"), Result, Report)
 
 
 def _logger_name(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,8 @@ def brief(value: object) -> str:
         # Secrets are removed before the text is cut: half a login is not recognised.
         text = without_secrets(value)
         return repr(text) if len(text) <= 40 else f"{text[:30]!r}... ({len(text)} characters)"
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
     kind = type(value).__name__
     if isinstance(value, list | tuple | dict | set | frozenset):
         flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)

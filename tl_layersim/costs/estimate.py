@@ -215,7 +215,7 @@ def estimate(
         if not run.weightless:
             raise
         raise LayersimError(
-            f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because the operations depend on values "
+            f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because it needs the values of tensors "
             f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller model of the same "
             "architecture."
         ) from error

@@ -19,7 +19,7 @@ NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
 LABELS = ("labels", "label")
 
 
-def number_tensor(values: Any, name: str = "data", allowed: str = "numbers of one shape") -> Tensor:
+def number_tensor(values: Any, name: str = "data", allowed: str = "numbers, in rows of equal shape") -> Tensor:
     """Convert numbers or bools to a tensor on the CPU.
 
     Args:
@@ -38,7 +38,7 @@ def number_tensor(values: Any, name: str = "data", allowed: str = "numbers of on
     try:
         return _joined(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise LayersimError(f"`{name}` is {brief(values)}; it must be {allowed}: {first_line(error)}.") from error
+        raise LayersimError(f"`{name}` is {brief(values)}; it must hold {allowed}: {first_line(error)}.") from error
 
 
 def _joined(values: Any) -> Tensor:
@@ -84,7 +84,9 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
     if isinstance(labels, str):
         if labels not in ("next_token", "data", *(["none"] if optional else [])):
             other = ", 'none'" if optional else ""
-            raise LayersimError(f"`labels` is {labels!r}; it must be 'next_token', 'data'{other} or the labels themselves.")
+            raise LayersimError(
+                f"`labels` is {labels!r}; it must be 'next_token', 'data'{other}, or a tensor or list of labels."
+            )
         return labels
     table = number_tensor(labels if isinstance(labels, Tensor | list | tuple) else np.array(labels), "labels")
     if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:

@@ -357,8 +357,8 @@ class TextRows:
         for text in items:
             if isinstance(text, Row) or text.messages is not None or text.inputs or text.segments is not None:
                 raise LayersimError(
-                    "`pack` is True, which joins texts; `data` must hold single texts, without token ids, chats or "
-                    "further inputs."
+                    "`pack` is True, which joins texts; `data` must hold only single texts: no token ids, chats or other "
+                    "inputs."
                 )
             ids, end = text.ids, self.model.tokenizer.eos_token_id
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:

@@ -181,7 +181,9 @@ class EarlyExit:
         layers = items_of(at)
         blocks = tuple(sorted(block_numbers(layers, names, "at"))) if layers else ()
         if last in blocks:
-            raise LayersimError(f"`at` is {brief(at)}; it must name blocks 0 to {last - 1}: no check follows the last block.")
+            raise LayersimError(
+                f"`at` is {brief(at)}; it must name blocks 0 to {last - 1}: no exit check follows the last block."
+            )
         return blocks
 
     def _share_of_check(self, costs: ExitCosts | None) -> float:
@@ -210,8 +212,8 @@ class EarlyExit:
         measured_with, own = run.options.get("heads"), None if self.heads is None else str(self.heads)
         if measured_with != own:
             raise LayersimError(
-                f"`curve` was measured with {measured_with or 'the head of the model'}, and `heads` is {own}; they must be "
-                "the same."
+                f"`heads` is {own}; it must be {measured_with or 'None (the head of the model)'}, with which `curve` was "
+                "measured."
             )
         plan = plan_for(costs, exited_fractions(curve, self.rule.threshold, len(self.split_model.blocks)), given)
         if model.weights_hash and run.weights_hash and model.weights_hash != run.weights_hash:

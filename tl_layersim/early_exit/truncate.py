@@ -146,6 +146,6 @@ def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -
     gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):
         raise LayersimError(
-            f"The truncated model and the logit lens after block {n_layers - 1} give different logits, by {gap:.3g} of their "
+            f"Logits of the truncated model and of the logit lens after block {n_layers - 1} differ by {gap:.3g} of their "
             "norm. The model cannot be truncated, because its blocks depend on the number of blocks."
         )

@@ -109,7 +109,7 @@ def run_with_baseline(
     for one in opened:
         if one.on_server:
             raise LayersimError(
-                '`baseline="untrained"` cannot be combined with `remote`: models with fresh weights run in this process.'
+                '`baseline="untrained"` cannot be combined with `remote`: untrained models run in this process.'
             )
         refuse_changed(one.model)
     report, twins = run_analysis(prepare(opened), checkpoint), list[Report]()

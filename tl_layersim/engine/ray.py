@@ -122,7 +122,7 @@ class Workers:
         files, given = dict[int, Path](), Counter[int]()
         with tqdm(desc=TITLES[pass_name], unit="token", unit_scale=True, total=self.counts.tokens, disable=None) as bar:
             for path in self._folder.glob(f"{pass_name}-*.safetensors"):
-                of = self._add(path, files, bar, f"`checkpoint` is {self._folder}, whose file {path.name} has")
+                of = self._add(path, files, bar, f"`checkpoint` is {self._folder}, and its file {path.name} was measured with")
             while len(files) < of:
                 # Shards in work are given a second time, because a machine may be lost.
                 for number in sorted(set(range(of)) - files.keys(), key=given.__getitem__):
@@ -135,7 +135,7 @@ class Workers:
                     path = self._folder / f"{pass_name}-{number}.safetensors"
                     with replacing(path) as file:
                         file.write(content)
-                    self._add(path, files, bar, "`load_model` or `data` gave a worker")
+                    self._add(path, files, bar, "`load_model` or `data` differs between machines: a worker has")
         return list(files.values())
 
     def _add(self, path: Path, files: dict[int, Path], bar: Any, given: str) -> int:

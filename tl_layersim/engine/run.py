@@ -376,7 +376,7 @@ def _run_without_model(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
 
 
 def _other_data(given: str) -> LayersimError:
-    return LayersimError(f"`data` differs from the data of the checkpoint: `data` has {given}.")
+    return LayersimError(f"`data` has {given}; it must be the data of the checkpoint.")
 
 
 def rows_in_data(data: Data) -> int | None:
@@ -422,14 +422,15 @@ def check_memory(
         limit = getattr(analyzers.get(name), "max_memory_gb", math.inf)
         if need > limit * 1e9:
             raise LayersimError(
-                f"`max_memory_gb` is {limit:g}, but {copies} copies of the sums of {name!r} need {need / 1e9:.2g} GB. Read "
-                "fewer sites with `at`."
+                f"`max_memory_gb` is {limit:g}, but the run holds {copies} copies of the sums of {name!r}, which need "
+                f"{need / 1e9:.2g} GB. Read fewer sites with `at`."
             )
     free = psutil.virtual_memory().available
     if needs.total() > free:
         warn(
-            f"The sums of this run may not fit into memory: {copies} copies need up to {in_words(needs.total())}, and "
-            f"{in_words(free)} are free. {needs.most_common(1)[0][0]!r} has the largest sums. Read fewer sites with at=[...]"
+            f"The sums of this run may not fit into memory: the run holds {copies} copies of them, which need up to "
+            f"{in_words(needs.total())}, and {in_words(free)} are free. "
+            f"{needs.most_common(1)[0][0]!r} has the largest sums. Read fewer sites with at=[...]"
             f"{', or measure without intervals' if intervals else ''}."
         )
 

@@ -45,13 +45,13 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         for name, item in analyzers.items():
             if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
                 raise LayersimError(
-                    f"`analyzers` has the name {brief(name)}; names start with a letter, followed by letters, digits or _."
+                    f"`analyzers` has the key {brief(name)}; a key begins with a letter and holds only letters, digits and _."
                 )
             chosen[name] = _analyzer_of(item)
             other = find_analyzers().get(name)
             if name in COSTS or (other is not None and not isinstance(chosen[name], other)):
-                owner = "`estimate` uses for a part of the model" if other is None else f"belongs to {other.__name__}"
-                raise LayersimError(f"`analyzers` has the name {name!r}, which {owner}. Choose another name.")
+                owner = "`estimate` uses for a part of the model" if other is None else f"is the name of {other.__name__}"
+                raise LayersimError(f"`analyzers` has the key {name!r}, which {owner}. Choose another key.")
     else:
         for item in map(_analyzer_of, analyzers if is_several(analyzers) else [analyzers]):
             if item.name in chosen:
@@ -114,7 +114,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
             return replace(model, processor=tokenizer)
         if callable(tokenizer) and hasattr(tokenizer, "bos_token_id"):
             return replace(model, tokenizer=tokenizer)
-    raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or a processor of images.")
+    raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or an image processor.")
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:

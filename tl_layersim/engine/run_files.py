@@ -135,6 +135,7 @@ def _restored(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
         restored = installed[recipe["class"]](**options) if recipe["class"] in installed else None
     if restored is None or recipe_of(restored) != recipe:
         raise LayersimError(
-            f"The analyzer {name!r} cannot be restored from the file: {recipe['class']} with {recipe['options']}. Use {call}."
+            f"The analyzer {name!r}, {recipe['class']} with the options {recipe['options']}, cannot be created from the file. "
+            f"Pass it to {call}."
         )
     return restored

@@ -172,7 +172,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
         raise ValueError(f"the index of the shard is {number}; it must be from 0 to {of - 1}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
     if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
-        raise ValueError(f"the sums must begin at row {start}")
+        raise ValueError(f"the sums of shard {number} begin at row {tallies[held['pass_name']].tree.start}, not at row {start}")
     return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, notes=notes)
 
 

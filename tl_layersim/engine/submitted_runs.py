@@ -418,8 +418,8 @@ def load_run(
     now, then = ((m.name, m.config_hash, m.dtype, m.source) for m in (source.model, next(iter(models.values()))))
     if now != then or without_secrets(source.ndif.model_key) != header.model_key:
         raise LayersimError(
-            f"`model` is {without_secrets(source.ndif.model_key)} {now}; it must be the model of the saved run, "
-            f"{header.model_key} {then}."
+            f"`model` is {without_secrets(source.ndif.model_key)} with name, configuration, dtype and class {now}; it must be "
+            f"the model of the saved run, {header.model_key} with {then}."
         )
     choices = {name: (SiteChoice(tuple(map(header.sites.index, models[name].layers))),) for name in chosen}
     return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first_sums))

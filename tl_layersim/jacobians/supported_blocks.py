@@ -48,7 +48,7 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
         )
     if model.calls == "none":
         raise LayersimError(
-            f"{what} runs single blocks again, which {model.source} does not allow. A custom source must set "
+            f"{what} replays single blocks, which {model.source} does not allow. A custom source must set "
             "Model(calls='values') or Model(calls='gradients')."
         )
     if model.calls == "values" and not differences:

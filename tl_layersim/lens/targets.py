@@ -100,7 +100,8 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
     elif labels == "data":
         if batch.labels is None:
             raise LayersimError(
-                "`data` has no labels; labels='data' needs a column `labels` or `label` of whole numbers. Packed data has none."
+                "`data` has no labels; labels='data' needs a column `labels` or `label` of integers. Rows have no "
+                "labels if pack=True."
             )
         own_labels = batch.labels
     else:

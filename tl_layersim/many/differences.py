@@ -191,7 +191,7 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
     paired = same and len(first.replicates) == len(second.replicates)
     if not paired and len({(record.data, record.tokens) for record in records}) == 1:
         warn(
-            f"The runs split the same data into different blocks of rows ({len(first.block_tokens)} and "
+            f"The runs split the same data into different jackknife blocks ({len(first.block_tokens)} and "
             f"{len(second.block_tokens)} blocks). The difference is therefore not paired, and its interval is wider. Pass the "
             "same batch_size= to both runs."
         )

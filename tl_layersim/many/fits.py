@@ -171,7 +171,9 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         if best is None or error < best[0] * (1 - ROUNDING if start is starts[-1] else 1):
             best = (error, found, covariance)
     if best is None:
-        raise LayersimError("No exponential fits these scores: least squares did not converge. Use shape='line'.")
+        raise LayersimError(
+            "An exponential cannot be fitted to these scores: least squares did not converge. Use shape='line'."
+        )
     error, (a, b), covariance = best
     # Back to the units of x and y: b / span, and a exp(-b middle / span) times the size.
     shift = np.exp(-b * middle / span) * size

@@ -192,7 +192,7 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
     if len(sides) < 2 or sides[0] != sides[1]:
         raise LayersimError(
             f"`table` has the axes {', '.join(map(str, array.dims)) or 'none'}; the first two must name the same models, in "
-            "one order."
+            "the same order."
         )
     array = array.astype(float)
     undefined = [(a, b) for a, b in np.argwhere(~np.isfinite(array.values))[:, :2] if a != b]
@@ -227,8 +227,7 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
         name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
         if name in found:
             raise LayersimError(
-                f"`groups` has the groups {', '.join(names)}; two of their comparisons would have the name {name!r}. Rename "
-                "a group."
+                f"`groups` has the groups {', '.join(names)}; two comparisons would both be named {name!r}. Rename a group."
             )
         found[name] = ((a, b), chosen)
     return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}

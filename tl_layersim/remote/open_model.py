@@ -136,7 +136,7 @@ def open_split_model(model: Any) -> SplitModel:
         return LocalSplitModel(source, source.model)
     if not isinstance(source, NNsightSource):
         raise LayersimError(
-            f"`model` is {with_article(type(source).__name__)}, which cannot run some blocks alone; stitching needs "
+            f"`model` is {with_article(type(source).__name__)}, which cannot run only some of its blocks; stitching needs "
             f"{ACCEPTED_MODELS}."
         )
     if opened.remote:

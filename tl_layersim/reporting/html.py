@@ -33,7 +33,7 @@ def finding(result: Result) -> str:
     own = result.finding()
     if own:
         return own
-    models, lines = side_by_side(result)
+    models, lines = in_columns(result)
     if models:
         changes = [f"{line[0]} {' → '.join(line[1 : len(models) + 1])}" for line in lines[:MOST_CHANGES]]
         return f"{' → '.join(models)}: {'; '.join(changes)}."
@@ -41,7 +41,7 @@ def finding(result: Result) -> str:
     return "; ".join(numbers)[:1].upper() + "; ".join(numbers)[1:] + "." if numbers else ""
 
 
-def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def in_columns(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headline numbers of several models: a row for each quantity, a column for each model.
 
     Returns:
@@ -203,14 +203,14 @@ def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
             table = _numbers(result, picture.name)
             plots.append({"number": len(figures), "title": title, "meaning": picture.caption, "table": table, **size})
             figures.append(figure.to_json())
-    models, lines = side_by_side(result)
+    models, lines = in_columns(result)
     return {
         "name": name,
         "words": result.declared().words,
         "finding": finding(result),
         "headline": list(headline_texts(result).items()),
         "models": models,
-        "side_by_side": lines,
+        "in_columns": lines,
         "plots": plots,
         "sites": _sites(result),
         "provenance": _provenance(result.provenance),

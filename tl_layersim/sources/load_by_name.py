@@ -48,11 +48,11 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
         model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     if missing := sorted(found["missing_keys"]):
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        text = f"`{option}` is {name}, which has no values for {amount(len(missing), 'weight')}"
+        text = f"`{option}` is {name}, whose files lack {amount(len(missing), 'weight')}"
         blocks = tuple(f"{path}." for path in lists_of_blocks(model).values())
         if any(weight.startswith(blocks) for weight in missing):
             raise LayersimError(f"{text} of the model's blocks: {shown}.")
-        warn(f"{text}, which are random now: {shown}.")
+        warn(f"{text}: {shown}. These weights are now random.")
     return (model if device == "auto" else model.to(device)).eval()
 
 
@@ -129,7 +129,7 @@ def model_without_weights(config: Any) -> Any:
         known = {*cls().to_dict(), *cls.attribute_map, *OLDER_FIELDS}
         unknown = [name for name in given if name not in known and not name.startswith("_") and not name.endswith("_token_id")]
         if unknown:
-            warn(f"`model_or_config` has fields that {cls.__name__} does not know, which change nothing: {', '.join(unknown)}.")
+            warn(f"`model_or_config` has fields that {cls.__name__} does not know and ignores: {', '.join(unknown)}.")
     if not isinstance(config, transformers.PreTrainedConfig):
         raise LayersimError(
             f"`model_or_config` is {brief(config)}; it must be a model, a configuration of transformers, its fields as a "

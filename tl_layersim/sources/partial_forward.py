@@ -215,11 +215,16 @@ class SplitModel(ABC):
                 "Load the model in float32 or bfloat16."
             )
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
-        if not abs(ours - theirs) <= tolerance or wrong == theirs:
+        same = abs(ours - theirs) <= tolerance
+        if not same or wrong == theirs:
+            found = (
+                f"a change of the residual at this layer leaves the loss at {theirs:.6g}"
+                if same
+                else f"the loss of the model is {theirs:.6g}, but the later blocks give {ours:.6g} from the same residual"
+            )
             raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: on the model's residual, the upper "
-                f"part gives the loss {ours:.6g} and must give {theirs:.6g}; on a changed residual, it gives {wrong:.6g} and "
-                f"must not give {theirs:.6g}. layers=[...] must name blocks that run one after the other."
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: {found}. layers=[...] must name blocks that "
+                "run one after the other."
             )
 
 

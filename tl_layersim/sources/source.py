@@ -271,7 +271,7 @@ def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None
             raise LayersimError(
                 "The models have different numbers of positions for the same row, so their samples do not match: "
                 + ", ".join(f"{count} in {source.model.name}" for source, count in zip(able, counts, strict=True))
-                + ". positions='mean' compares one sample of each row."
+                + ". Pass positions='mean' to compare one sample for each row."
             )
         return counts[0]
 

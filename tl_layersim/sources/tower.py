@@ -186,7 +186,7 @@ def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
     found = (tokens == eos).nonzero()[:, 0]
     if not len(found):
         raise LayersimError(
-            f"`data` has a text of {len(tokens)} tokens without {eos}, the end-of-text token; the text tower is read there. "
+            f"`data` has a text of {len(tokens)} tokens without the end-of-text token {eos}, at which the text tower is read. "
             "Give texts with tokenizer=processor, or cut them with tokenizer(texts, truncation=True)."
         )
     return found[0]

@@ -98,8 +98,8 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
     stop_of_fit = int((last < first[start_of_evaluation]).sum())
     if not stop_of_fit and start:
         warn(
-            "The adapter is fitted and evaluated on rows of the same document, so the penalty says nothing about new text. "
-            "Pass several documents, or eval_data= with other documents."
+            "The adapter is fitted and evaluated on rows of the same document, so the stitching penalty says nothing about new "
+            "text. Pass several documents, or eval_data= with other documents."
         )
         stop_of_fit = start_of_evaluation = start
     return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(first))
@@ -138,8 +138,8 @@ def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
     common = sum(row in known for row in judged)
     if common:
         warn(
-            f"{common} of {len(judged)} rows of eval_data also occur in data, so the penalty is partly measured on the data of "
-            "the fit."
+            f"{common} of {len(judged)} rows of eval_data also occur in data, so the stitching penalty is partly measured on "
+            "training data."
         )
 
 

@@ -400,7 +400,7 @@ class StitchDescent(Descent):
                 what = f"The loss exploded at step {self.stopped + 1} of {self.steps}"
             losses = {name: losses[name] if name in losses else self._loss_of(ends[name]) for name in ends}
             chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
-            said = ", ".join(f"{losses[name]:.4g} of {name}" for name in ends)
+            said = ", ".join(f"{losses[name]:.4g} ({name})" for name in ends)
             rate = min(1.0, self.training.lr / 10)
             warn(f"{what}. Losses on training batches: {said}. The result holds {chosen}. Try StitchTraining(lr={rate:g}).")
         return Adapter(self.start.kind, **{name: part.cpu() for name, part in self.parts_of(ends[chosen]).items()})

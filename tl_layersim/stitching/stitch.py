@@ -95,8 +95,8 @@ class StitchExperiment:
         self.labels = usual_labels(labels, [(back.model, back.module) for back in self.backs], data.source)
         if isinstance(self.labels, Tensor) and eval_data is not None:
             raise LayersimError(
-                "`labels` is a table; with `eval_data`, it must be 'next_token' or 'data'. 'data' reads the column `labels` of "
-                "each data set."
+                "`labels` is a tensor; with `eval_data`, it must be 'next_token' or 'data'. 'data' reads the column `labels` "
+                "of each data set."
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, labelled, position_counter([each.source for each in self.models]))
@@ -307,10 +307,10 @@ class StitchExperiment:
         stitched = _stacked(scores, "loss", "correct")
         bad = (~stitched["loss"].isfinite()).nonzero()[:, 0].tolist()
         if bad:
-            point = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
+            point = f"from {acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The loss of the stitch {point} is not finite in batches {bad[:5]}. Check the activations of both models for "
-                "NaN and overflow."
+                f"The loss of the model stitched {point} is not finite in batches {bad[:5]}. Check the activations of "
+                "both models for NaN and overflow."
             )
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 

@@ -145,8 +145,8 @@ class ResidualStream:
         found = read_residuals(self.blocks, layers, call, whole=run is not None, above=above)
         if len(found) < len(set(layers)):
             raise LayersimError(
-                f"Layers {sorted(set(layers) - set(found))} of {self.source.model.name} did not run as modules. Train the "
-                "model without torch.compile and without layer drop."
+                f"The forward pass of {self.source.model.name} did not call the modules of layers "
+                f"{sorted(set(layers) - set(found))}. Train the model without torch.compile and without layer drop."
             )
         return {layer: as_positions(x) for layer, x in found.items()}
 

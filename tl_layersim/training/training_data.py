@@ -18,7 +18,7 @@ from ..core.errors import LayersimError
 from ..core.result_declarations import Provenance
 from ..core.resumable_file import ResumableFile, refuse_other_run
 from ..core.sums import Tally
-from ..core.wording import amount
+from ..core.wording import amount, with_article
 from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -116,8 +116,8 @@ def open_training_data(
         raise LayersimError("`positions` is 'mean'; training needs a rule that keeps single positions, such as 'all'.")
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
-            "`labels` is a table; with `eval_data`, it must be 'next_token' or 'data'. 'data' reads the column `labels` of "
-            "each data set."
+            f"`labels` is {with_article(type(labels).__name__)}; with `eval_data`, it must be 'next_token' or 'data'. 'data' "
+            "reads the column `labels` of each data set."
         )
     usual = usual_labels(labels, [(model, module)], data.source)
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)

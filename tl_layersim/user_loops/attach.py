@@ -53,7 +53,7 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         one_pass = analyzer.first_kernel() is None
         whole_rows = analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every"
         needs = {
-            f"labels={analyzer.options().get('labels')!r} of the data": bool(analyzer.label_source),
+            f"the labels of the data (labels={analyzer.options().get('labels')!r})": bool(analyzer.label_source),
             f"whole rows, which the head of {source.model.name} classifies": whole_rows,
             "replays of blocks": analyzer.needs_calls,
             "a first pass over the data": not one_pass,

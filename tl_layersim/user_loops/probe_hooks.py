@@ -194,7 +194,7 @@ class ForwardPassPositions:
         if call.attended is None:
             raise LayersimError(
                 f"`attention_mask` has shape {tuple(getattr(attention, 'shape', ()))}; it must have shape "
-                f"{call.shape} to show the padding. Set `probe.mask` before the forward pass."
+                f"{call.shape}, `batch pos`. Otherwise set `probe.mask` before the forward pass."
             )
         return call.attended
 

@@ -45,7 +45,7 @@ WEIGHTS = {
 }
 # Rounding of quotients in float32.
 BOX_ROUNDING = 1e-6
-SHAPE = "{'class_labels': (objects,) whole numbers, 'boxes': (objects, 4)} for each image"
+SHAPE = "{'class_labels': integers of shape (objects,), 'boxes': numbers of shape (objects, 4)}"
 
 
 class Objects(NamedTuple):
@@ -111,7 +111,9 @@ class AnnotatedImages:
             LayersimError: the numbers differ.
         """
         if not self.objects:
-            raise LayersimError(f"The {rows} images of `data` have no annotations, so `labels` must hold them: {SHAPE}.")
+            raise LayersimError(
+                f"`data` has no annotations for its {rows} images; pass `labels`, a list with an entry for each image: {SHAPE}."
+            )
         if len(self.objects) < rows or (len(self.objects) > rows and not more_to_come):
             raise LayersimError(
                 f"`labels` holds {len(self.objects)} annotations for {rows}{' or more' if more_to_come else ''} images; an "
@@ -135,7 +137,7 @@ class AnnotatedImages:
 
     def _add(self, annotations: Any) -> None:
         if isinstance(annotations, Mapping | str) or not isinstance(annotations, Iterable):
-            raise LayersimError(f"`labels` is {brief(annotations)}; it must be {SHAPE}.")
+            raise LayersimError(f"`labels` is {brief(annotations)}; it must be a list with an entry for each image: {SHAPE}.")
         for one in annotations:
             self.objects.append(as_objects(one, len(self.objects), self.classes))
 
