@@ -112,6 +112,17 @@ def test_train(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("train", "demo", "--lora", "0", "--save-to", "new"), ("compare", "./nothing", "./nothing", "--analyzers", "cosine")],
+    ids=lambda arguments: arguments[0],
+)
+def test_options_are_checked_before_a_model_is_loaded(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert re.search("`--lora` is 0|Cosine", refused(*arguments, "--out", "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_train_names_the_data_that_is_missing(tmp_path):
     message = refused("train", "demo", "--eval-data", "./nothing.txt", "--save-to", tmp_path / "new", "--out", tmp_path)
     assert message.startswith("`--eval-data` is ./nothing.txt")

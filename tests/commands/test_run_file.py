@@ -96,7 +96,7 @@ def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
         ("max_tokens: 1.5", "max_tokens"),
         ("- a", "--config"),
         ("a: [", "--config"),
-        ("command: compare\nmodel_a: demo", "model_a"),
+        ("command: compare\nmax_tokens: 300", "compare"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(text, says, tmp_path):

@@ -89,7 +89,7 @@ def test_inputs_that_do_not_fit_are_refused():
         read({"input_ids": tokens, "pixel_values": torch.ones(3, 3, 2, 2)})
     with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*'a'"):
         read({"input_ids": tokens, "pixel_values": ["a", "b"]})
-    with pytest.raises(RuntimeError, match=r"\[3, 2, 2\]"):
+    with pytest.raises(lsim.LayersimError, match=r"`pixel_values`.*\(3, 2, 2\).*`batch_size=1`"):
         read([{"input_ids": [3, 4], "pixel_values": torch.ones(3, size, size)} for size in (2, 3)])
     assert len(read([{"input_ids": [3, 4], "pixel_values": torch.ones(3, size, size)} for size in (2, 3)], batch_size=1)) == 2
     texts = Batches(Data([{"text": "a", "pixel_values": torch.ones(3, 2, 2)}], pack=True), words())
@@ -285,7 +285,7 @@ def test_images_of_pil_go_through_the_processor():
     for each in (data, table, [{"picture": x} for x in data], {"picture": data}):
         [batch] = Batches(Data(each), known, count_positions=lambda batch: 5)
         assert torch.equal(batch.inputs["pixel_values"], expected)
-    with pytest.raises(lsim.LayersimError, match=r"`data`.*images.* m "):
+    with pytest.raises(lsim.LayersimError, match=r"`data`.*Image.*`input_ids`"):
         read(data)
 
 
@@ -338,6 +338,11 @@ def test_pairs_that_cannot_be_joined_are_refused():
         list(Batches(Data([ROWS[0], ROWS[1] | {"hypothesis": None}], **both), known))
     with pytest.raises(lsim.LayersimError, match=r"`data`.*hypothesis"):
         list(Batches(Data([{"premise": "w4"}], **both), known))
+    with pytest.raises(lsim.LayersimError, match=r"`data`.* 5 in row 1"):
+        list(Batches(Data([ROWS[0], ROWS[1] | {"hypothesis": 5}], **both), known))
+    for second in (["w4"], "w4"):
+        with pytest.raises(lsim.LayersimError, match=r"`data`.*'premise'.*'hypothesis'"):
+            list(Batches(Data({"premise": ["w3", "w4"], "hypothesis": second}, **both), known))
     with pytest.raises(lsim.LayersimError, match="`pack`"):
         list(Batches(Data(ROWS, column=("premise", "hypothesis"), pack=True), known))
 

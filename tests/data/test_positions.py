@@ -91,6 +91,7 @@ def test_a_function_sees_the_ids_alone_and_cannot_change_them():
     [
         torch.ones(5, dtype=torch.bool),
         torch.ones(4, 1, dtype=torch.bool),
+        torch.tensor(True),
         torch.tensor([0, 0, 1, 1]),
         torch.tensor([4]),
         [-5],
@@ -102,7 +103,7 @@ def test_a_function_sees_the_ids_alone_and_cannot_change_them():
     ids=name_of_rule,
 )
 def test_what_is_neither_mask_nor_indices_is_refused(returned):
-    with pytest.raises((lsim.LayersimError, IndexError)):
+    with pytest.raises(lsim.LayersimError, match=r"`positions` returned .* 4 tokens.*-4 to 3"):
         Positions(lambda tokens: returned).select(TOKENS, PADDED)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datasets
 import numpy as np
+import PIL.Image
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +115,16 @@ REFUSALS = {
     ),
     "a row beyond the context": (torch.full((1, 65), 3), {}, "`data`.* 65 tokens.*seq_len=64"),
     "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "`pack`"),
+    "a column of a list of texts": (["w3"], {"column": "text"}, r"`column` is 'text'"),
+    "a column of a text": ("w3", {"column": "text"}, r"`column` is 'text'"),
+    "columns of lists of texts": ([["w3", "w4"], ["w5", "w6"]], {"column": ("premise", "hypothesis")}, r"`column` is \("),
+    "a column of a tensor": (torch.tensor([[3, 4]]), {"column": "input_ids"}, "`column` is 'input_ids'"),
+    "a column of ids": ([[3, 4], [5]], {"column": "input_ids"}, "`column` is 'input_ids'"),
+    "seq_len beyond the context": (TEXTS, {"seq_len": 65}, "`seq_len` is 65.* 64"),
+    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` is 4.* 4"),
+    "an image": ([PIL.Image.new("RGB", (2, 2))], {}, "`data`.*Image.*`input_ids`"),
+    "texts and numbers": ({"text": ["w3", 2, "w4"]}, {}, "`text`.* texts.*token ids"),
+    "a row and an id": ({"input_ids": [[5, 6, 7], 8]}, {}, "`input_ids`.* texts.*token ids"),
     "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size`.* 0,"),
 }
 
@@ -128,6 +140,12 @@ def test_texts_need_a_tokenizer():
     with pytest.raises(lsim.LayersimError, match=r"LlamaForCausalLM .*tokenizer="):
         lsim.analyze(tiny_llama(), TEXTS, "cosine")
     assert lsim.analyze(tiny_llama(), lsim.Data(TEXTS, tokenizer=tiny_tokenizer()), "cosine")["cosine"].provenance.tokens == 14
+
+
+@pytest.mark.parametrize("wrong", [transformers.AutoTokenizer, tiny_tokenizer().encode, tiny_tokenizer, tiny_llama()])
+def test_what_is_no_tokenizer_is_refused(wrong):
+    with pytest.raises(lsim.LayersimError, match=r"`tokenizer` is .*loaded tokenizer"):
+        lsim.analyze(tiny_llama(), lsim.Data(TEXTS, tokenizer=wrong), "cosine")
 
 
 def test_a_pandas_table_is_read_by_its_columns():

@@ -76,7 +76,7 @@ def test_labels_that_do_not_fit_are_refused(labels, data, message):
     for bad in (torch.zeros(3), torch.zeros(2, 2, 2).long(), [0.5]):
         with pytest.raises(lsim.LayersimError, match=r"`labels` is torch.(float|int)"):
             lsim.LogitLens(labels=bad)
-    for names in (["a", "b"], np.array(["a", "b"]), object()):
+    for names in (["a", "b"], np.array(["a", "b"]), object(), [[1, 2], [3]]):
         with pytest.raises(lsim.LayersimError, match="`labels` is ") as error:
             lsim.LogitLens(labels=names)
         assert "shape (0" not in str(error.value)

@@ -124,6 +124,17 @@ def test_a_text_may_end_like_a_path(llama):
     assert analyze(llama, "notes.txt\n").provenance.tokens > 1
 
 
+def test_a_text_may_be_the_name_of_a_folder(llama, tmp_path, monkeypatch):
+    (tmp_path / "w3").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert analyze(llama, ["w3", "w4 w5"]).provenance.sequences == 2
+
+
+def test_a_lone_surrogate_is_named(llama):
+    with pytest.raises(lsim.LayersimError, match=r"^`data`.* row 1.*ud83d"):
+        analyze(llama, ["w3 w4", "w3 \ud83d w4"])
+
+
 def test_paths_in_a_list_are_no_texts(llama, tmp_path):
     (tmp_path / "story").write_text("w3")
     for data in ([str(tmp_path / "story")], str(tmp_path)):
@@ -156,10 +167,12 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
     (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
     (tmp_path / "table.parquet").write_bytes(b"no parquet")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "set")
+    (tmp_path / "utf-16").write_bytes("w3 w4".encode("utf-16-le"))
     (tmp_path / "folder").mkdir()
     for name, text in {
         "weights.txt": "^`--data` is .*weights.txt.*UTF-8",
         "table.parquet": "^`--data` is .*table.parquet.*UTF-8",
+        "utf-16": "^`--data` is .*utf-16.*UTF-8",
         "folder": "^`--data` is .*folder",
         "set": "^`--data` is .*set.* split test",
         "nothing.jsonl": "^`--data` is .*nothing.jsonl",

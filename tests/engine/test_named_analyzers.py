@@ -87,6 +87,14 @@ def test_compare_and_compare_grid_return_a_report_of_the_names():
         )
 
 
+@pytest.mark.parametrize(
+    ("analyzers", "says"), [({"cka": lsim.Cosine()}, "'cka'.*CKA"), ({"head": lsim.LogitLens()}, "'head'.*estimate")]
+)
+def test_the_name_of_another_analyzer_or_of_a_cost_is_refused(analyzers, says):
+    with pytest.raises(lsim.LayersimError, match=f"`analyzers`.*{says}"):
+        choose_analyzers(analyzers)
+
+
 def test_attach_and_estimate():
     model = tiny_llama()
     with lsim.attach(model, lenses()) as probe:

@@ -96,6 +96,8 @@ class TestPrompt:
             r"^`positions` is \[\];": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", positions=[]),
             r"`positions` is \[\];": lambda: lsim.prompts.block_jacobians(model, tokens, positions=[]),
             r"`positions`.*\('a', 1\)": lambda: lsim.prompts.block_jacobians(model, tokens, positions=[("a", 1)]),
+            r"`positions`.*\(8, 8\)": lambda: lsim.prompts.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
+            r"`positions`.*\(0, 0\)": lambda: lsim.prompts.block_jacobians(model, tokens, positions=[0, -9]),
             "`memory_mb`.*nan": lambda: lsim.prompts.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):

@@ -91,11 +91,13 @@ def compare_models(call: CommandCall) -> None:
     Examples:
     tl-layersim compare demo demo-aligned
     tl-layersim compare gpt2 gpt2-medium --analyzers cka,mutual_knn
-    tl-layersim compare base/ tuned/ --analyzers cosine --at attn_out
+    tl-layersim compare base/ tuned/ --analyzers cka --at attn_out
     """
     from .. import compare
+    from ..engine.run_arguments import refuse_no_comparison
 
     analyzers = chosen_analyzers(call)
+    refuse_no_comparison(analyzers)
     prepare(call)
     data = read_data(call)
     result: Any = compare(opened(call, "model_a"), opened(call, "model_b"), data, analyzers, **call.of("compare"))

@@ -153,7 +153,11 @@ def _read_file(path: Path) -> Any:
             ".parquet": pandas.read_parquet,
         }
         return readers[path.suffix](path)
-    return [paragraph for paragraph in path.read_text(encoding="utf-8").split("\n\n") if paragraph.strip()]
+    text = path.read_text(encoding="utf-8")
+    # UTF-16 text is also valid UTF-8, with a zero byte beside each letter.
+    if "\0" in text:
+        raise ValueError("it holds zero bytes")
+    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
 
 
 def read_data(call: CommandCall, of_prompts: bool = False) -> Data:

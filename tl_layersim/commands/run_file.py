@@ -37,7 +37,8 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         arguments: cyclopts' arguments, with the values of the command line.
 
     Raises:
-        LayersimError: the file cannot be read, or sets an unknown option or one that only the command line may set.
+        LayersimError: the file cannot be read, belongs to another command, or sets an unknown option or one that only the
+            command line may set.
     """
     from cyclopts.config import Dict
 
@@ -46,7 +47,10 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     if "config" not in given:
         return
     path = Path(given["config"][-1].value)
-    found = {name: value for name, value in parsed_run_file(path).items() if name not in (COMMAND, RECORD)}
+    found = parsed_run_file(path)
+    if (other := found.pop(COMMAND, commands[-1])) != commands[-1]:
+        raise LayersimError(f"`--config` is {path}, a run file of {other}; it must be a run file of {commands[-1]}.")
+    found.pop(RECORD, None)
     for name, value in found.items():
         # Cyclopts would accept other spellings too, such as trustRemoteCode.
         if name not in known:

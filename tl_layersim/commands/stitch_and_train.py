@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import LayersimError
 from .models_and_data import evaluation_data, named_data, named_model, opened, read_data, read_held_out
 from .options import CommandCall, command, stitch_point
 from .output import make_folder, prepare, print_run, write_report, written
@@ -113,6 +114,8 @@ def train_model(call: CommandCall) -> None:
     start = AlignedTraining.paper_gpt2() if call.options["paper"] else AlignedTraining()
     settings = call.of("AlignedTraining")
     if (rank := call.options["lora"]) is not None:
+        if rank < 1:
+            raise LayersimError(f"`lora` is {rank}; it must be an int of 1 or more.")
         from peft import LoraConfig
 
         settings["lora"] = LoraConfig(r=rank, target_modules="all-linear")

@@ -227,6 +227,10 @@ class Batches:
     def __post_init__(self) -> None:
         if isinstance(self.data.source, str | Path):
             refuse_path(self.data.source)
+        if self.data.seq_len and self.model.context and self.data.seq_len > self.model.context:
+            raise LayersimError(
+                f"`seq_len` is {self.data.seq_len}; it must be at most {self.model.context}, the context of {self.model.name}."
+            )
         if self.data.pack and self.model.reads_rows:
             raise LayersimError(
                 f"`pack` is True, which joins texts, but the head of {self.model.name} makes one prediction per row. Pass "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
-from ..core.errors import warn
+from ..core.errors import LayersimError, warn
 from ..core.wording import brief
 from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
@@ -171,6 +171,10 @@ class Data:
     add_generation_prompt: bool = False
     # By model properties that the rows depend on.
     _kept: dict[Hashable, KeptRows] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.seq_len and self.skip_first >= self.seq_len:
+            raise LayersimError(f"`skip_first` is {self.skip_first}; it must be below `seq_len`, which is {self.seq_len}.")
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:

@@ -19,12 +19,13 @@ NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
 LABELS = ("labels", "label")
 
 
-def number_tensor(values: Any, name: str = "data") -> Tensor:
+def number_tensor(values: Any, name: str = "data", allowed: str = "numbers, in rows of equal shape") -> Tensor:
     """Convert numbers or bools to a tensor on the CPU.
 
     Args:
         values: a tensor, an array, a number, or lists of these, all of one shape.
         name: the argument or the column that holds the values, for the message.
+        allowed: description of allowed values, for the message.
 
     Raises:
         LayersimError: the values are no numbers, or have different shapes.
@@ -37,9 +38,7 @@ def number_tensor(values: Any, name: str = "data") -> Tensor:
     try:
         return _joined(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise LayersimError(
-            f"`{name}` is {brief(values)}; it must hold numbers, in rows of equal shape: {first_line(error)}."
-        ) from error
+        raise LayersimError(f"`{name}` is {brief(values)}; it must hold {allowed}: {first_line(error)}.") from error
 
 
 def _joined(values: Any) -> Tensor:
@@ -89,7 +88,7 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
                 f"`labels` is {labels!r}; it must be 'next_token', 'data'{other}, or a tensor or list of labels."
             )
         return labels
-    table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels), "labels")
+    table = number_tensor(labels if isinstance(labels, Tensor | list | tuple) else np.array(labels), "labels")
     if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
         raise LayersimError(
             f"`labels` is {table.dtype} of shape {tuple(table.shape)}; it must be integers, one for each row or each position, "

@@ -136,7 +136,7 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
     Raises:
-        LayersimError: the rows have different inputs.
+        LayersimError: the rows have different inputs, or inputs of different shapes.
     """
     names = list(dict.fromkeys(name for row in rows for name in row.inputs))
     along = frozenset(name for row in rows for name in row.positional)
@@ -148,6 +148,9 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
         if name in along or name in apart:
             longest = width if name in along else max(len(part) for part in parts)
             parts = [torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])]) for part in parts]
+        if len(shapes := {tuple(part.shape) for part in parts}) > 1:
+            found = " and ".join(map(str, sorted(shapes)[:2]))
+            raise LayersimError(f"`data` has rows with `{name}` of different shapes, such as {found}. Pass `batch_size=1`.")
         batch[name] = torch.stack(parts)
     return batch, along
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..core.code_digests import ValueNames
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from .labels import number_tensor
 
 PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
@@ -128,19 +130,23 @@ class Positions:
             raise LayersimError("`positions` is a function of token ids, but the rows have no token ids. Use a slice.")
 
     def _chosen(self, tokens: Tensor) -> Tensor:
-        """The mask or the indices that the function returns for the attended tokens of a row."""
+        """Indices that the function selects among the attended tokens of a row."""
         assert callable(self.rule)
-        found = number_tensor(self.rule(tokens), "positions")
-        if not found.numel():
-            # An empty list becomes a float tensor.
-            return found.long()
-        # A mask as integers would select the positions 0 and 1.
-        if found.dtype != torch.bool and len(torch.unique(found)) < found.numel():
-            raise LayersimError(
-                f"`positions` returned an index twice for a row of {len(tokens)} tokens; it must return a bool mask or "
-                "indices without repeats."
-            )
-        return found
+        given, count = self.rule(tokens), len(tokens)
+        # None and texts are no tensors, and floats and numbers out of range no indices.
+        with suppress(LayersimError, IndexError):
+            found = number_tensor(given)
+            if not found.numel():
+                # An empty list becomes a float tensor.
+                return found.long()
+            chosen = torch.arange(count)[found]
+            # A mask as integers would select the positions 0 and 1.
+            if chosen.dim() < 2 and (found.dtype == torch.bool or len(torch.unique(chosen)) == chosen.numel()):
+                return chosen
+        raise LayersimError(
+            f"`positions` returned {brief(given)} for a row of {count} tokens; it must return a bool mask of the row, or "
+            f"indices from {-count} to {count - 1} without repeats."
+        )
 
 
 def as_rule(text: str | None) -> str | slice | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,8 @@ class Reader:
             data: data of any accepted kind.
             level: see `Level`.
         """
+        if self.data.column is not None and (isinstance(data, str | np.ndarray | Tensor) or _is_ids(data)):
+            raise LayersimError(f"`column` is {self.data.column!r}, but `data` holds {brief(data)}, which has no columns.")
         if isinstance(data, str):
             yield Text(data)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
@@ -104,7 +107,7 @@ class Reader:
         elif hasattr(data, "columns") and hasattr(data, "to_dict"):
             # A pandas table, which iterates over the names of its columns.
             yield from self._mapping({name: data[name].tolist() for name in data.columns}, "batch")
-        elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
+        elif _is_ids(data):
             yield from self._table(data, level)
         elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.data.column is None and is_chat(data):
             yield Text(None, messages=data)
@@ -135,6 +138,10 @@ class Reader:
         yield from self._rows({column: table}, column, column, level)
 
     def _image(self, image: Any) -> Iterator[Row]:
+        if self.model.main_input != PIXELS:
+            raise LayersimError(
+                f"`data` holds an image ({type(image).__name__}), but {self.model.name} takes `{self.model.main_input}`."
+            )
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
@@ -168,6 +175,11 @@ class Reader:
         self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
     ) -> Iterator[Text | Row]:
         columns = [column] if isinstance(column, str) else list(column or ())
+        if not set(columns) & data.keys() and is_chat(data):
+            raise LayersimError(
+                f"`data` has one chat message per row, with the fields {list(data)}. Pass a list of messages for each chat: "
+                "[[{'role': 'user', 'content': '...'}, ...], ...]."
+            )
         if not columns or not set(columns) <= data.keys():
             raise unclear_columns(data, column, self.model)
         values = data[columns[0]]
@@ -193,7 +205,11 @@ class Reader:
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
         """Yield the texts of a column, or the pairs of texts of two columns."""
         alone = not isinstance(data[columns[0]], list)
-        texts = list(zip(*([data[name]] if alone else data[name] for name in columns), strict=True))
+        sides = [[data[name]] if alone else data[name] for name in columns]
+        if len({len(side) if isinstance(side, list) else None for side in sides}) > 1:
+            held = " and ".join(f"{brief(side)} in {name!r}" for name, side in zip(columns, sides, strict=True))
+            raise LayersimError(f"`data` has {held}; both columns must hold one text for each row.")
+        texts = list(zip(*sides, strict=True))
         rows = rows_of(inputs, None if alone else len(texts))
         for parts, label, own in zip(texts, self._classes(data, len(texts)), rows, strict=True):
             # A pair without one of its texts is a row without text.
@@ -280,9 +296,14 @@ class Reader:
 def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, list[Tensor]]:
     """Convert values to rows of token ids. Returns whether they are a single row, and the rows."""
     nested = isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray)
-    ragged = nested and len({len(row) for row in values if row is not None}) > 1
+    ragged = False
+    # A number among the rows has no length.
+    with suppress(TypeError):
+        ragged = bool(nested) and len({len(row) for row in values if row is not None}) > 1
     rows: list[Tensor] = []
-    for table in [number_tensor(row, column) for row in values] if ragged else [number_tensor(values, column)]:
+    allowed = "only texts, or only rows of token ids"
+    tables = [number_tensor(row, column, allowed) for row in values] if ragged else [number_tensor(values, column, allowed)]
+    for table in tables:
         unlike_ids = table.is_floating_point() or table.dtype == torch.bool
         if table.numel() and (unlike_ids or table.dim() not in ((1,) if ragged else (1, 2))):
             raise LayersimError(
@@ -344,6 +365,11 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
     return torch.ones(length, dtype=torch.bool)
 
 
+def _is_ids(data: Any) -> bool:
+    """Whether data is a list of ints, a single row of token ids."""
+    return isinstance(data, list) and bool(data) and all(isinstance(x, int) and not isinstance(x, bool) for x in data)
+
+
 def _level_of_items(data: Any) -> Level:
     """Kind of the items of an iterable: "row" for a data set, "batch" for a DataLoader, else "either"."""
     if hasattr(data, "column_names") and hasattr(data, "features"):
@@ -355,14 +381,16 @@ def refuse_path(text: Any) -> None:
     """Raise an error if a text is a path. It would be read as a text of a few tokens.
 
     Raises:
-        LayersimError: the text is a path, names an existing file or folder, or ends like a file name.
+        LayersimError: the text is a path, names an existing file, is the path of a folder, or ends like a file name.
     """
     name = os.fspath(text) if isinstance(text, os.PathLike) else text
-    if not isinstance(name, str):
+    if not isinstance(name, str) or "\n" in name:
         return
     # "notes.txt" and "./my notes.txt" name files, also if they do not exist; "see notes.txt" is a text.
-    named = name.lower().endswith(FILES) and (name.startswith((".", "~", os.sep)) or not re.search(r"\s", name))
-    if isinstance(text, os.PathLike) or named or os.path.exists(name):
+    starts = (os.sep, f".{os.sep}", f"..{os.sep}", "~")
+    named = name.lower().endswith(FILES) and (name.startswith(starts) or not re.search(r"\s", name))
+    # A word such as "docs" is a text, also if the working folder has a folder of this name.
+    if isinstance(text, os.PathLike) or named or os.path.isfile(name) or (os.sep in name and os.path.isdir(name)):
         raise LayersimError(
             f"`data` is the path of a file or folder, {name!r}. Pass its contents: Path(path).read_text(), split into texts, "
             "or datasets.load_from_disk(path)."

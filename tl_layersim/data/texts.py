@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.wording import brief
+from ..core.wording import brief, first_line
 from .data import Data, Notes
 from .non_token_inputs import ATTACH, as_plain, decoder_alone, innermost, reads_decoder
 from .row import ModelInputs, Row
@@ -106,13 +106,15 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
         longest: number of tokens to which the tokenizer cuts each text; None to cut none.
 
     Raises:
-        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing.
+        LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or not Unicode.
     """
     for one in texts:
         if one.text is None:
             raise LayersimError(
                 f"`data` has no text in row {one.number}. Leave such rows out: data.filter(...), table.dropna()."
             )
+        for text in [one.text] if one.second is None else [one.text, one.second]:
+            _refuse_unreadable(text, one.number)
     tokenizer = tokenizer_of(model)
     specials = adds_specials(tokenizer)
     sides = [[one.text for one in texts]]
@@ -136,6 +138,19 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
         _undoubled(replace(one, ids=ids, segments=own), tokenizer)
         for ids, own, one in zip(found["input_ids"], segments, texts, strict=True)
     ]
+
+
+def _refuse_unreadable(text: Any, number: int) -> None:
+    """Raise an error if a text of row `number` is no text, or holds a code point that no tokenizer reads."""
+    if not isinstance(text, str):
+        raise LayersimError(f"`data` has {brief(text)} in row {number}; a pair must hold two texts.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LayersimError(
+            f"`data` has a lone surrogate in row {number}, which no tokenizer reads: {first_line(error)}. Replace it with "
+            "text.encode('utf-8', 'replace').decode()."
+        ) from error
 
 
 def _undoubled(text: Text, tokenizer: Any) -> Text:
@@ -236,12 +251,26 @@ class TextRows:
         """Tokenise a chat. All special tokens come from its template: no BOS is added.
 
         Raises:
-            LayersimError: `positions` is "assistant", and the template does not mark the assistant's tokens.
+            LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
         """
         tokenizer, messages = tokenizer_of(self.model), _text_messages(chat.messages, chat.number)
-        template: str = tokenizer.get_chat_template(self.data.chat_template)
+        try:
+            template: str = tokenizer.get_chat_template(self.data.chat_template)
+        except (AttributeError, ValueError):
+            raise LayersimError(
+                f"`data` holds chats, but the tokenizer of {self.model.name} has no chat template. Pass "
+                "`Data(..., chat_template=...)`."
+            ) from None
         given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        # A template may raise any error.
+        except Exception as error:
+            raise LayersimError(
+                f"`data` has a chat in row {chat.number} that the chat template cannot render: {type(error).__name__}: "
+                f"{first_line(error)}."
+            ) from error
+        _refuse_unreadable(text, chat.number)
         if self.data.selection.rule != "assistant":
             return replace(chat, ids=tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if not GENERATION.search(template):

@@ -22,6 +22,9 @@ from ..sources.open_local import OpenedModel
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000
 
+# Parts of the model in the costs that `estimate` returns, beside the names of analyzers.
+COSTS = ("forward", "head")
+
 if TYPE_CHECKING:
     AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
 else:
@@ -42,6 +45,10 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         for name, item in analyzers.items():
             _check_name(name, "`analyzers` has the key")
             chosen[name] = _analyzer_of(item)
+            other = find_analyzers().get(name)
+            if name in COSTS or (other is not None and not isinstance(chosen[name], other)):
+                owner = "`estimate` uses for a part of the model" if other is None else f"is the name of {other.__name__}"
+                raise LayersimError(f"`analyzers` has the key {name!r}, which {owner}. Choose another key.")
     else:
         for item in map(_analyzer_of, analyzers if is_several(analyzers) else [analyzers]):
             _check_name(getattr(item, "name", None), f"`name` of {type(item).__name__} is")
@@ -102,14 +109,16 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
     """Copy of a model description with another tokenizer or image processor. None changes nothing."""
     if tokenizer is None:
         return model
-    if getattr(tokenizer, "image_processor", None) is not None:
-        # A processor of both texts and images.
-        return replace(model, tokenizer=getattr(tokenizer, "tokenizer", None), processor=tokenizer.image_processor)
-    if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
-        return replace(model, processor=tokenizer)
-    if not callable(tokenizer):
-        raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or an image processor.")
-    return replace(model, tokenizer=tokenizer)
+    # A class, such as AutoTokenizer, has some attributes of its instances.
+    if not isinstance(tokenizer, type):
+        if getattr(tokenizer, "image_processor", None) is not None:
+            # A processor of both texts and images.
+            return replace(model, tokenizer=getattr(tokenizer, "tokenizer", None), processor=tokenizer.image_processor)
+        if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
+            return replace(model, processor=tokenizer)
+        if callable(tokenizer) and hasattr(tokenizer, "bos_token_id"):
+            return replace(model, tokenizer=tokenizer)
+    raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or an image processor.")
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:

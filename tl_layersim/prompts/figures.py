@@ -178,7 +178,7 @@ def trajectory_pca(
             be compared.
 
     Raises:
-        LayersimError: there are fewer than three tokens, or the residuals of all tokens are equal.
+        LayersimError: there are fewer than three tokens, no layer is kept, or the residuals of all tokens are equal.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17, whose rows are all, shallow and deep layers.
@@ -191,6 +191,9 @@ def trajectory_pca(
         (torch.Size([9, 2]), True)
     """
     source = open_source(model)
+    layers = source.model.layers[sites]
+    if not layers:
+        raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")
     options = {"fit": fit} | ({} if sites == slice(None) else {"sites": str(sites)})
     kernel = partial(pca_kernel, whole=fit == "path")
     out, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
@@ -202,7 +205,7 @@ def trajectory_pca(
         values=out["coordinates"].double()[:, sites],
         explained=out["explained"].double(),
         tokens=tokens,
-        layers=source.model.layers[sites],
+        layers=layers,
         provenance=provenance,
     )
 

@@ -192,7 +192,7 @@ def block_jacobians(
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        pairs[:] = [pair_of(one, tokens) for one in requested]
+        pairs[:] = _each_once([pair_of(one, tokens) for one in requested])
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
@@ -272,7 +272,7 @@ def coupling_matrices(
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        where[:] = connections_of(along, chosen, token, positions, tokens)
+        where[:] = _each_once(connections_of(along, chosen, token, positions, tokens))
         picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
         return partial(
             matrices_kernel,
@@ -329,6 +329,14 @@ def token_of(position: int, tokens: int) -> int:
             f"A token position is {position}; it must be from 0 to {tokens - 1}, or from -1 to {-tokens} to count from the end."
         )
     return position % tokens
+
+
+def _each_once(chosen: list[Any]) -> list[Any]:
+    """Return the pairs or connections, which end in t_in and t_out; raise an error if one occurs twice."""
+    if len(set(chosen)) < len(chosen):
+        twice = next(one[-2:] for one in chosen if chosen.count(one) > 1)
+        raise LayersimError(f"`positions` selects (t_in, t_out) = {twice} more than once; it must select each pair once.")
+    return chosen
 
 
 def connections_of(

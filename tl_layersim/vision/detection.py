@@ -136,6 +136,8 @@ class AnnotatedImages:
             )
 
     def _add(self, annotations: Any) -> None:
+        if isinstance(annotations, Mapping | str) or not isinstance(annotations, Iterable):
+            raise LayersimError(f"`labels` is {brief(annotations)}; it must be a list with an entry for each image: {SHAPE}.")
         for one in annotations:
             self.objects.append(as_objects(one, len(self.objects), self.classes))
 
