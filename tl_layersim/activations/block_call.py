@@ -49,7 +49,7 @@ class BlockCall:
 
     @property
     def hidden(self) -> Tensor:
-        """The residual before the block, `batch pos d_model`."""
+        """The residual before the block (`batch pos d_model`)."""
         residual: Tensor = self.args[self.key] if isinstance(self.key, int) else self.kwargs[self.key]
         return residual
 
@@ -371,7 +371,7 @@ class FewTokens:
         return value.expand(len(self.row), *value.shape[1:])
 
     def _mask(self, given: Any) -> Tensor:
-        """The attention mask of the tokens, `sample head token pos`. It holds bools, or numbers to add to the scores."""
+        """The attention mask of the tokens (`sample head token pos`). It holds bools, or numbers to add to the scores."""
         pos, at = self.pos, self.at
         if given is None:
             later = torch.arange(pos, device=at.device) > at[:, :, None]
@@ -417,7 +417,7 @@ class FewTokens:
                 arguments[name] = type(value)(taken) if type(value) in (list, tuple) else taken[0]
             elif name != "attention_mask":
                 if any(isinstance(x, Tensor) and self.pos in x.shape for x in parts):
-                    raise ValueError(f"`{name}` has an axis of positions that cannot be reduced to single tokens")
+                    raise ValueError(f"single tokens cannot be selected from `{name}`, which has an axis of positions")
                 arguments[name] = value
         arguments[self.cache] = FixedCache(self.key, self.value)
 

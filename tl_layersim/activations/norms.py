@@ -62,7 +62,7 @@ def norms(x: Tensor) -> Tensor:
 
 
 def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
-    """Whether centred samples differ from zero by more than rounding error, `layer sample`.
+    """Whether centred samples differ from zero by more than rounding error (`layer sample`).
 
     A difference within rounding error has no direction: its cosine, or its weight in CKA, would be arbitrary.
 

@@ -238,7 +238,7 @@ def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Te
 
 
 class SiteBuffer:
-    """Buffer of activations, `site sample width`, filled site by site.
+    """Buffer of activations (`site sample width`) that is filled site by site.
 
     Each site is copied as soon as it is read, so that the model can free its activations.
 

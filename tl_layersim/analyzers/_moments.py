@@ -83,7 +83,7 @@ def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: p
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: partial[Tensor] | None) -> Draws:
-    """Draw samples for the permutation null from one pool of rows. Returns a dict of their indices, `row position`, by part.
+    """Draw samples for the permutation null from one pool of rows. Returns a dict of their indices (`row position`) by part.
 
     Whole rows are permuted at positions that all of them have. A single sample is a row of one position.
 
@@ -168,7 +168,7 @@ def cross_products(
 
 
 def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
-    """Products x'y of pairs of sites, `pair width_x width_y`. With `later`, each unordered pair occurs once."""
+    """Products x'y of pairs of sites (`pair width_x width_y`). With `later`, each unordered pair occurs once."""
     width = y.shape[-1]
     flat = rearrange(y, "site sample d -> sample (site d)").contiguous()
     counts = [len(y) - site * later for site in range(len(x))]
@@ -298,7 +298,7 @@ class Sites:
         self.defined = self.variance > ROUNDING * self.square
 
     def covariance(self, site: int) -> Tensor:
-        """Covariance of a site with itself, `width width`."""
+        """Covariance of a site with itself (`width width`)."""
         return self._own[site] / self._samples - torch.outer(self.mean[site], self.mean[site])
 
 
@@ -359,7 +359,7 @@ class Covariances:
         return [(row, list(range(first, columns))) for row, first in enumerate(start) if first < columns]
 
     def between(self, row: int, columns: list[int]) -> Tensor:
-        """Covariances of the site `row` with the sites `columns`, `column row_width column_width`."""
+        """Covariances of the site `row` with the sites `columns` (`column row_width column_width`)."""
         products = torch.stack([self._product(row, column) for column in columns])
         return products / self.samples - self.rows.mean[row][:, None] * self.columns.mean[columns][:, None]
 
@@ -367,7 +367,7 @@ class Covariances:
         return cross.view(*self._sizes, *cross.shape[1:]) if self.two_models else cross
 
     def _product(self, row: int, column: int) -> Tensor:
-        """Cross-products of two sites, `row_width column_width`. Within one model, each pair of sites is stored once."""
+        """Cross-products of two sites (`row_width column_width`). Within one model, each pair of sites is stored once."""
         if self.two_models:
             return self._cross[row, column]
         if row > column:
@@ -433,7 +433,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
         return PoolKernel(self.read, self.whole_rows, EXCHANGED, draw, sums)
 
     def defined_pairs(self, run: Run, sides: Sequence[Tensor], count: int) -> Tensor:
-        """Mask of the pairs of sites that have a value, `row column`. Warns of sites whose samples are all equal.
+        """Mask of the pairs of sites that have a value (`row column`). Warns of sites whose samples are all equal.
 
         Args:
             run: the finished run.

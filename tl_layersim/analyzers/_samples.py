@@ -28,7 +28,7 @@ COUNTED_ROWS = 2**19
 
 
 def samples(view: View, *, level: str, pool: str) -> Tensor:
-    """Vectors that an analyzer compares, `layer sample d_model`: those of counted tokens, or one for each row.
+    """Vectors that an analyzer compares (`layer sample d_model`): those of counted tokens, or one for each row.
 
     Args:
         view: activations of one batch.
@@ -142,7 +142,7 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row:
 
 
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw a grid of samples: rows, and positions that all these rows have. Returns indices, `row position`.
+    """Draw a grid of samples: rows, and positions that all these rows have. Returns indices (`row position`).
 
     Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
     numbers of samples of the rows alone.
@@ -182,7 +182,7 @@ def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows
 
 
 def draw_orders(count: int, rows: int, key: int) -> Tensor:
-    """Random orders of the rows, `order row`. Cyclic shifts of each order give the permutations.
+    """Random orders of the rows (`order row`). Cyclic shifts of each order give the permutations.
 
     Args:
         count: number of permutations that the orders must give.
@@ -195,7 +195,7 @@ def draw_orders(count: int, rows: int, key: int) -> Tensor:
 
 
 def draw_permutations(count: int, rows: int, key: int) -> Tensor:
-    """Permutations of the rows, `permutation row`: cyclic shifts of random orders.
+    """Permutations of the rows (`permutation row`): cyclic shifts of random orders.
 
     Each permutation is uniformly distributed. Those of one order send a row to different places, and the similarities of
     all of them follow from one Fourier transform. The first permutations of a larger count are those of a smaller one.

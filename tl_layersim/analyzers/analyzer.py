@@ -345,7 +345,7 @@ class SampleAnalyzer(Analyzer):
 
     @property
     def read(self) -> partial[Tensor]:
-        """Function that returns the samples, `site sample width`, from the activations of a batch (a `View`)."""
+        """Function that returns the samples (`site sample width`) from the activations of a batch (a `View`)."""
         return partial(samples, level=self.level, pool=self.pool)
 
 

@@ -226,7 +226,7 @@ class BlockCouplingResult(Result):
 
     @property
     def null_coupling(self) -> Tensor:
-        """Coupling expected for random vectors, `layer layer`. It is 1 - `null`, or -`null` with `normalize=False`."""
+        """Coupling expected for random vectors (`layer layer`). It is 1 - `null`, or -`null` with `normalize=False`."""
         return float(self.normalize) - self.null
 
     def measured_on(self, field: str) -> str:

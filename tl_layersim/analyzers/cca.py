@@ -269,7 +269,7 @@ def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[Wh
 
 
 def _means(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> Tensor:
-    """Mean canonical correlation of all pairs, `row column`."""
+    """Mean canonical correlation of all pairs (`row column`)."""
     out = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
     for (row, column), matrix in _whitened_covariances(products, rows, columns, itself=True).items():
         out[row, column] = torch.linalg.svdvals(matrix).clamp(max=1).mean()

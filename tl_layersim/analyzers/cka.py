@@ -247,7 +247,7 @@ class CKA(MinibatchAnalyzer):
 
 
 def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
-    """Denominator of CKA, `row column`: sqrt(HSIC(x, x) HSIC(y, y))."""
+    """Denominator of CKA (`row column`): sqrt(HSIC(x, x) HSIC(y, y))."""
     return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
 
 
@@ -277,7 +277,7 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
 
 
 def gram_matrices(x: Tensor, widths: tuple[int, ...] = ()) -> Tensor:
-    """Gram matrices of the centred samples, `layer n n`, in the dtype of the samples.
+    """Gram matrices of the centred samples (`layer n n`) in the dtype of the samples.
 
     The matrix of a layer is exactly 0 if its samples are equal up to rounding.
 
@@ -353,14 +353,14 @@ class RowTerms:
     total: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        """All terms of each layer as one vector, `layer term`, and the signs of the terms, `term`."""
+        """All terms of each layer as one vector (`layer term`) and the signs of the terms (`term`)."""
         parts = (self.pairs, self.with_row, self.of_sample, self.between, self.of_row, self.total[:, None])
         signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
         ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
         return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
 
     def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
-        """All terms grouped by pair of rows, `layer row row term`.
+        """All terms grouped by pair of rows (`layer row row term`).
 
         Also returns the signs of the terms that pair a row with itself, `term`.
 
@@ -550,7 +550,7 @@ def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def exact_biased_cka(sums: Sums) -> Tensor:
-    """CKA by the biased HSIC_0 over all samples, `row column`.
+    """CKA by the biased HSIC_0 over all samples (`row column`).
 
     It is |X'Y|^2 / (|X'X| |Y'Y|) for centred samples; NaN if not defined.
 

@@ -360,7 +360,7 @@ def _minimum_and_outliers(histogram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
-    """Whether exactly one block lies between each site and the site before it, `layer`.
+    """Whether exactly one block lies between each site and the site before it (`layer`).
 
     Args:
         layers: names of the sites, the input of block 0 first.
@@ -465,7 +465,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
 
 
 def _cosines(unit: Tensor, known: Tensor) -> Tensor:
-    """Cosines between the layers of each token, `token layer layer`; 0 if a vector has no direction.
+    """Cosines between the layers of each token (`token layer layer`); 0 if a vector has no direction.
 
     Args:
         unit: `layer token d_model`, vectors of norm 1.

@@ -164,7 +164,7 @@ class LinearPredictivity(CrossProductAnalyzer):
         )
 
     def _r2(self, train: Covariances, test: Covariances, defined: Tensor) -> Tensor:
-        """Held-out R2 of each column site, predicted from each row site, `row column`.
+        """Held-out R2 of each column site, predicted from each row site (`row column`).
 
         Args:
             train: covariances of the training samples.

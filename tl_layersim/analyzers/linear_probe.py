@@ -164,7 +164,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
-        """Numbers of training and of held-out samples in each class, each `class`.
+        """Number of training samples by class, and number of held-out samples by class.
 
         Args:
             first: sums of the first pass.
@@ -363,7 +363,7 @@ def labelled(view: View, labels: str | Tensor, split: partial[Tensor]) -> tuple[
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
-    """Index of each sample's group in the control task, `sample`: a hash of its token id or row.
+    """Index of each sample's group in the control task (`sample`): a hash of its token id or row.
 
     All samples of a group have the same random control label.
 
@@ -378,7 +378,7 @@ def control_part(view: View, control: str, seed: int) -> Tensor:
 
 
 def control_classes(counts: Tensor) -> Tensor:
-    """Control label of each group of the control task, `group`. Classes are as frequent as among the training samples.
+    """Control label of each group of the control task (`group`). Classes are as frequent as among the training samples.
 
     Args:
         counts: `class`, number of training samples in each class.

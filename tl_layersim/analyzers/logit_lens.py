@@ -415,7 +415,7 @@ def lens_kernel(
 
 
 def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
-    """Whether each block after the first raises the cosine to the last layer, `step position`.
+    """Whether each block after the first raises the cosine to the last layer (`step position`).
 
     Args:
         view: activations of one batch.

@@ -279,7 +279,7 @@ class NeuralCollapse(LabelledAnalyzer):
         )
 
     def _duality_gap(self, away: Tensor, classes: Tensor) -> Tensor:
-        """NC3 of each layer, `layer`; NaN without a classifier.
+        """NC3 of each layer (`layer`); NaN without a classifier.
 
         Args:
             away: class means minus the global mean, `layer class d_model`.
@@ -295,7 +295,7 @@ class NeuralCollapse(LabelledAnalyzer):
 
 
 def simplex_gap(away: Tensor) -> Tensor:
-    """NC2 of each layer, `layer`: mean over pairs of classes of |cos + 1 / (K - 1)|.
+    """NC2 of each layer (`layer`): mean over pairs of classes of |cos + 1 / (K - 1)|.
 
     Args:
         away: class means minus the global mean, `layer class d_model`.

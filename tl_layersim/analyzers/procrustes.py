@@ -142,7 +142,7 @@ class Procrustes(CrossProductAnalyzer):
 
 
 def _similarities(products: Covariances, own: Covariances, *, itself: bool) -> Tensor:
-    """Procrustes similarities, `row column`: nuclear norms of cross-covariances, divided by roots of variances.
+    """Procrustes similarities (`row column`): nuclear norms of cross-covariances, divided by roots of variances.
 
     Args:
         products: covariances between the sites.

@@ -386,7 +386,7 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
 
 
 def _differs(view: View) -> Tensor:
-    """Whether each block's replay differs from its output in the forward pass, `layer`. Block 0 is never replayed."""
+    """Whether each block's replay differs from its output in the forward pass (`layer`). Block 0 is never replayed."""
     every = torch.arange(len(view.position), device=view.position.device)
     differs = [False]
     for call in view.calls[1:]:

@@ -254,7 +254,7 @@ def _metrics(confusion: Tensor) -> tuple[float, Tensor, float]:
 
 
 def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> RegressionMetricsResult:
-    """Pearson and Spearman correlations of each layer's predictions, `layer row`, with the scores, `row`.
+    """Pearson and Spearman correlations of each layer's predictions (`layer row`) with the scores (`row`).
 
     Args:
         scores: the predictions.
@@ -304,7 +304,7 @@ def confusion_kernel(
     max_memory_gb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Confusion matrices of a classifier's lens predictions, `layer class class`.
+    """Confusion matrices of a classifier's lens predictions (`layer class class`).
 
     Args:
         view: activations of one batch.
@@ -336,7 +336,7 @@ def confusion_kernel(
 
 
 def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads | None = None) -> dict[str, Tensor]:
-    """Lens predictions of a regression head, `layer row`; zero for rows of other batches.
+    """Lens predictions of a regression head (`layer row`); zero for rows of other batches.
 
     Args:
         view: activations of one batch.

@@ -461,12 +461,12 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
 
 
 def _with_last(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
-    """Residuals of the tokens `start` to `end`, `layer token d_model`, with the last layer replaced by `last`."""
+    """Residuals of the tokens `start` to `end` (`layer token d_model`) with the last layer replaced by `last`."""
     return torch.cat([x[:-1, start:end], last[None, start:end]])
 
 
 def _angles(view: View, last: Tensor) -> Tensor:
-    """Angles between consecutive steps from token to token at each layer, `layer triple`, float64.
+    """Angles between consecutive steps from token to token at each layer (`layer triple`), float64.
 
     A triple is three consecutive positions of a row. NaN where two neighbours are equal: their step has no direction.
 

@@ -463,7 +463,7 @@ class MeteredBatch:
         self.sums = {name: _size(sums) for name, sums in self._pass(kernels).items()}
 
     def _pass(self, kernels: Mapping[str, AnyKernel]) -> dict[str, Sums]:
-        """Run kernels on the batch, count their FLOPs, and return their sums."""
+        """Run kernels on the batch and count their FLOPs. Returns the output of the kernels."""
         outputs = {}
         with OperationMeter(self.weights, self.head) as meter, without_values() if self.weightless else nullcontext():
             with meter.counting("forward"):

@@ -147,7 +147,7 @@ class Batch:
 
     @property
     def next_tokens(self) -> Tensor:
-        """The next token at each position, `batch pos`; `NO_LABEL` if no attended token follows."""
+        """The next token at each position (`batch pos`); `NO_LABEL` if no attended token follows."""
         if not self.has_tokens:
             return torch.full_like(self.tokens, NO_LABEL)
         return next_tokens(self.tokens, self.attention)
@@ -485,7 +485,7 @@ def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data")
 
 
 def next_tokens(tokens: Tensor, attention: Tensor) -> Tensor:
-    """The next token at each position, `batch pos`; `NO_LABEL` if no attended token follows."""
+    """The next token at each position (`batch pos`); `NO_LABEL` if no attended token follows."""
     following = torch.full_like(tokens, NO_LABEL)
     pair = attention[:, :-1] & attention[:, 1:]
     following[:, :-1] = torch.where(pair, tokens[:, 1:], NO_LABEL)

@@ -84,7 +84,7 @@ class RunsAtEnds:
         self.longest: Counter[tuple[str, int]] = Counter()
 
     def add(self, rows: Tensor, model: ModelInputs) -> None:
-        """Add a table of token ids, `row pos`, to the counts.
+        """Add a table of token ids (`row pos`) to the counts.
 
         Raises:
             LayersimError: a share of at least `EARLY_SHARE` of at least `EARLY_ROWS` rows has such a run, and the table has

@@ -73,7 +73,7 @@ class Positions:
         return ValueNames().function(self.rule)
 
     def select(self, tokens: Tensor, attention: Tensor, marks: Tensor | None = None) -> Tensor:
-        """Bool mask of the counted positions of one row, `pos`.
+        """Bool mask of the counted positions of one row (`pos`).
 
         Args:
             tokens: `pos`, the token ids of the row.
@@ -88,7 +88,7 @@ class Positions:
         if self.marked:
             if marks is None:
                 raise LayersimError(
-                    f"`positions` is {self.rule!r}, but `data` has neither a mask column of this name nor chats; it must be "
+                    f"`positions` is {self.rule!r}, but `data` has no mask column of this name and no chats. `positions` must be "
                     f"{', '.join(map(repr, RULES))}, a slice, a function, or the name of a column."
                 )
             chosen = left[marks[left]]
@@ -105,7 +105,7 @@ class Positions:
         return counted
 
     def select_rows(self, tokens: Tensor, attention: Tensor, continued: bool) -> Tensor:
-        """Bool mask of the counted positions in a forward pass, `batch pos`.
+        """Bool mask of the counted positions in a forward pass (`batch pos`).
 
         Args:
             tokens: `batch pos`, token ids.

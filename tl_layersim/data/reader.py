@@ -344,7 +344,7 @@ def _row_labels(label: Any, length: int) -> Tensor:
 
 
 def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> Tensor:
-    """The mask of one row, `pos`. It must be all ones if the number of positions is unknown.
+    """The mask of one row (`pos`). It must be all ones if the number of positions is unknown.
 
     Raises:
         LayersimError: the mask hides parts of an image or of features, or has the wrong shape.

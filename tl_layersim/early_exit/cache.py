@@ -53,7 +53,7 @@ class Columns:
 
 
 class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """Cached keys and values of one block, `row head column d_head`."""
+    """Cached keys and values of one block (`row head column d_head`)."""
 
     is_sliding = False
 

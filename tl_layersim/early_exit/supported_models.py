@@ -1,4 +1,4 @@
-"""Models that early exit supports, and checks of its logits.
+"""Checks that a model supports early exit, and that the logits of early exit are right.
 
 Supported are Hugging Face language models and classifiers in this process, on one device. The checks run a few synthetic
 tokens.

@@ -223,14 +223,14 @@ class LinearPath:
         self.right_share = torch.zeros_like(self.left_share)
 
     def directions(self, row: Tensor, sample: Tensor, connection: Tensor) -> Tensor:
-        """Input of a block on the linearised path and in the forward pass, `sample d_model 2`."""
+        """Input of a block on the linearised path and in the forward pass (`sample d_model 2`)."""
         x = self._residual(row, sample, connection, "hidden")
         if int(connection[0]) == 0:
             self.y[sample] = x
         return torch.stack([self.y[sample], x], -1)
 
     def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
-        """Extend the path by a block. `products`, `sample d_model 2`, are its Jacobian times `directions`."""
+        """Extend the path by a block. `products` (`sample d_model 2`) are its Jacobian times `directions`."""
         self.y[sample] += products[..., 0]
         before, after = (self._residual(row, sample, connection, of).double() for of in ("hidden", "output"))
         update, at = after - before, (sample, connection)
@@ -241,7 +241,7 @@ class LinearPath:
             share[at] = torch.einsum("pdk,pd->pk", basis[at].double(), direction).square()
 
     def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, of: str) -> Tensor:
-        """Residual at `t_in` before ("hidden") or after ("output") a block, `sample d_model`."""
+        """Residual at `t_in` before ("hidden") or after ("output") a block (`sample d_model`)."""
         x: Tensor = getattr(self.calls[self.which.block[int(connection[0])]], of)
         return x[row.to(x.device), self.which.t_in[sample, connection].to(x.device)].to(self.y)
 

@@ -138,7 +138,7 @@ class Jacobian:
         return int(self.differs) + 2 * int(self.no_skip)
 
     def _row_products(self) -> list[TokenProducts | RowProducts]:
-        """`RowProducts` of all samples, in groups with at most one sample per row."""
+        """Split the samples into groups without two samples of one row of the batch; returns the `RowProducts` of each."""
         parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):
@@ -155,7 +155,7 @@ class Jacobian:
 
     @property
     def step_error(self) -> Tensor:
-        """Error of finite differences: relative change of a product if the step is doubled, `sample`.
+        """Error of finite differences: relative change of a product if the step is doubled (`sample`).
 
         0 if gradients are used.
         """
@@ -199,6 +199,6 @@ class Jacobian:
         return out - self.skip * directions
 
     def dense(self) -> Tensor:
-        """The dense matrix J, `sample d_model d_model`: output by input."""
+        """The dense matrix J (`sample d_model d_model`): output by input."""
         eye = torch.eye(self.d_model, dtype=self.dtype, device=self.row.device).expand(len(self.row), -1, -1)
         return self.forward(eye) if self.differences else self.transposed(eye).mT

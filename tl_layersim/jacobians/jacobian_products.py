@@ -156,7 +156,7 @@ class TokenProducts:
             raise TokenReplayMismatch
 
     def lengthened_difference(self) -> Tensor:
-        """f(2cx) - f(cx) of the block f at its input x, `sample d_model`; c is `lengthening(x)`.
+        """f(2cx) - f(cx) of the block f at its input x (`sample d_model`); c is `lengthening(x)`.
 
         A pre-norm block with a skip connection gives about cx.
 
@@ -176,7 +176,7 @@ class TokenProducts:
         return adds_input(*self.graph(1))
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `product` to `directions`, `sample d_model n`, in chunks of equal size.
+        """Apply `product` to `directions` (`sample d_model n`) in chunks of equal size.
 
         The last chunk is padded with zeros.
         """
@@ -265,7 +265,7 @@ class RowProducts:
         return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
 
     def lengthened_difference(self) -> Tensor:
-        """f(2cx) - f(cx) of the block f at its input x, `sample d_model`; c is `lengthening(x)`."""
+        """f(2cx) - f(cx) of the block f at its input x (`sample d_model`); c is `lengthening(x)`."""
         x = self.x.detach()
         with torch.no_grad(), plain_attention():
             return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
@@ -275,7 +275,7 @@ class RowProducts:
         return not self.differences and adds_input(self.x, self.y)
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `product` to `directions`, `sample d_model n`, in chunks."""
+        """Apply `product` to `directions` (`sample d_model n`) in chunks."""
         images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
         return torch.cat(images).permute(1, 2, 0)
 
@@ -310,7 +310,7 @@ class RowProducts:
         return image
 
     def _difference(self, step: Tensor) -> Tensor:
-        """Central differences (f(x + step) - f(x - step)) / 2 of the block f, `n sample d_model`."""
+        """Central differences (f(x + step) - f(x - step)) / 2 of the block f (`n sample d_model`)."""
         if not self.batched:
             return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))

@@ -36,7 +36,7 @@ def read_positions(view: View) -> Tensor | None:
 
 
 def read_vectors(view: View, x: Tensor) -> Tensor:
-    """The residuals that the head reads, `layer sample width`, before the final norm.
+    """The residuals that the head reads (`layer sample width`) before the final norm.
 
     If the head reads rows, a sample is the pooled vector of a row.
     """
@@ -65,7 +65,7 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
 def logits_of_layers(
     unembed: Unembed, x: Tensor, needs_norm: bool, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
 ) -> Tensor:
-    """Logits of all layers, `sample layer vocabulary`, from the output of `head_input`.
+    """Logits of all layers (`sample layer vocabulary`) from the output of `head_input`.
 
     The last layer always has its final norm.
 
@@ -274,7 +274,7 @@ def _count_above(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Ten
 
 
 def bad_logits(lens: dict[str, Tensor]) -> Tensor:
-    """Number of positions with non-finite logits, `layer`."""
+    """Number of positions with non-finite logits (`layer`)."""
     return (~(lens["best_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)
 
 
@@ -284,7 +284,7 @@ def _key_of(normed: bool, heads: LayerHeads | None) -> str:
 
 
 def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
-    """Index of the first block whose top-1 prediction stays the same until the last layer, `token`.
+    """Index of the first block whose top-1 prediction stays the same until the last layer (`token`).
 
     Layers are read from the last one down, and only at tokens that have agreed so far.
 

@@ -295,7 +295,7 @@ def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
 
 
 def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
-    """Yield group labels, `relabeling model`, of all divisions into groups of these sizes, in chunks."""
+    """Yield group labels (`relabeling model`) of all divisions into groups of these sizes, in chunks."""
     rows = _divisions(tuple(range(sum(sizes))), tuple(sizes))
     while chunk := list(islice(rows, AT_ONCE)):
         yield torch.tensor(chunk)
@@ -319,7 +319,7 @@ def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) 
 
 
 def _random_relabelings(labels: Tensor, number: int, seed: int) -> Iterator[Tensor]:
-    """Yield randomly permuted group labels, `relabeling model`, in chunks."""
+    """Yield randomly permuted group labels (`relabeling model`) in chunks."""
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, number, AT_ONCE):
         order = torch.rand(min(AT_ONCE, number - start), len(labels), generator=generator).argsort(1)

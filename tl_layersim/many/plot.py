@@ -158,7 +158,7 @@ def plot_adjacency(
         raise LayersimError("`result` has normalize=False; `plot_adjacency` needs a result of BlockCoupling(normalize=True).")
 
     def strength_of(one: Any) -> Tensor:
-        """Mean coupling of both directions, `layer layer`, from 0 to 1."""
+        """Mean coupling of both directions (`layer layer`) from 0 to 1."""
         coupling = (one.null - one.values) / one.null.clamp(min=1e-9) if beyond_chance else one.coupling
         # A block has no edge to itself.
         mean: Tensor = (coupling + coupling.T) / 2

@@ -228,7 +228,7 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> di
 
 
 def pca_kernel(view: View, *, whole: bool) -> dict[str, Tensor]:
-    """A dict with the coordinates of residuals in a principal plane, `token residual component`, and the explained variance.
+    """A dict with the coordinates of residuals in a principal plane (`token residual component`), and the explained variance.
 
     Args:
         view: view of one row of tokens.

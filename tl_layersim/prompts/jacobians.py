@@ -361,7 +361,7 @@ def connections_of(
 def jacobians_kernel(
     view: View, *, blocks: tuple[int, ...], pairs: tuple[tuple[int, int], ...], method: str, memory_mb: float
 ) -> dict[str, Tensor]:
-    """A dict with the Jacobians of blocks on one prompt, `block pair d_model d_model`, and their errors.
+    """A dict with the Jacobians of blocks on one prompt (`block pair d_model d_model`) and their errors.
 
     Args:
         view: view of one row of tokens, with the calls of the blocks.

@@ -118,7 +118,7 @@ def loss_and_gradient(
 
 
 def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
-    """Residuals of a layer at the positions with a target, `token d_model`.
+    """Residuals of a layer at the positions with a target (`token d_model`).
 
     If the head pools positions, the result is the vectors after its final norm and its pooling.
 

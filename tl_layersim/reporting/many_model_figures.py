@@ -241,7 +241,7 @@ UPRIGHT, ACROSS = 2, 70
 
 
 def clusters(distances: Any) -> Any:
-    """Average-linkage clustering of models, `merge 4`, in scipy's linkage format.
+    """Average-linkage clustering of models (`merge 4`) in scipy's linkage format.
 
     The distance between two models is the mean over both directions, after negative distances are set to 0.
 

@@ -297,7 +297,7 @@ def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
 
 
 def _cancellation(residuals: Tensor) -> Tensor:
-    """The maximum residual norm up to a layer, divided by the norm at that layer, `layer pos`."""
+    """The maximum residual norm up to a layer, divided by the norm at that layer (`layer pos`)."""
     norms: Tensor = residuals.double().cpu().norm(dim=-1).nan_to_num()
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 

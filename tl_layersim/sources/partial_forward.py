@@ -162,7 +162,7 @@ class SplitModel(ABC):
         """
 
     def hidden(self, batch: Batch, layer: int) -> Tensor:
-        """The residual at a layer, `batch pos d_model`, padding included."""
+        """The residual at a layer (`batch pos d_model`), padding included."""
         return self.lower(batch, layer, _as_it_is)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:

@@ -161,7 +161,7 @@ class ActivationStore:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> Tensor:
-        """The residuals of a batch, `batch pos d_model`."""
+        """The residuals of a batch (`batch pos d_model`)."""
         if self._kept is None:
             return self.front.hidden(self.batches[index], self.layer)
         rows = self._kept[self._starts[index] : self._starts[index + 1]]

@@ -346,7 +346,7 @@ class StitchDescent(Descent):
         return {name: part + learnt[name] * self.units[name] for name, part in self.fixed.items()}
 
     def entering(self, index: int, learnt: Mapping[str, Tensor]) -> Tensor:
-        """The adapter's output for a batch, `batch pos d_back`."""
+        """The adapter's output for a batch (`batch pos d_back`)."""
         hidden = self.acts[index].to(self.back.device, self.dtype)
         x: Tensor = functional_call(self.start, self.parts_of(learnt), hidden)
         return x

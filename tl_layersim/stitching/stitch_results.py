@@ -148,7 +148,7 @@ class StitchResult(Result):
 
     @property
     def curve(self) -> Tensor:
-        """Training loss in nats, `step`; the same tensor as `values`."""
+        """Training loss in nats (`step`); the same tensor as `values`."""
         return self.values
 
     @property
@@ -349,7 +349,7 @@ class StitchGrid(Result):
 
     @property
     def penalty(self) -> Tensor:
-        """Stitching penalties in nats, `front back seam`. A seam is a stitch point. The same tensor as `values`."""
+        """Stitching penalties in nats (`front back seam`). A seam is a stitch point. The same tensor as `values`."""
         return self.values
 
     def declared(self, field: str = "values") -> Declaration:

@@ -113,7 +113,7 @@ class AlignedAdapters(Result):
 
     @property
     def losses(self) -> Tensor:
-        """Held-out cross-entropies in nats, `stage layer`; the same tensor as `values`."""
+        """Held-out cross-entropies in nats (`stage layer`); the same tensor as `values`."""
         return self.values
 
     def aligned(self, stage: str) -> float:

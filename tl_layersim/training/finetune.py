@@ -250,7 +250,7 @@ class AlignedResult(Result):
 
     @property
     def held_out_loss(self) -> Tensor:
-        """Held-out cross-entropies in nats, `look layer`, with one look for each evaluation. The same tensor as `values`."""
+        """Held-out cross-entropies in nats (`look layer`) with one look for each evaluation. The same tensor as `values`."""
         return self.values
 
     def measured_on(self, field: str) -> str:

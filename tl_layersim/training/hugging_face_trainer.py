@@ -180,5 +180,5 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Next-token targets of unshifted labels, `batch pos`. The target at a position is the label of the next position."""
+    """Next-token targets of unshifted labels (`batch pos`). The target at a position is the label of the next position."""
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], NO_LABEL)], 1)

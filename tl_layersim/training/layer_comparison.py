@@ -209,7 +209,7 @@ class LayerChange(Result):
 
     @property
     def cross_entropy(self) -> Tensor:
-        """Cross-entropies in nats, `model layer`; the same tensor as `values`."""
+        """Cross-entropies in nats (`model layer`); the same tensor as `values`."""
         return self.values
 
     def measured_on(self, field: str) -> str:

@@ -370,7 +370,7 @@ class DetectionResult(Result):
 
     @property
     def accuracy(self) -> Tensor:
-        """Fraction of matched queries that predict the class of their object, `layer`; the same as `values`."""
+        """Fraction of matched queries that predict the class of their object (`layer`); the same as `values`."""
         return self.values
 
     def measured_on(self, field: str) -> str:

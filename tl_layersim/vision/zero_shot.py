@@ -252,7 +252,7 @@ def _prompts_by_class(
         names = [class_names] if isinstance(class_names, str) else list(class_names)
         templates = [template] if isinstance(template, str) else list(template)
         if not templates or not all("{}" in each for each in templates):
-            raise LayersimError(f"`template` is {brief(template)}; it must contain {{}}, which the name of a class replaces.")
+            raise LayersimError(f"`template` is {brief(template)}; it must contain '{{}}', the place of the class name.")
         by_class = [[each.replace("{}", name) for each in templates] for name in names]
     else:
         given = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
