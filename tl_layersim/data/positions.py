@@ -88,8 +88,8 @@ class Positions:
         if self.marked:
             if marks is None:
                 raise LayersimError(
-                    f"`positions` is {self.rule!r}, but `data` has no mask column of this name and no chats. `positions` must be "
-                    f"{', '.join(map(repr, RULES))}, a slice, a function, or the name of a column."
+                    f"`positions` is {self.rule!r}, but `data` has no mask column of this name and no chats. `positions` "
+                    f"must be {', '.join(map(repr, RULES))}, a slice, a function, or the name of a column."
                 )
             chosen = left[marks[left]]
         elif callable(self.rule):
