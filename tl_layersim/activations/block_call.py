@@ -417,7 +417,7 @@ class FewTokens:
                 arguments[name] = type(value)(taken) if type(value) in (list, tuple) else taken[0]
             elif name != "attention_mask":
                 if any(isinstance(x, Tensor) and self.pos in x.shape for x in parts):
-                    raise ValueError(f"single tokens cannot be selected from `{name}`, which has an axis of positions")
+                    raise ValueError(f"`{name}` depends on the position, but cannot be cut to single tokens")
                 arguments[name] = value
         arguments[self.cache] = FixedCache(self.key, self.value)
 

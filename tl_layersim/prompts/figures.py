@@ -199,7 +199,7 @@ def trajectory_pca(
     out, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
-            f"`prompt` has {len(tokens)} tokens whose residuals are equal at the last layer, so there is no principal plane."
+            f"All {len(tokens)} tokens of `prompt` have the same residual at the last layer, so there is no principal plane."
         )
     return TrajectoryPCA(
         values=out["coordinates"].double()[:, sites],

@@ -124,8 +124,8 @@ class Model(ModelInputs):
         unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
         if unknown and argument is not None:
             raise LayersimError(
-                f"`{argument}` cannot be given for a model with {', '.join(unknown)}: a later run could not be "
-                "compared with this one. Write the hook or edit as a function that holds only numbers, texts and tensors."
+                f"`{argument}` needs a model that a later run can recognise, but {', '.join(unknown)} cannot be compared. "
+                "Write the hook or edit as a function that holds only numbers, texts and tensors."
             )
         # Another machine may have the same weights in another folder.
         which = self.weights_hash or self.name

@@ -90,8 +90,8 @@ class Probe:
             LayersimError: the positions of the rows are not known, or activations are not finite.
         """
         raise LayersimError(
-            "probe.read() measures traces of nnsight models. The probe of another model measures every forward pass inside its "
-            "`with` block."
+            "probe.read() is for nnsight models only. Leave it out: the probe of this model measures every forward pass "
+            "inside its `with` block."
         )
 
     @property
