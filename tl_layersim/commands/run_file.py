@@ -140,7 +140,7 @@ def _used_options(report: Any) -> dict[str, Any]:
 
 
 def _record_of(report: Any) -> dict[str, Any]:
-    """A dict of model, weights, data and versions of a run, to compare with a repetition."""
+    """A dict of the model, weights, data and package versions of a run."""
     run = next(iter(report.values())).provenance
     known = {"model": run.model, "weights": run.weights_hash, "data": run.data, "tokens": run.tokens}
     return known | {"versions": dict(run.versions)}
@@ -164,7 +164,7 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
 
 
 def shard_options(files: list[Path]) -> dict[str, Any] | None:
-    """The options of the command that measured these shards; None if a shard has no run file.
+    """Options of the command that measured the shards, from the first run file; None if a shard has no run file.
 
     Args:
         files: files of the shards, each with its run file in the same folder.

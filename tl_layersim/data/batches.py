@@ -104,7 +104,7 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Index of the first row of each forward pass, then the number of rows."""
+        """Index of the first row of each forward pass; the last entry is the number of rows."""
         return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
 
     def passes(self) -> Iterator[Batch]:
@@ -120,7 +120,7 @@ class Batch:
 
     @property
     def leaf_rows(self) -> int:
-        """Number of rows, rounded up to a multiple of `leaf`."""
+        """Number of rows, rounded up to whole leaves: groups of `leaf` rows whose sums are kept apart."""
         return -(-len(self.tokens) // self.leaf) * self.leaf
 
     @property
@@ -135,7 +135,7 @@ class Batch:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Two tensors `batch pos`: the data row of each token (-1 in packed rows), and its position in that row."""
+        """Data row of each token (-1 in packed rows), and its position in that row (both `batch pos`)."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -159,7 +159,10 @@ class Batch:
 
     @property
     def short_row(self) -> Batch:
-        """The first row, cut to a few tokens, with every attended position counted."""
+        """A batch of the first tokens of the first row, with all attended positions counted.
+
+        A row without token ids is not cut.
+        """
         row = self.first_row._cut(0, 1, SHORT) if self.has_tokens else self.first_row
         return replace(row, counted=row.attention, pooled=False)
 
@@ -187,7 +190,7 @@ class Batch:
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
-        """A copy of the batch with `count` attended positions per row, for rows without token ids.
+        """A copy of a batch without token ids, with `count` attended positions per row.
 
         Args:
             count: number of positions in the model's residual stream.
@@ -265,7 +268,7 @@ class Batches:
 
     @property
     def _kept_key(self) -> Hashable:
-        """Properties of the model that determine its rows, as a key for the kept rows."""
+        """Key of the kept rows: the properties of the model and the options on which the rows depend."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
@@ -360,7 +363,7 @@ class Batches:
         return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
 
     def _count(self, batch: Batch) -> int:
-        """Number of positions per row, from a forward pass; cached by the shapes of the inputs."""
+        """Number of positions per row, from one forward pass for each shape of the inputs."""
         # Rows without token ids are refused before where positions cannot be counted.
         assert self.count_positions is not None
         key = tuple((name, values.shape[1:]) for name, values in sorted(batch.inputs.items()))
@@ -448,7 +451,7 @@ class BatchSize(NamedTuple):
 
 
 def batch_sizes(batches: Batches) -> list[BatchSize]:
-    """A list with the `BatchSize` of each batch that has counted positions. Reads the data once."""
+    """A list with the `BatchSize` of each batch; batches without counted positions are left out. Reads the data once."""
     sizes = list[BatchSize]()
     for batch in batches:
         tokens = int(batch.counted.sum())
@@ -458,7 +461,7 @@ def batch_sizes(batches: Batches) -> list[BatchSize]:
 
 
 def found_in(*parts: Batches) -> dict[str, int]:
-    """A dict of `Batches.row_counts`, summed over several data sets."""
+    """Sum the counts in `Batches.row_counts` over several data sets."""
     counts = [part.row_counts() for part in parts]
     return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 

@@ -112,7 +112,7 @@ RECORDED = (
 @typed
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """Data, and options of reading it such as batch size, row length and positions.
+    """Data with its reading options, such as batch size, row length and positions.
 
     Functions that take data accept a `Data`, or raw data, which gets the default options.
 

@@ -1,4 +1,4 @@
-"""Inputs beside or in place of token ids, such as images and embeddings.
+"""Model inputs other than token ids, such as images and embeddings.
 
 An input has one value for each position of its row, such as segment ids and embeddings, or any values for the whole row, such
 as pixels.
@@ -43,7 +43,7 @@ Level = Literal["batch", "row", "either"]
 
 
 def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
-    """Name of the column that replaces token ids: the model's main input or embeddings; None without such a column."""
+    """Name of the column read in place of token ids: a main input such as pixels, or embeddings; None without such a column."""
     if model.token_input != TOKEN_IDS:
         return None
     if model.main_input != TOKEN_IDS and data.get(model.main_input) is not None:
@@ -248,7 +248,7 @@ def reads_decoder(model: ModelInputs) -> bool:
 
 
 def other_stack(model: ModelInputs) -> tuple[str, ...]:
-    """A tuple of input names of the unmeasured encoder or decoder; the mask is first."""
+    """Names of the mask and the inputs of the encoder or decoder that is not measured. The mask is first."""
     return ENCODER if reads_decoder(model) else DECODER
 
 
@@ -319,7 +319,7 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
-    """The error for data with inputs of only the encoder or only the decoder."""
+    """The error for data that lacks the inputs of the encoder or of the decoder."""
     return LayersimError(
         f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
         f"`decoder_input_ids`. To measure only the encoder, pass texts or token ids with `at='encoder.resid_post'`."

@@ -21,7 +21,7 @@ SHARE = 0.02
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """Derive an attention mask `row pos` from padding ids at the start and the end of rows.
+    """Derive an attention mask (`row pos`) from padding ids at the start and the end of rows.
 
     The padding ids are those of the tokenizer and the configuration.
 

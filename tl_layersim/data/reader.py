@@ -315,7 +315,7 @@ def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, lis
 
 
 def _by_row(name: str | None, column: Any, count: int | None) -> list[Any]:
-    """Split a column of masks, labels or marks by row; None for each row if the data lacks the column.
+    """Split a column of masks or labels into one item per row; each is None if the data lacks the column.
 
     Args:
         name: name of the column.

@@ -104,7 +104,7 @@ class ExitHeads:
 
     @property
     def plain(self) -> LayerHeads:
-        """The heads as `LayerHeads`, which kernels use in this process and on servers."""
+        """The heads as `LayerHeads`: weights, biases and digest alone, which can be sent to a server."""
         return LayerHeads(self.weight, self.bias, self.digest)
 
     def to(self, to: torch.device | torch.dtype | str) -> ExitHeads:

@@ -36,7 +36,7 @@ def read_positions(view: View) -> Tensor | None:
 
 
 def read_vectors(view: View, x: Tensor) -> Tensor:
-    """The residuals that the head reads (`layer sample width`) before the final norm.
+    """Residuals before the final norm, at the positions that the head reads (`layer sample width`).
 
     If the head reads rows, a sample is the pooled vector of a row.
     """
@@ -65,7 +65,7 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
 def logits_of_layers(
     unembed: Unembed, x: Tensor, needs_norm: bool, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
 ) -> Tensor:
-    """Logits of all layers (`sample layer vocabulary`) from the output of `head_input`.
+    """Logits of all layers (`sample layer vocabulary`), computed from the vectors that `head_input` returns.
 
     The last layer always has its final norm.
 
@@ -92,7 +92,7 @@ def read_lens(
     key: str,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Statistics of the logit lens at every layer and token, each `layer token`.
+    """Statistics of the logit lens at every layer and token (each `layer token`).
 
     The result is kept in `view.memo` for all analyzers of a run.
 
@@ -136,7 +136,7 @@ def read_lens(
 
 
 def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely ids at every layer and token, and their probabilities, both `layer token rank`.
+    """The most likely ids at every layer and token, and their probabilities (both `layer token rank`).
 
     Logits of one token at all layers are held at once.
 
@@ -160,7 +160,7 @@ def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tenso
 
 
 def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
-    """The statistics of `read_lens` for one chunk of logits `token layer vocabulary`, each `token layer`."""
+    """Statistics of `read_lens` (each `token layer`) from one chunk of logits (`token layer vocabulary`)."""
     known = target != NO_LABEL
     target_id = target.where(known, 0)[:, None].expand(z.shape[:2])
     if bool(((target_id < 0) | (target_id >= z.shape[-1])).any()):
@@ -246,7 +246,7 @@ def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
 
 
 def _ids_in_groups(groups: Tensor, vocabulary: int) -> Tensor:
-    """Vocabulary ids that belong to groups of logits, `... member`. Ids of the last group may exceed the vocabulary."""
+    """Vocabulary ids of the logits in each group (`... member`). Ids of the last group may exceed the vocabulary."""
     return groups[..., None] * GROUP_SIZE + torch.arange(min(GROUP_SIZE, vocabulary), device=groups.device)
 
 
@@ -279,7 +279,7 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
 
 
 def _key_of(normed: bool, heads: LayerHeads | None) -> str:
-    """Prefix of a key in the cache `view.memo`, from norm and heads of a logit lens."""
+    """Start of the key of a logit lens in the cache `view.memo`: its norm and heads."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
 

@@ -18,7 +18,7 @@ from ..sources.model_description import Model
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
-    """The targets of a batch, `batch pos` (for a row classifier, `batch`). A missing target is NO_LABEL.
+    """The targets of a batch (`batch pos`; `batch` for a row classifier). A missing target is NO_LABEL.
 
     Raises:
         LayersimError: the data has positions="mean".

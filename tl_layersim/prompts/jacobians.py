@@ -127,7 +127,7 @@ class CouplingMatrices(Result):
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Labels of the `other` axis, equal to `connections`."""
+        """Labels of the `other` axis: the same connections as on the `connection` axis."""
         return self.connections
 
     def headline(self) -> dict[str, float]:
@@ -332,7 +332,7 @@ def token_of(position: int, tokens: int) -> int:
 
 
 def _each_once(chosen: list[Any]) -> list[Any]:
-    """Return the pairs or connections, which end in t_in and t_out; raise an error if one occurs twice."""
+    """Return the argument; raise an error if a pair or connection occurs twice. Each one ends in t_in and t_out."""
     if len(set(chosen)) < len(chosen):
         twice = next(one[-2:] for one in chosen if chosen.count(one) > 1)
         raise LayersimError(f"`positions` selects (t_in, t_out) = {twice} more than once; it must select each pair once.")

@@ -257,7 +257,7 @@ def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembe
 
 
 def _projected(projection: Unembed, x: Tensor, norm: str) -> Tensor:
-    """Residuals projected into the shared space, `... width`. The length of each vector is arbitrary."""
+    """Residuals projected into the shared space (`... width`). The length of each vector is arbitrary."""
     if norm == "before":
         return projection(x)
     # A norm without weights subtracts the mean of the coordinates; its scale does not change a cosine.

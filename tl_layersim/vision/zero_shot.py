@@ -35,7 +35,7 @@ class Normalise(torch.nn.Module):
     """Divides vectors by their norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Divide vectors `... width` by their norm."""
+        """Divide vectors (`... width`) by their norm."""
         return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
 
 
@@ -68,7 +68,7 @@ class ZeroShotClassifier(torch.nn.Module):
         self.training = clip.training
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Logits `batch class`: cosines between images and classes, times the model's scale.
+        """Logits (`batch class`): cosines between images and classes, times the model's scale.
 
         Args:
             pixel_values: `batch channel height width`.
@@ -283,7 +283,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
-    """Token ids of each prompt, and its vector scaled to norm 1: `prompt width`, float64.
+    """Token ids of each prompt, and the prompt vectors scaled to norm 1 (`prompt width`, float64).
 
     Raises:
         LayersimError: a prompt is longer than the context of the text tower, or has no end-of-text token.
