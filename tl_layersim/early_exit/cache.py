@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Columns:
-    """The rows and columns of the key-value cache that a forward pass uses. A column is a position, padding included.
+    """Part of the key-value cache that one forward pass uses: rows and columns. A column is a position, padding included.
 
     Rows are padded on the left, so the newest token of every row is in the same column.
 
@@ -35,7 +35,7 @@ class Columns:
             self.places = list(torch.tensor(pairs, device=device).unbind(1))
 
     def put(self, table: Tensor, part: Tensor, axis: int = 1) -> None:
-        """Write keys, values or residuals of this forward pass into a table that holds all rows."""
+        """Write keys, values or residuals of this forward pass into `table`, which holds all rows."""
         if self.places:
             own, row, column = self.places
             table.transpose(1, axis)[row, column] = part.transpose(1, axis)[own, column - self.start]
@@ -47,7 +47,7 @@ class Columns:
             own_columns.index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
-        """Columns `start` to `self.end` of a table, for the rows of this forward pass."""
+        """Slice of `table` for the rows of this forward pass, from column `start` up to `self.end`."""
         table = table.narrow(axis, start, self.end - start)
         return table if self.index is None else table.index_select(0, self.index)
 

@@ -199,7 +199,7 @@ class EarlyExit:
         return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
 
     def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, given: tuple[int, ...] | None) -> ExitPlan:
-        """Choose the blocks for exit checks by an exit curve, and estimate the speed-up.
+        """Choose the blocks for exit checks from an exit curve, and estimate the speed-up.
 
         Raises:
             LayersimError: there are no costs, or the curve was measured with other rules, thresholds or heads.

@@ -229,7 +229,7 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
-    """List of the fraction of positions that exit at or below each block, from an exit curve.
+    """Fraction of positions that exit at or below each block, read from an exit curve.
 
     The last block, which no check follows, has 0.
 

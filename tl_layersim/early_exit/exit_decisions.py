@@ -42,11 +42,11 @@ class ExitLens:
         return self.heads is None or self.normed or layer == self.blocks
 
     def __call__(self, x: Tensor, layer: int, needs_norm: bool = True) -> Tensor:
-        """Logits `token vocabulary` after block number `layer`, counted from 1.
+        """Logits of the residuals after a block (`token vocabulary`).
 
         Args:
             x: `token d_model`, residuals that leave the block, or what a head that reads rows pools of them.
-            layer: number of the block.
+            layer: number of the block, counted from 1.
             needs_norm: whether the final norm is still to be applied where the head reads its output.
         """
         if self.heads is None:
@@ -59,7 +59,7 @@ class ExitLens:
         return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
 
     def rows(self, layer: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows of a layer's head for the given token ids: weight `candidate d_model` and bias `candidate`."""
+        """Rows of a layer's head for the given token ids: weight (`candidate d_model`) and bias (`candidate`)."""
         if self.heads is not None:
             return self.heads.rows(layer - 1, ids)
         linear = self.unembed.linear

@@ -190,7 +190,7 @@ def generate_rows(
 def prompt_rows(
     prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, max_new_tokens: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Token ids `row column` of prompts, padded on the left, and their mask. The mask is None without padding.
+    """Token ids of prompts, padded on the left, and their attention mask (both `row column`). The mask is None without padding.
 
     Raises:
         LayersimError: `prompt` is neither text nor token ids, or leaves no room for `max_new_tokens`.

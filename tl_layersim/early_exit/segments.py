@@ -1,4 +1,4 @@
-"""Forward passes that run one segment of blocks after another. A segment ends at an exit check.
+"""Forward passes with early exit, which run the blocks in segments. A segment ends at an exit check.
 
 A segment is a run of consecutive blocks between two checks. Cached decoding (`Decoding`) and full-sequence forward passes
 (`FullSequence`) are both runs of segments; they differ in what stops, and in what enters the next segment.
@@ -45,7 +45,7 @@ def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[Non
 
 
 class Segments(ABC):
-    """Base class of forward passes that run one segment of blocks after another.
+    """Base class of forward passes with early exit, which run the blocks in segments.
 
     Some rows or positions stop after each segment.
 
@@ -124,7 +124,7 @@ class Segments(ABC):
 
 
 class Decoding(Segments):
-    """Decoding steps of a batch. Blocks above an exit run later, on several tokens at once.
+    """Decoding of a batch with early exit and a key-value cache. Blocks above an exit run later, on several tokens at once.
 
     Args:
         split_model: the model.
@@ -236,7 +236,7 @@ class Decoding(Segments):
 
 
 class FullSequence(Segments):
-    """A forward pass over whole rows in which each position may exit.
+    """Forward pass over complete rows, with early exit of single positions.
 
     Args:
         split_model: the model.

@@ -31,7 +31,7 @@ PROMPT, PAD, NEW = 5, 2, 6
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
-    """Open a model for early exit. Returns the split model, and its final norm and head.
+    """Split a model between its blocks for early exit. Returns the split model, and its final norm and head.
 
     Args:
         model: the model, or an `OpenedModel`.
@@ -77,7 +77,7 @@ def reads_pixels(split_model: LocalSplitModel) -> bool:
 
 
 def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
-    """Random token ids `row pos` or images, the same at each call."""
+    """Random token ids (`row pos`) or images, the same at each call."""
     generator = torch.Generator().manual_seed(0)
     config: Any = split_model.module.config
     if not reads_pixels(split_model):
@@ -184,7 +184,7 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
 def positions_read(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """Mask `row pos` of the positions at which the head gives logits.
+    """Mask (`row pos`) of the positions at which the head gives logits.
 
     Args:
         split_model: the model.

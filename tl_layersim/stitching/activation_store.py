@@ -106,7 +106,7 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
 
 
 def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
-    """First and last document of each row, as two tensors `row` of document indices."""
+    """Index of the first document in each row, and that of the last (two tensors `row`)."""
     first, last, packed = list[int](), list[int](), 0
     for batch in batches:
         for number, source in enumerate(batch.sources[0][:, 0].tolist()):

@@ -409,7 +409,7 @@ class StitchDescent(Descent):
         return Adapter(self.start.kind, **{name: part.cpu() for name, part in self.parts_of(ends[chosen]).items()})
 
     def _loss_of(self, learnt: Mapping[str, Tensor]) -> float:
-        """Mean loss of the adapter with the changes `learnt`, on a few evenly spaced batches."""
+        """Mean loss on a few evenly spaced batches, for the adapter with the changes `learnt`."""
         total, count = 0.0, 0.0
         for index in range(0, len(self.acts), max(1, len(self.acts) // COMPARED_BATCHES)):
             with torch.no_grad():
@@ -420,6 +420,6 @@ class StitchDescent(Descent):
 
 
 def typical_size(hidden: Tensor) -> float:
-    """Geometric mean over tokens of the root mean square of residuals `token d_model`."""
+    """Geometric mean over tokens of the root mean square of residuals (`token d_model`)."""
     size = hidden.double().square().mean(-1).sqrt()
     return float(size[size > 0].log().mean().exp()) if bool((size > 0).any()) else 1.0

@@ -285,7 +285,7 @@ class StitchExperiment:
         return adapter, note, {"curve": torch.tensor(curve, dtype=torch.float64)}
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
-        """The adapter before gradient descent, and R² of least squares.
+        """The adapter before gradient descent, and R² of its least-squares fit (NaN without such a fit).
 
         The adapter has the dtype in which it is evaluated and returned.
         """
@@ -302,7 +302,7 @@ class StitchExperiment:
     def _evaluate(
         self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Evaluate a stitched model on each batch. Returns the tensors `batch` in `JUDGED`, by name."""
+        """Evaluate a stitched model on each batch. Returns the tensors in `JUDGED` (`batch`), by name."""
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
@@ -321,7 +321,7 @@ class StitchExperiment:
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """Evaluate the back model alone on each batch. Returns tensors `batch`: "loss", "correct" and "count" of targets."""
+        """Evaluate the back model alone on each batch. Returns tensors (`batch`): "loss", "correct" and "count" of targets."""
         each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
         scores = _stacked(each, "loss", "correct", "count")
         if not bool(scores["loss"].isfinite().all()):
@@ -572,7 +572,7 @@ def stitch_grid(
     tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
 
     def table(value_of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
-        """Values of all stitches, as a tensor `front back seam ...`. `value_of` maps the state of a stitch to its value."""
+        """Tensor with a value for each stitch (`front back seam ...`). `value_of` maps the state of a stitch to its value."""
         each = {key: value_of({**note, **tensors}) for key, (note, tensors) in found.items()}
         rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
         return torch.tensor(rows, dtype=torch.float64)
@@ -611,6 +611,6 @@ def stitch_grid(
 
 
 def _seam(layers: Mapping[str, str]) -> str:
-    """The label of a stitch point."""
+    """Label of a stitch point: the name of the layer, or the layer of each model if they differ."""
     own = set(layers.values())
     return own.pop() if len(own) == 1 else ", ".join(f"{name} {layer}" for name, layer in layers.items())

@@ -224,8 +224,9 @@ class StitchResult(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot the learning curve (`"curve"`) or the penalty by batch (`"penalty"`). Default: the learning curve if there is
-        one.
+        """Plot the learning curve (`"curve"`) or the penalty of each batch (`"penalty"`).
+
+        Default: the learning curve if there is one.
         """
         from ..reporting.lines_and_bars import Series, lines, with_baselines
         from ..reporting.style import with_provenance, with_size

@@ -69,7 +69,7 @@ class StitchedModel(nn.Module):
 
     @typed
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
-        """Continue a prompt by the back model's own `generate`.
+        """Continue a prompt with the back model's own `generate`.
 
         Args:
             prompt: a text, tokenised as `analyze` does, or token ids `batch pos`.

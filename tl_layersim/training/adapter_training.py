@@ -246,7 +246,7 @@ class AdapterSteps(TrainingSteps):
         return ({}, parts | {"curve": torch.stack(curve)}) if curve else None
 
     def evaluate(self, parts: Parts) -> Tensor:
-        """Held-out loss of each layer in nats, as a tensor `layer`. `parts` holds the adapters."""
+        """Held-out loss of each layer in nats (`layer`). `parts` holds the adapters."""
         count, size = len(self.eval_data), self.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
         losses, targets = torch.zeros((), dtype=torch.float64), 0
@@ -263,7 +263,9 @@ class AdapterSteps(TrainingSteps):
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Generator that runs optimiser steps or evaluations. A request to a server holds as many as its time limit allows.
+        """Run optimiser steps or evaluations, and yield their losses and the new state.
+
+        A request to a server holds as many as its time limit allows.
 
         Args:
             count: number of items.
@@ -320,7 +322,7 @@ class AdapterSteps(TrainingSteps):
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """Initial adapters and initial moments of AdamW, as tensors by name."""
+    """Dict of tensors: the initial adapters, and the moments of AdamW, which start at 0."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32

@@ -157,7 +157,7 @@ class FineTuning(Descent):
 
     @contextmanager
     def _seeded(self, number: int) -> Iterator[None]:
-        """Seed dropout by the training's seed and the index of the forward pass."""
+        """Context in which dropout has a seed of this forward pass, derived from `seed`."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed * 1_000_003 + number * self.ranks + self.rank)
             yield
@@ -250,7 +250,7 @@ class AlignedResult(Result):
 
     @property
     def held_out_loss(self) -> Tensor:
-        """Held-out cross-entropies in nats (`look layer`) with one look for each evaluation. The same tensor as `values`."""
+        """Held-out cross-entropies in nats, one row for each evaluation (`look layer`). The same tensor as `values`."""
         return self.values
 
     def measured_on(self, field: str) -> str:

@@ -296,7 +296,7 @@ def diversity(tokens: list[int]) -> float:
 
 
 def coherence(before: Tensor, after: Tensor) -> float:
-    """Mean cosine between the embeddings of prompts and continuations, both `text dimension`.
+    """Mean cosine between the embeddings of prompts and those of their continuations (both `text dimension`).
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.
@@ -428,7 +428,7 @@ def evaluate_layers(
 
 
 def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
-    """Neural collapse (NC1) of each layer, a tensor `residual`. None if the data has fewer than two classes."""
+    """Neural collapse (NC1) of each layer (`residual`). None if the data has fewer than two classes."""
     try:
         nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
     except LayersimError as error:

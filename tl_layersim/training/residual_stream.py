@@ -131,7 +131,7 @@ class ResidualStream:
     def residuals(
         self, batch: TrainingBatch, layers: Collection[int], run: Callable[[], Any] | None = None
     ) -> dict[int, Tensor]:
-        """Residual stream `batch pos d_model` after the given layers, with gradients.
+        """Residual stream after the given layers (`batch pos d_model`), with gradients.
 
         Args:
             batch: inputs and targets.
@@ -178,7 +178,7 @@ class ResidualStream:
         return read, targets
 
     def _attended(self, batch: TrainingBatch) -> Tensor | None:
-        """Attention mask `batch pos`, False at padding. A classifier reads the last True position of a row."""
+        """Attention mask (`batch pos`), False at padding. A classifier reads the last True position of a row."""
         if self._pad is None or batch.main.is_floating_point():
             return batch.attended
         kept = batch.main != self._pad
@@ -203,7 +203,7 @@ class ResidualStream:
         return self.weighted(read, targets, terms), len(targets)
 
     def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """Weighted sum of cross-entropies, from the inputs of the head. `read` holds these inputs by layer."""
+        """Weighted sum of cross-entropies over targets and layers, given the head's inputs. `read` holds these by layer."""
         device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([read[layer] for layer in terms])
@@ -258,7 +258,7 @@ _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStream:
-    """Open a model for training, as a `ResidualStream`.
+    """`ResidualStream` of a model that is to be trained.
 
     Args:
         model: the model, or an `OpenedModel`.

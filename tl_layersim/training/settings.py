@@ -143,7 +143,7 @@ class AlignedTraining:
         return self.lr * fraction
 
     def is_standard(self, step: int) -> bool:
-        """Whether a step, counted from 0, trains the last layer alone."""
+        """Whether the loss at a step, counted from 0, is the cross-entropy of the last layer alone."""
         return OBJECTIVES.named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:

@@ -34,7 +34,7 @@ HELD_OUT = 10
 
 
 class TrainingData:
-    """The rows of a data set that have a target.
+    """Rows with a target, read from a data set.
 
     Args:
         batches: the data.

@@ -48,7 +48,7 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def features(hidden: Tensor) -> Tensor:
-        r"""Features $\varphi(h)$ of the residuals, `... d_front`."""
+        r"""Features $\varphi(h)$ of the residuals (`... d_front`)."""
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:
@@ -117,7 +117,7 @@ ADAPTER_KINDS = Registry(__name__, AdapterKind, "kind")
 
 
 class Adapter(nn.Module):
-    """A map from the front model's residual stream `... d_front` to the back model's `... d_back`.
+    """A map from the front model's residual stream (`... d_front`) to the back model's (`... d_back`).
 
     | kind | map |
     | --- | --- |

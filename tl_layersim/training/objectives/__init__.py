@@ -66,7 +66,7 @@ class Objective(nn.Module):
 
     @classmethod
     def is_standard(cls, settings: Any, step: int) -> bool:
-        """Whether a step trains the last layer alone."""
+        """Whether the loss at a step is the cross-entropy of the last layer alone."""
         return bool((settings.schedule or cls.schedule) == "alternating" and step % 2 == 0)
 
     @classmethod
@@ -75,7 +75,7 @@ class Objective(nn.Module):
         return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
-        """The objective's loss of a batch, summed over targets. Steps that train the last layer alone do not use this loss.
+        """The objective's loss of a batch, summed over targets. Steps with `is_standard` do not use this loss.
 
         Args:
             batch: inputs and targets.
@@ -85,7 +85,9 @@ class Objective(nn.Module):
         return self.stream.loss(batch, self.terms(self.settings, step, self.stream.n_layers), self.norms_every_layer, run)[0]
 
     def forward(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None = None) -> Tensor:
-        """The training loss of a batch, summed over targets: `loss`, or the last layer's cross-entropy if `is_standard`.
+        """The training loss of a batch, summed over targets.
+
+        It is `loss`, or the last layer's cross-entropy at steps where `is_standard` is True.
 
         Args:
             batch: inputs and targets.
@@ -103,7 +105,7 @@ class Objective(nn.Module):
         return bool(self.settings.norm == "final")
 
     def residuals(self, batch: TrainingBatch, run: Callable[[], Any] | None) -> dict[int, Tensor]:
-        """The residual stream `batch pos d_model` after each layer, with gradients."""
+        """The residual stream after each layer (`batch pos d_model`), with gradients."""
         return self.stream.residuals(batch, range(1, self.stream.n_layers + 1), run)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -136,7 +138,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, batch: TrainingBatch) -> Tensor:
-        """Evaluate every layer on a batch.
+        """Summed loss and number of correct predictions of each layer on a batch.
 
         Returns:
             `3 layer`, float64: the sum of cross-entropies, the number of correct predictions and the number of targets.
@@ -260,7 +262,7 @@ class CKARegularisedObjective(RegularisedObjective):
 
 
 def _centred(x: Tensor) -> Tensor:
-    """Samples `sample width` minus their mean, scaled to Frobenius norm 1."""
+    """Samples (`sample width`) minus their mean, scaled to Frobenius norm 1."""
     x = x if x.dtype == torch.float64 else x.float()
     x = x - x.sum(0) / max(1, len(x))
     unit: Tensor = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
@@ -268,7 +270,7 @@ def _centred(x: Tensor) -> Tensor:
 
 
 def _cka(x: Tensor, y: Tensor) -> Tensor:
-    """Biased linear CKA of two sets of centred samples, both `sample width`."""
+    """Biased linear CKA of two sets of centred samples (both `sample width`)."""
     if len(x) < x.shape[1]:
         between, own = ((x @ x.T) * (y @ y.T)).sum(), (x @ x.T).norm() * (y @ y.T).norm()
     else:
