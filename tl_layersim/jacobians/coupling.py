@@ -157,7 +157,7 @@ class CouplingOptions:
 
 @dataclass(frozen=True)
 class Coupled:
-    """Result of `couple`: coupling of Jacobians, its null, singular values and replay checks.
+    """Result of `couple`: coupling of Jacobians, coupling by chance (null), singular values, and checks.
 
     All tensors are on the device of the activations.
 
@@ -421,7 +421,7 @@ def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
 
 
 def random_frames(connections: int, d: int, k: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Random orthonormal vectors for the null of the coupling.
+    """Random orthonormal vectors, for the coupling expected by chance (null).
 
     In these bases, A is distributed as for a Jacobian with the same spectrum and random singular vectors. All samples share the
     same frames, so a result does not depend on the batches. A larger k adds vectors to the frames of a smaller k.

@@ -97,7 +97,7 @@ class Jacobian:
         self.widened.__exit__()
 
     def _check_replay(self) -> None:
-        """Compare the replayed block with the forward pass, and look for its skip connection."""
+        """Compare the replayed output with the forward pass (`differs`), and look for a skip connection (`no_skip`)."""
         for part in self.parts:
             own = (self.t_in == self.t_out)[part.which]
             if self.call.graph is not None:
@@ -138,7 +138,7 @@ class Jacobian:
         return int(self.differs) + 2 * int(self.no_skip)
 
     def _row_products(self) -> list[TokenProducts | RowProducts]:
-        """Split the samples into groups without two samples of one row of the batch; returns the `RowProducts` of each."""
+        """Split the samples into groups with at most one sample per row; return `RowProducts` of each group."""
         parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):

@@ -26,7 +26,7 @@ IDENTITY_NODES = (*VIEWS, "Clone", "CopyBackwards", "CopySlices", "ToCopy")
 
 
 def lengthening(x: Tensor) -> Tensor:
-    """Factor by which the skip-connection check scales up each residual.
+    """Scale factor of each residual, for the check that a block has a skip connection.
 
     It is `LENGTHENING`, or less if the dtype would overflow.
 
@@ -106,7 +106,7 @@ class TokenReplayMismatch(Exception):
 
 
 class TokenProducts:
-    """Products with Jacobians by replay on single tokens. Each direction has a copy of the token.
+    """Products of Jacobians with vectors, by running the block again on single tokens. Each vector has a copy of the token.
 
     Args:
         few: the block as a function of these tokens.
@@ -156,7 +156,7 @@ class TokenProducts:
             raise TokenReplayMismatch
 
     def lengthened_difference(self) -> Tensor:
-        """f(2cx) - f(cx) of the block f at its input x (`sample d_model`); c is `lengthening(x)`.
+        """Change f(2cx) - f(cx) of the output of block f (`sample d_model`); x is its input, c is `lengthening(x)`.
 
         A pre-norm block with a skip connection gives about cx.
 
@@ -211,7 +211,7 @@ CPU_MEMORY = 3e8
 
 
 class RowProducts:
-    """Products with Jacobians by replay on whole rows, with one sample per row.
+    """Products of Jacobians with vectors, by running the block again on whole rows, one sample per row.
 
     Every block allows this. `TokenProducts` does the same with less work if the block allows it.
 
@@ -265,7 +265,7 @@ class RowProducts:
         return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
 
     def lengthened_difference(self) -> Tensor:
-        """f(2cx) - f(cx) of the block f at its input x (`sample d_model`); c is `lengthening(x)`."""
+        """Change f(2cx) - f(cx) of the output of block f (`sample d_model`); x is its input, c is `lengthening(x)`."""
         x = self.x.detach()
         with torch.no_grad(), plain_attention():
             return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
@@ -320,7 +320,9 @@ class RowProducts:
 
 
 class GraphProducts(RowProducts):
-    """Products with Jacobians from the autograd graph of the forward pass. The block is not replayed, see `BlockCall.graph`.
+    """Products of Jacobians with vectors, from the autograd graph of the forward pass.
+
+    The block is not replayed, see `BlockCall.graph`.
 
     Without `super()`, which a server cannot resolve in a class that is shipped by value.
     """

@@ -61,7 +61,9 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Raise an error if a block was not replayed exactly.
+    """Raise an error if a block, run again, gave another output or has no skip connection.
+
+    Too coarse finite differences raise an error too.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.

@@ -302,7 +302,7 @@ def _result_class(analyzer: Analyzer) -> Any:
 
 
 def all_pairs_kernel(*views: Any, kernels: Mapping[tuple[int, int], Callable[..., dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """Apply the kernels of all pairs of models to one batch, and return all their sums.
+    """Compute the sums of all pairs of models over one batch, with the kernel of each pair.
 
     Names of sums begin with the indices of the pair.
 
@@ -320,7 +320,7 @@ def all_pairs_of_pools(
     pairs: list[tuple[int, int]],
     sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Dict of sums over a pool of samples, for all pairs of models.
+    """Compute the sums of all pairs of models over samples from several forward passes (a pool).
 
     Names of sums begin with the indices of the pair.
 

@@ -150,7 +150,7 @@ def difference(
 
 
 def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Result]]:
-    """Results that two reports share, by analyzer."""
+    """The two results of each analyzer that both reports have: a dict by the analyzer's name."""
     alone = [name for report, other in ((first, second), (second, first)) for name in report if name not in other]
     names = [name for name in first if name in second]
     if not names:
@@ -172,7 +172,7 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
 
 
 def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
-    """Whether two results have the same data in the same blocks of rows.
+    """Whether two results have the same data, split into the same jackknife blocks.
 
     Raises:
         LayersimError: a result has no intervals, or the results were measured at different sites.
@@ -245,9 +245,9 @@ def _statistics(
 def _variables(
     first: Result, second: Result, what: Callable[[Any], Any] | None, paired: bool, relative_depth: bool, level: float
 ) -> dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Compare the shared fields and the headline numbers of two results.
+    """Statistics of the difference of two results, for each shared field and the headline numbers.
 
-    Returns statistics, labels and words of each field.
+    Returns a dict from field names to statistics, axis labels and words.
 
     With `what`, only its values are compared.
     """
@@ -301,7 +301,7 @@ def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> T
 
 
 def _shown_labels(names: tuple[Any, ...]) -> str:
-    """Labels as text for a message: all, or their number and both ends."""
+    """Labels as text for a message: all labels, or their number, the first and the last."""
     if len(names) < 4:
         return ", ".join(map(str, names)) or "none"
     return f"{len(names)} from {names[0]} to {names[-1]}"

@@ -166,7 +166,7 @@ def _known_groups(table: Any, groups: Any) -> Any:
 
 
 def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArray, tuple[str, ...]]:
-    """Turn a grid or a table into an array `model model ...`; also return the names of the models.
+    """Convert a grid or a table to an array (`model model ...`); also return the names of the models.
 
     Args:
         table: a grid, a DataArray or a DataFrame.
@@ -206,9 +206,9 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
-    """Dict from the name of each comparison to its two groups and its pairs of models.
+    """Pairs of models within each group and between groups: a dict by the comparison's name.
 
-    Pairs are row and column indices, `2 pair`.
+    Values hold the names of the two groups, and the pairs as row and column indices (`2 pair`).
 
     The first two comparisons, within groups and between groups, are of all groups: "" stands for these.
 

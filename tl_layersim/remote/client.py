@@ -234,9 +234,10 @@ class NdifClient:
 
     @contextmanager
     def sent(self, payload: bytes) -> Iterator[Callable[[], Any]]:
-        """Context manager that sends a prepared request in another thread, which downloads the result.
+        """Context manager that sends a prepared request in another thread, while the caller continues.
 
-        The caller's thread traces and serialises, because nnsight reads its frames and changes global state.
+        That thread also downloads the result. The caller's thread traces and serialises, because nnsight reads its frames and
+        changes global state.
 
         Args:
             payload: the request, which `prepare` made.
@@ -443,6 +444,6 @@ def _waited_for(answer: Future[T]) -> T:
 
 
 def last_line(text: str) -> str:
-    """Last line of a traceback or of a server's message, which names the failure."""
+    """Last line of a traceback or a server's message, where the failure is named."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     return lines[-1][:300].rstrip(".") if lines else "nothing"

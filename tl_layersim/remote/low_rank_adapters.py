@@ -135,7 +135,7 @@ def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
 
 
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Sum of the cross-entropies at all residuals, float64.
+    """Sum over residuals of the cross-entropy between their logits and the targets, float64.
 
     If `with_gradient`, also the gradient at each residual, else None.
     """

@@ -71,7 +71,7 @@ def open_model(
 
 
 def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> Source:
-    """Open a model as a `Source`, which runs forward passes and applies kernels to activations.
+    """Open a model as a `Source`, which runs forward passes and computes sums over activations.
 
     Args:
         model: the model, an `OpenedModel`, or a source.

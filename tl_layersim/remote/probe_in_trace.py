@@ -1,4 +1,4 @@
-"""Probes that read forward passes in a user's own nnsight trace.
+"""`Probe.read` in nnsight traces: measures a forward pass of the user's own trace, here or on a server.
 
 nnsight ships the source of `PassReader` and `ShippedProbe`, which use local names, torch and the standard library alone.
 """
@@ -30,7 +30,7 @@ LEAF = 16
 
 @dataclass
 class PassReader:
-    """Reads activations of a forward pass inside an nnsight trace, and applies kernels to them.
+    """Reads activations of a forward pass inside an nnsight trace, and computes sums over its positions.
 
     Attributes:
         reader: the sites, the modules that are read and the lens.
@@ -51,7 +51,7 @@ class PassReader:
     first: int
 
     def read(self) -> dict[str, Any]:
-        """Read the current forward pass, and return the kernels' sums over its positions.
+        """Read the current forward pass, and compute the sums of all kernels over its counted positions.
 
         Returns:
             The numbers of rows, of positions and of rows with attended padding; a hash of the tokens; and if any position
@@ -137,7 +137,7 @@ class ReceivingFunction:
 
 
 class ShippedProbe:
-    """Proxy of a user's probe on a server; reads forward passes there.
+    """Stands in for a user's `Probe` on a server, and reads forward passes there.
 
     When nnsight loads the result, this object becomes the user's probe, with the sums.
 

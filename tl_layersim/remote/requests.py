@@ -130,7 +130,7 @@ REQUEST_LEVEL, RESULT_LEVEL = 6, 3
 
 
 def packed_request(kernels: Mapping[str, AnyKernel]) -> int:
-    """Compressed size in bytes of a request's kernels and source code, without batches.
+    """Compressed size in bytes of a request without its batches: kernels and source code.
 
     Args:
         kernels: kernels of the data pass, by name.

@@ -1,4 +1,4 @@
-"""`RemoteSource`: runs a model on an NDIF server, which returns sums but no activations."""
+"""`RemoteSource`: runs a model on an NDIF server; only sums over activations are returned."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
     def _ask_offer(self) -> ServerStatus:
-        """Ask the server for its limits, and run one row to find dtype and devices."""
+        """Ask the server for its limits, and find dtype and devices by a forward pass of one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
         facts = self.ndif.request(lambda backend: dtype_and_devices(self.envoy, self.blocks, arguments, backend), patient=False)

@@ -132,7 +132,7 @@ def on_cpu(reduced: Any) -> Any:
 
 
 def add_batch_sums(a: Any, b: Any) -> Any:
-    """Add the sums of two groups of batches, in int64 and float64.
+    """Add the sums over two groups of batches: floats in float64, integers in int64.
 
     If activations are not finite, only the counts are kept.
 

@@ -269,7 +269,7 @@ def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, q
 
 
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of layers by layers, of one or two models.
+    """Heat map of a matrix field, such as CKA of layers by layers of one or two models.
 
     Outer rows and columns without values are left out.
 
@@ -299,7 +299,7 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
 
 
 def series_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
-    """Heat map of many series over layers or dimensions, with a row for each series.
+    """Heat map with a row for each series, and a column for each layer or dimension.
 
     Args:
         result: the result.

@@ -1,4 +1,4 @@
-"""Lines, bars, quantiles, named points and paths, with confidence intervals."""
+"""Figures of lines, bars, quantiles, named points and token paths, and their confidence intervals."""
 
 from __future__ import annotations
 

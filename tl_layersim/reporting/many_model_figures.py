@@ -114,7 +114,7 @@ def map_of_two(
 
 
 def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[list[go.Figure], str]:
-    """Heat maps of layers by layers, one for each run, and a title for all.
+    """Draw a heat map of layers by layers for each run; also return a title for all heat maps.
 
     All have one colour scale.
 
@@ -256,7 +256,7 @@ def clusters(distances: Any) -> Any:
 
 
 def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
-    """Heat map of models by models, with similar models side by side.
+    """Heat map of distances between models, with similar models side by side.
 
     Names have the colours of their groups.
 
@@ -313,7 +313,7 @@ def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequen
 
 
 def group_figure(found: xarray.Dataset) -> go.Figure:
-    """Means within and between groups of models, with one standard deviation.
+    """Plot mean distances within and between groups of models, with one standard deviation.
 
     Drawn as lines over sites with bands, or as points with whiskers.
 
@@ -380,7 +380,7 @@ def _with_groups(fig: go.Figure, groups: Sequence[str]) -> go.Figure:
 def stitch_lines(
     values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], titles: tuple[str, str]
 ) -> go.Figure:
-    """Line plot over stitch points, with a line for each stitch.
+    """Line plot over stitch points, with a line for each pair of stitched models.
 
     Each direction between two models has its own colour; self-stitches are dashed and grey.
 

@@ -373,7 +373,7 @@ def model_name(model: str) -> str:
 
 
 def _broken(text: str, letters: float) -> str:
-    """Break markup between words into lines; lines with tags stay whole."""
+    """Wrap HTML text at spaces into lines of about `letters` letters; lines with tags stay whole."""
     parts: list[str] = []
     for line in text.split("<br>"):
         wrapped = textwrap.wrap(line, max(int(letters), 12), break_long_words=False, break_on_hyphens=False)
