@@ -125,7 +125,7 @@ class CostEstimate:
         return f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
 
     def rows(self) -> list[tuple[str, str]]:
-        """Rows of the table of costs: pairs of a name and a value with its unit, as text."""
+        """Table of costs as pairs of strings: a name, and a value with its unit."""
         batch, positions = self.batch
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
@@ -524,7 +524,7 @@ class MeteredBatch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """A simulated pool of rows, to measure the costs of a `PoolKernel`. Its samples come from one batch.
+    """Samples for one call of a `PoolKernel`, all from one batch, to measure its costs.
 
     Attributes:
         kernel: kernel of the pool.
@@ -542,7 +542,9 @@ class _Pool:
 
     @classmethod
     def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
-        """Simulate how the sample pool of a kernel fills. Each row has the batch's mean number of counted positions.
+        """Simulate which samples a `PoolKernel` draws from the rows of one call.
+
+        Each row has the batch's mean number of counted positions.
 
         Args:
             kernel: kernel of the pool.

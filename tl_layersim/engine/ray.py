@@ -70,7 +70,7 @@ class ModelCopy:
         return plain(self._analysis.identity(self._argument))
 
     def describe(self) -> Description:
-        """A tuple: identity of the run, counts of its data, and whether the first pass runs the model."""
+        """Check the run, and return its identity, its `DataCounts`, and whether its first pass runs the model."""
         analysis = self._analysis
         analysis.check()
         return self._identity, analysis.counts, analysis.first_needs_model

@@ -149,7 +149,7 @@ class JackknifeBlock(NamedTuple):
 
 
 def jackknife_blocks(blocks: Sequence[DataBlock], name: str) -> list[JackknifeBlock]:
-    """The jackknife blocks of an analyzer.
+    """Sums and token counts of an analyzer, by jackknife block.
 
     Sums of a pool of rows belong to the block of the pool's last row.
 

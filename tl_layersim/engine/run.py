@@ -75,7 +75,7 @@ class PassState:
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
-        """Add the sums of the next batches to the tally.
+        """Add the sums and the counts of the next batches to `tally`.
 
         Args:
             parts: the sums.
@@ -91,12 +91,12 @@ class PassState:
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Add the counts of all batches in `waiting` to the tally. This process runs no model on these batches."""
+        """Move the counts of all waiting batches to `tally`. This process runs no model on these batches."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
     def take(self, rows: int) -> list[Step]:
-        """Remove batches from `waiting` until they hold `rows` measured rows, and return their counts.
+        """Remove and return the first waiting batches that together have at least `rows` measured rows.
 
         At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
         """
@@ -235,7 +235,7 @@ class DataPass:
             row += batch.capacity * measured
 
     def _with_leaf(self, batch: Batch, row: int) -> Batch:
-        """Copy of a batch with its group sizes `leaf` and `block`, in rows.
+        """Copy of a batch that sets `leaf` and `block`, which limit how many rows are summed together.
 
         Args:
             batch: the batch.
@@ -247,7 +247,7 @@ class DataPass:
         return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.jackknife_rows))
 
     def _settle(self, batch: Batch) -> None:
-        """Run the batch on models with an unknown order of sites, and check the sites."""
+        """Find the order of a model's sites, if unknown, by running the model on the batch. Then the sites are checked."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
         for source in unsettled:
             source.settle(batch)

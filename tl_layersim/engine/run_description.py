@@ -68,7 +68,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class DataPart:
-    """Arguments of `run`: the batches to measure, and the last data pass to run.
+    """The batches that a call of `run` measures, and the pass after which the call stops.
 
     Attributes:
         deal: the batches that this rank measures.
@@ -118,7 +118,7 @@ class Analysis:
 
     @cached_property
     def single_source(self) -> Source | None:
-        """The source that runs all models together; None if each model runs by itself.
+        """One `Source` that runs all models together; None if each model runs by itself.
 
         Edits of one model on one server run together, but only for analyzers without cross-model statistics: one model in a
         request is the smaller job.
@@ -156,7 +156,9 @@ class Analysis:
         return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
 
     def identity(self, argument: str | None) -> dict[str, Any]:
-        """Models, analyzers, data options and version of the run. A call continues a saved run only if all are equal.
+        """Models, sites, analyzers, data options and package version of a run.
+
+        A call continues a saved run only if all are equal.
 
         Args:
             argument: see `Model.identity`.
@@ -175,7 +177,9 @@ class Analysis:
         return count_data(self.batches)
 
     def snapshot(self, part: DataPart, tallies: Mapping[str, Tally]) -> Snapshot:
-        """Progress and sums of a part of the data, for a file. The file of a shard also holds the models, for `merge`.
+        """Progress and sums over a part of the data, as JSON data and tensors for a file.
+
+        The file of a shard also holds the models, for `merge`.
 
         Args:
             part: the part of the data.
@@ -224,7 +228,7 @@ class Analysis:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager that turns off dropout, and records the calls of blocks if an analyzer replays blocks."""
+        """Context manager that turns off dropout, and records calls of blocks for analyzers that run them again."""
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))

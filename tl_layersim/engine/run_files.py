@@ -42,7 +42,7 @@ def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
-    """Convert the tallies of all passes to JSON data and tensors."""
+    """Convert the counts and sums of all passes to JSON data and tensors."""
     passes: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for label, tally in tallies.items():
@@ -60,7 +60,7 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
 
 
 def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """Restore the tallies of all passes from the output of `tallies_snapshot`."""
+    """Restore the counts and sums of all passes from the output of `tallies_snapshot`."""
     tallies = {}
     for label, kept in notes["passes"].items():
         plain = {name: kept[name] for name in PLAIN}

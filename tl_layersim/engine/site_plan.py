@@ -60,7 +60,7 @@ class SitePlan:
     per_head: bool = False
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
-        """Wrap an analyzer's kernel, so that it accepts activations of all sites of the run.
+        """Wrap an analyzer's kernel to select the analyzer's sites from the activations of all sites.
 
         The given kernel accepts only activations of the analyzer's own sites.
 
@@ -168,7 +168,7 @@ def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, 
 
 
 def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: bool) -> Points | None:
-    """The hook points that an analyzer reads; None for the residual layers."""
+    """Hook points that an analyzer reads; None if it reads the default layers of the residual stream."""
     families = items_of(at)
     if families == [DEFAULT] and not per_head and not analyzer.families:
         return None
@@ -192,7 +192,7 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
 
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
-    """Optional families of hook points that the model has."""
+    """Families in `analyzer.optional_families` whose hook points the model has."""
     has = []
     for family in analyzer.optional_families:
         with suppress(LayersimError):

@@ -328,7 +328,7 @@ class RemoteRun:
         )
 
     def _place(self) -> dict[str, Any]:
-        """Record of the server and of the run's traffic so far, for the provenance."""
+        """Facts about the server, with the run's requests and bytes so far, for the provenance."""
         before = self._header.place
         return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
 

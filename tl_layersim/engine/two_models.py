@@ -90,9 +90,9 @@ def one_after_another(
 
 
 def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
-    """Combine the statistics of all models over one group of rows.
+    """Combine the statistics of all models over the same rows.
 
-    An analyzer has no statistics here if its pool of rows ends in another group.
+    An analyzer has no statistics here if its pool of rows ends in another group of rows.
     """
     not_finite = [count for counts, _ in leaves for count in counts]
     if any(bool(count.any()) for count in not_finite):

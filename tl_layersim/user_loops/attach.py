@@ -65,7 +65,7 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
 
 
 def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
-    """Check the sites and the logit lens by a forward pass on a few arbitrary tokens.
+    """Run the model on a few arbitrary tokens to check the sites and the logit lens.
 
     The forward pass also finds the order and the widths of the sites.
 

@@ -96,7 +96,7 @@ class Probe:
 
     @property
     def mask(self) -> Tensor | None:
-        """Mask of the positions to count in the next forward passes, bool `batch pos`.
+        """Mask of the positions to count in the next forward passes (bool `batch pos`).
 
         None counts the positions of the model's attention mask, or all; `positions=` selects among them. The mask holds until
         it is replaced. Single-position steps of cached generation always count.
@@ -148,7 +148,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """Two dicts: descriptions of the models by analyzer, and further entries of the provenance."""
+        """Descriptions of the models, by analyzer, and further fields of the provenance, by name."""
         raise NotImplementedError
 
     def _checked(
@@ -295,7 +295,7 @@ class LoopProbe(Probe):
         self._tree = self._tree.add(self._leaf(count, own))
 
     def _rows_before(self, call: Call) -> tuple[int, bool]:
-        """Index of the first row of a forward pass, and whether the pass continues earlier rows.
+        """Index of a forward pass's first row, and whether its rows began in an earlier pass.
 
         Steps of cached generation continue the rows of the prompt, because their tokens belong to one text.
         """
@@ -322,7 +322,10 @@ class LoopProbe(Probe):
         return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
     def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
-        """The sums computed after one forward pass, as a `DataBlock`. Kernels that have not run yet have empty sums."""
+        """Make a `DataBlock` of the sums that were computed after one forward pass.
+
+        Kernels that have not run yet have empty sums.
+        """
         names = (*self._immediate, *self._waiting)
         return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
 

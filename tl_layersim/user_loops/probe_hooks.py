@@ -118,7 +118,7 @@ class Call:
 
     @cached_property
     def attended(self) -> Tensor | None:
-        """Attention mask at the positions of this pass, bool `batch pos`; None for masks of other shapes."""
+        """Attention mask at the positions of this pass (bool `batch pos`); None if it is missing or has another form."""
         mask, (batch, pos) = self.attention, self.shape
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
             return None
@@ -143,7 +143,7 @@ class ForwardPassPositions:
     notes: Notes = field(default_factory=Notes)
 
     def choose(self, call: Call, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Masks of the counted and of the attended positions, each `batch pos`.
+        """Masks of the counted and of the attended positions (each `batch pos`).
 
         Args:
             call: the forward pass.
@@ -238,7 +238,7 @@ class ForwardPass:
 
 
 class Frame:
-    """State of a running call of the model or of an inner module that contains all blocks.
+    """State of one running call of a module: the model, or an inner module that contains all blocks.
 
     The model has level 0. The root frame, of level -1, is for activations outside of any call.
     """
@@ -262,7 +262,7 @@ class Frame:
 
     @property
     def outermost(self) -> Frame:
-        """Outermost frame of the same forward pass."""
+        """Frame of the outermost module call in the same forward pass."""
         frame = self
         while frame.inner and frame.parent is not None:
             frame = frame.parent
@@ -508,7 +508,10 @@ class Recorder:
             self.on_view(self._view(reading), reading.call)
 
     def _expected(self, site: int, frame: Frame) -> bool:
-        """Whether the forward pass reads this site next. The site that is read first begins a new forward pass."""
+        """Whether `site` is next in the model's order of sites; True if the order is unknown.
+
+        The first site in this order begins a new forward pass.
+        """
         if self.order is None:
             # A site that was read in this pass begins another pass.
             if site in frame.seen:
@@ -527,7 +530,7 @@ class Recorder:
         return False
 
     def _counts(self, frame: Frame) -> bool:
-        """Whether `frame` belongs to a forward pass of the model."""
+        """Whether activations read in `frame` belong to a forward pass of the model."""
         return self.direct or frame.level >= 0
 
     def _start(self, site: int, here: Frame, hidden: Tensor) -> ForwardPass:
