@@ -148,7 +148,7 @@ def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
 
 
 def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
-    """Names of the stacks that contain a module of `paths`, see `lists_of_blocks`."""
+    """Names of the stacks that contain at least one module of `paths`."""
     roots = two_sides(module) or lists_of_blocks(module)
     return [stack for stack, root in roots.items() if any(f"{path}.".startswith(f"{root}.") for path in paths)]
 

@@ -117,7 +117,7 @@ def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPo
 def at_point(
     hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = None, name: str = "", remedy: str = ""
 ) -> Tensor:
-    """The activations `batch pos width` of a hook point, from its module's input or output.
+    """The activations (`batch pos width`) of a hook point, from its module's input or output.
 
     Args:
         hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own. Batch and positions may
@@ -424,7 +424,7 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
 
 
 def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos: int | None = None) -> Tensor:
-    """Reshape a feature map to `batch pos channel`; other tensors are unchanged.
+    """Reshape a feature map to (`batch pos channel`); other tensors are unchanged.
 
     Args:
         hidden: `batch channel ...` or `batch ... channel`, or other activations.
@@ -445,5 +445,5 @@ def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos:
 
 
 def positions_of(shape: Sequence[int], channels: Channels | None = None, name: str = "") -> int:
-    """Number of positions in a tensor of this shape; `batch width` has one."""
+    """Number of positions in a tensor of a given shape; 1 for (`batch width`)."""
     return 1 if len(shape) == 2 else to_positions(torch.empty(*shape, device="meta"), channels, name).shape[1]

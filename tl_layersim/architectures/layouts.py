@@ -90,7 +90,7 @@ POST_NORM_LACKS = SUBLAYER_NORM_LACKS | {"ln_final": NO_FINAL}
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Layout of a block: the tensor of each family, and the stream sums.
+    """Layout of a block: the module input or output of each site family, and the stream sums.
 
     Attributes:
         classes: class names of blocks with this layout.
@@ -117,7 +117,7 @@ class BlockLayout:
 
 
 def attention_tensors(path: str, names: str, output: str) -> dict[str, ModuleTensor]:
-    """The tensors of an attention module by family.
+    """A dict from site families, such as "q", to the tensors of an attention module.
 
     Args:
         path: path of the module.
@@ -130,7 +130,7 @@ def attention_tensors(path: str, names: str, output: str) -> dict[str, ModuleTen
 
 
 def mlp_tensors(path: str, output: str) -> dict[str, ModuleTensor]:
-    """The tensors of an MLP by family; `output` names its output projection."""
+    """A dict from site families, such as "mlp_out", to the tensors of an MLP. `output` names its output projection."""
     return {"mlp_post": input_of(f"{path}.{output}"), "mlp_out": output_of(path)}
 
 
@@ -140,7 +140,7 @@ def norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
 
 
 def parallel_norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
-    """The tensors of the norms in a parallel block, which may share one norm."""
+    """The outputs of the norms before attention and MLP in a parallel block. Both may be the same norm."""
     return {"ln1": output_of(first), "ln2": output_of(second)}
 
 

@@ -106,7 +106,7 @@ def as_int(item: Any) -> Any:
 
 
 def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
-    """The `StreamSum`s whose terms or total include a site of some families.
+    """The additions to the residual stream (`StreamSum`) that involve a site of some families.
 
     An example is resid_pre + attn_out = resid_mid.
 
@@ -233,7 +233,9 @@ def block_number(layer: Layer, names: Sequence[str], argument: str) -> int:
 
 
 def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argument: str) -> tuple[int, ...]:
-    """Indices of one or several blocks, in the order given, see `block_number`.
+    """Indices of one or several blocks in the list of blocks that are read, in the order given.
+
+    Each is found by `block_number`.
 
     Raises:
         LayersimError: no block is given, one is given twice, or there is no such block.

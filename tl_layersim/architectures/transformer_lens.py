@@ -196,7 +196,7 @@ def head_of(model: Any) -> Head | None:
 
 
 def stream_processing(model: Any) -> tuple[str, str] | None:
-    """Two texts: the weight processing that changed the residual stream, and a call that loads without it.
+    """How weight processing changed the residual stream, and a call that loads without processing, as texts.
 
     None if the residual stream is unchanged. Folded norms leave the residual stream as it is.
     """

@@ -28,7 +28,7 @@ HeadPart = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Pool:
-    """Pooling of several positions: single positions and a mean over positions, concatenated.
+    """Pooling over positions: concatenates the vectors at single positions and a mean over positions.
 
     Attributes:
         single: positions whose vectors are used as they are.
@@ -51,7 +51,7 @@ class Pool:
         return len(self.single) + (self.mean_from is not None)
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Pool vectors `... row pos d_model` to one vector per row, `... row width`.
+        """Pool vectors (`... row pos d_model`) to one vector per row (`... row width`).
 
         Args:
             x: vectors of all positions.
@@ -163,7 +163,7 @@ def head_parts(head: Head, module_at: Callable[[str], HeadModule]) -> tuple[Head
 
 @dataclass(frozen=True)
 class Unembed:
-    """The logit lens of a model: a map from residuals `... d_model` to logits `... vocabulary`, in the model's dtype.
+    """The logit lens of a model: a map from residuals (`... d_model`) to logits (`... vocabulary`), in the model's dtype.
 
     Attributes:
         norm: the final norm; None if the model has none.
@@ -209,7 +209,7 @@ class Unembed:
         return x.reshape(*shape[:-1], x.shape[-1])
 
     def features(self, x: Tensor, normed: bool = True) -> Tensor:
-        """Compute the input of the head's last module, `... width`: normed residuals, or the output of a pooler.
+        """Compute the input of the head's last module (`... width`): normed residuals, or the output of a pooler.
 
         Args:
             x: residuals `... d_model`.
@@ -231,14 +231,14 @@ class Unembed:
         return x
 
     def normed(self, x: Tensor) -> Tensor:
-        """Apply the final norm to residuals `... d_model`, in the model's dtype; without a norm they are unchanged."""
+        """Apply the final norm to residuals (`... d_model`), in the model's dtype; without a norm they are unchanged."""
         if self.norm is None:
             return x
         given = x.to(device=self.device, dtype=self.norm_dtype or self.dtype).reshape(1, -1, x.shape[-1])
         return tensor_of(self.norm(given)).reshape(x.shape)
 
     def pooled(self, x: Tensor, attended: Tensor, normed: bool = True) -> Tensor:
-        """Pool residuals `... row pos d_model` to the input of a head that reads rows, `... row width`.
+        """Pool residuals (`... row pos d_model`) to the input (`... row width`) of a head that reads rows.
 
         Args:
             x: residuals of all positions.
@@ -251,7 +251,7 @@ class Unembed:
         return self.normed(self.pool(x, attended)) if self.pool.before_norm else self.pool(self.normed(x), attended)
 
     def __call__(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
-        """Compute logits of residuals; for the arguments see `raw`."""
+        """Compute logits of residuals. The arguments are those of `raw`."""
         return self.finish(self.raw(x, normed, spare))
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
-    """Two norms: of the logit lens's error at the last layer, and of the model's logits.
+    """The norm of the logit lens's error at the last layer, and the norm of the model's logits.
 
     Args:
         unembed: the lens.
@@ -322,7 +322,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """The largest relative difference that rounding can cause in the coarsest of some dtypes."""
+    """Largest relative difference that rounding can cause in the least precise of the given dtypes."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps
@@ -369,7 +369,7 @@ class LayerHeads:
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def rows(self, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Weight `vocabulary d_model` and bias `vocabulary` of one layer's head.
+        """Weight (`vocabulary d_model`) and bias (`vocabulary`) of one layer's head.
 
         Args:
             layer: index of the block, from 0.
@@ -382,7 +382,7 @@ class LayerHeads:
         return weight[ids], None if bias is None else bias[ids]
 
     def logits(self, unembed: Unembed, x: Tensor, layer: int, normed: bool) -> Tensor:
-        """Compute logits `... vocabulary` of residuals by one layer's head, in the heads' dtype.
+        """Compute logits (`... vocabulary`) of residuals with one layer's head, in the heads' dtype.
 
         Args:
             unembed: the model's logit lens, whose last part the layer's head replaces.
@@ -398,7 +398,7 @@ class LayerHeads:
 def layer_logits(
     unembed: Unembed, x: Tensor, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
 ) -> Tensor:
-    """Compute logits `token layer vocabulary` at all layers.
+    """Compute the logits of all layers (`token layer vocabulary`).
 
     Args:
         unembed: the model's logit lens, for the last layer, and for all layers if `heads` is None.

@@ -1,4 +1,4 @@
-"""Sources: opened models, which run batches and apply the kernels of analyzers."""
+"""Sources: opened models, which run batches and pass activations to the functions of analyzers."""
 
 import lazy_loader
 

@@ -182,7 +182,7 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
 
 
 def stream_gaps(view: View, *, groups: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[str, Tensor]:
-    """A dict of the error ("gap") and the largest norm ("size") of each stream sum.
+    """The error ("gap") and the largest norm ("size") of each stream sum, as a dict of two tensors.
 
     An error is the norm of the summed terms minus the total. The largest norm is that of a term or of the total.
 

@@ -97,7 +97,7 @@ class HookedSource(CanReadSites):
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
 
     def aside(self) -> bool:
-        """Whether hooks must ignore the current forward pass, as for the front model of a stitched model."""
+        """Whether hooks must ignore the current forward pass, as while the front model of a stitched model runs."""
         return False
 
     @property
@@ -140,7 +140,7 @@ class HookedSource(CanReadSites):
         return self.module.get_submodule(path) if point is None else point
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
-        """Indices of the sites at each module's input and output, by (module, whether it is the input)."""
+        """A dict from (module, whether its input is read) to the indices of the sites there."""
         together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
             together.setdefault((self._module_at(point.module), point.incoming), []).append(site)

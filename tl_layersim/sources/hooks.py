@@ -1,4 +1,4 @@
-"""Context managers that add hooks, stop a pass early or change the mode of a model, and restore it at the end.
+"""Context managers that add hooks, stop forward passes or change a model's mode, and restore the model at the end.
 
 No other module registers torch hooks or stops forward passes.
 """
@@ -182,6 +182,6 @@ _KERNELS = threading.RLock()
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """A context manager in which only this thread runs kernels; other threads wait."""
+    """A context manager in which only this thread runs the functions of analyzers (kernels); other threads wait."""
     with _KERNELS, unrecorded():
         yield

@@ -321,7 +321,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:
-    """Weighted sums of a tensor of bytes: an int64 for each `WORDS` 64-bit words."""
+    """A weighted sum (int64) of each row of `WORDS` 64-bit words in a tensor of bytes."""
     if flat.storage_offset() % 8:
         # Words begin at multiples of their size.
         flat = flat.clone()
@@ -420,7 +420,7 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
-    """A dict from module to pairs of accelerate's `weights_map` and the prefix of the module's keys."""
+    """Where accelerate offloaded the weights: a dict from module to pairs (`weights_map`, prefix of the keys)."""
     found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
         hook = vars(holder).get("_hf_hook")

@@ -53,7 +53,7 @@ class TraceStep:
 
 @dataclass
 class TraceReader:
-    """Reader of a model's sites inside nnsight traces, with the model's logit lens.
+    """Reads a model's activations inside nnsight traces, and holds the model's logit lens.
 
     Attributes:
         model: the nnsight model, with its edits.
@@ -266,7 +266,7 @@ class NNsightSource(CanReadSites):
 
 
 def own_function(kernel: Any) -> Any:
-    """The analyzer's function inside a kernel, under all `functools.partial`s."""
+    """The analyzer's function that a kernel wraps in `functools.partial` or other objects."""
     inside = {at_sites: "kernel", by_leaf: "kernel", drawn: "read"}
     while isinstance(kernel, partial | PoolKernel):
         if isinstance(kernel, PoolKernel):
@@ -286,7 +286,7 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the flat indices of the positions in `batch.counted`, and a dict of token fields."""
+    """The flat indices of the positions in `batch.counted`, and a dict of tensors with one value per token."""
     fields = tokens_alone(batch).token_fields()
     del fields["sequence"], fields["position"]
     return batch.counted.reshape(-1).nonzero()[:, 0], fields
@@ -313,7 +313,7 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
 
 
 def whole_view(view: View) -> dict[str, Any]:
-    """A kernel that returns a dict of a view's activations, sites, widths and token fields."""
+    """A dict of a batch's activations, sites, widths and values per token. It is used as a kernel."""
     return {"activations": view.activations, "sites": view.sites, "widths": view.widths} | view.token_fields()
 
 

@@ -92,7 +92,7 @@ class OpenedModel:
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
-    """A dict of the options `layers` and `verify` of several models, for the provenance.
+    """The options `layers` and `verify` of several models, as a dict for the provenance.
 
     Each value is a list with one item per model; None if no model has the option.
 

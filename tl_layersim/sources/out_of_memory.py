@@ -49,7 +49,7 @@ def release_memory() -> None:
 
 
 def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
-    """Run a batch in several forward passes, and return one view of all rows.
+    """Run a batch in several forward passes, and return the activations of all rows as one `View`.
 
     The parts keep the width of the batch, so that positions and padding are those of the whole batch.
 
@@ -77,7 +77,7 @@ def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
 
 
 def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Return the output of `reduce` on the views of a batch; kernels in other threads wait.
+    """Apply kernels to the activations of a batch by `reduce`; kernels in other threads wait.
 
     Args:
         batch: the rows.
@@ -93,7 +93,7 @@ def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> R
 
 @contextmanager
 def refusing_out_of_memory(batch: Batch, work: str = "a forward pass") -> Iterator[None]:
-    """A context manager that raises the error of `too_large` if memory runs out.
+    """A context manager that raises a LayersimError (`too_large`) if memory runs out.
 
     Args:
         batch: the rows.

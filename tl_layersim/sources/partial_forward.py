@@ -63,7 +63,7 @@ def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str
 
 
 def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits `target vocabulary` at positions with a target, and the targets.
+    """The logits (`target vocabulary`) at positions with a target, and these targets.
 
     Args:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier.
@@ -145,7 +145,7 @@ class SplitModel(ABC):
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context without dropout and without gradients of the weights."""
+        """A context manager that turns off dropout and the gradients of the weights."""
 
     @abstractmethod
     def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
@@ -166,7 +166,10 @@ class SplitModel(ABC):
         return self.lower(batch, layer, _as_it_is)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        """Compute "loss", "correct" and "count", see `score_of`. If given, `x` replaces the residual at the layer."""
+        """A dict of sums over targets: "loss", "correct" and "count" (`score_of`).
+
+        If given, `x` replaces the residual at the layer.
+        """
         return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
@@ -241,7 +244,7 @@ def _moments_with(x: Tensor, moments_of: Moments, h: Tensor, attention: Tensor) 
 
 
 def attended(batch: Batch, x: Tensor) -> Tensor:
-    """Activations at attended positions: from `batch pos d_model` to `token d_model`."""
+    """Select activations at attended positions: from (`batch pos d_model`) to (`token d_model`)."""
     return x[batch.attention.to(x.device)]
 
 

@@ -1,4 +1,4 @@
-"""Source: a model that runs batches and passes activations to kernels."""
+"""Source: a model that runs batches and passes activations to functions of analyzers (kernels)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class PartialSums:
 
 
 class Source(ABC):
-    """A model that runs batches and applies kernels to its activations.
+    """A model that runs batches and passes its activations to kernels.
+
+    A kernel is an analyzer's function from a batch of activations to a dict of tensors.
 
     A new source implements `model` and `run`, and `collect` if activations may leave the process that computes them. A source
     that can do more inherits from the classes below as well.
@@ -59,9 +61,9 @@ class Source(ABC):
 
     @abstractmethod
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Run one forward pass over the batch and return the kernels' outputs, see `reduce`.
+        """Run one forward pass over the batch and apply the kernels to its activations.
 
-        `reduce` runs in the process that holds the activations.
+        Return the output of `reduce`, which runs in the process that holds the activations.
         """
 
     def collect(self, batch: Batch) -> View:
@@ -114,7 +116,7 @@ class Source(ABC):
         say: Callable[[str], None],
         first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        """Run batches in order and return an iterator of sums over groups of consecutive rows.
+        """An iterator that runs batches in order and yields sums of kernel outputs over consecutive rows.
 
         Args:
             batches: each with at least one counted token.
@@ -149,11 +151,14 @@ class CanUnembed(Source):
 
     @abstractmethod
     def unembed_gap(self, batch: Batch) -> Tensor:
-        """The error of the logit lens at the last layer, on one row; see `architectures.unembed.unembed_gap`."""
+        """The norm of the logit lens's error at the last layer, and the norm of the model's logits, on one row.
+
+        They are those of `architectures.unembed.unembed_gap`.
+        """
 
 
 class CanReplay(Source):
-    """A source whose block calls can be replayed; its `Model.calls` is not "none".
+    """A source whose blocks an analyzer can call again. Its `Model.calls` is not "none".
 
     Attributes:
         calling: whether views must contain `calls`.
@@ -362,10 +367,10 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @abstractmethod
     def _collect(self, batch: Batch) -> View:
-        """Run one forward pass over the batch and return its view."""
+        """Run one forward pass over the batch and return its activations as a `View`."""
 
     def collect(self, batch: Batch) -> View:
-        """Run the batch in as many forward passes as memory requires.
+        """Return the activations of a batch as a `View`, from as many forward passes as memory requires.
 
         A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows
         that worked.
@@ -415,7 +420,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the order of the sites and `Model.stream` are known, so that `settle` runs nothing."""
+        """Whether `Model.stream` and the order of the sites are known. `settle` then runs no forward pass."""
         return self.model.stream != "unknown" and self.reading.order is not None
 
     @abstractmethod
@@ -466,7 +471,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
-        """A list of `on_tensor` arguments, one tuple for each hook that tests the residual stream.
+        """The hooks that test the residual stream, as tuples of the arguments of `on_tensor`.
 
         The list is empty if `Model.stream` is known.
 
@@ -510,7 +515,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return self.reading.widths
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        """The hook points that `at` names, see `find_points`.
+        """The hook points that `at=` selects in this model.
 
         Raises:
             LayersimError: the model lacks them.
@@ -533,7 +538,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
-        """The `StreamSum`s whose terms or total include a site chosen by `read_at`."""
+        """The additions to the residual stream (`StreamSum`) that involve a site chosen by `read_at`."""
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
     def without_stack(self, at: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models on the meta device: a source without weights, and stand-ins for operations that read values."""
+"""Models on the meta device: a source for them, and replacements of operations that need tensor values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def without_values() -> Iterator[None]:
 
 
 class _PythonValues(TorchFunctionMode):
-    """Function mode of torch that replaces `tolist` and attention of meta tensors."""
+    """Torch function mode that replaces `tolist` and attention if tensors are on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,7 +63,7 @@ class _PythonValues(TorchFunctionMode):
 
 
 class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
-    """Dispatch mode of torch that replaces operations of meta tensors whose results depend on values."""
+    """Torch dispatch mode that replaces operations on meta tensors if their results depend on values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
