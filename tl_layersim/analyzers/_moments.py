@@ -83,7 +83,7 @@ def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: p
 
 
 def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: partial[Tensor] | None) -> Draws:
-    """Draw samples for the permutation null from one pool of rows. Returns a dict of their indices (`row position`) by part.
+    """Draw samples for the permutation null from collected rows. Returns a dict of their indices (`row position`) by part.
 
     Whole rows are permuted at positions that all of them have. A single sample is a row of one position.
 
@@ -113,7 +113,7 @@ def exchanged_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Cross-products between sites in one pool of rows, for the permutation null.
+    """Cross-products between sites over the samples drawn for the permutation null.
 
     Sites are multiplied in true order, and with the rows of the second site permuted.
 
@@ -331,7 +331,7 @@ class Covariances:
             self.columns = Sites(own["yy"], own["y"], self.samples)
 
     def permuted(self, number: int) -> Covariances:
-        """Copy in which the samples of the second site are permuted. The covariance of a site with itself is unchanged.
+        """Covariances after the samples of the second site are permuted. The covariance of a site with itself is unchanged.
 
         Args:
             number: index of the permutation.

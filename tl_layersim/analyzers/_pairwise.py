@@ -91,7 +91,7 @@ def average_ranks(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairRelation:
-    """One vector for each layer from a minibatch, such as its flattened centred Gram matrix.
+    """Relations between the samples of a minibatch: one vector for each layer, such as a flattened centred Gram matrix.
 
     The inner product of two vectors, weighted by `signs`, is the unnormalised similarity of their layers.
 
@@ -119,7 +119,7 @@ Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
-    """Draw minibatches, and samples for the permutation null, from one pool of rows. Returns a dict of sample indices.
+    """Draw minibatches, and samples for the permutation null, from collected rows. Returns a dict of sample indices.
 
     Args:
         samples: the samples of the pool.
@@ -149,7 +149,7 @@ def pool_sums(
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Sum the unnormalised similarities of all pairs of layers over the minibatches of a pool.
+    """Sum the unnormalised similarities of all pairs of layers over minibatches.
 
     Args:
         sides: samples of one model or of two models, `layer sample d_model`.
@@ -186,7 +186,7 @@ def pair_statistics(
     seed: int,
     triangles: bool = True,
 ) -> dict[str, Tensor]:
-    """Sample-by-sample matrices of each layer of one model, for each minibatch of a pool.
+    """Sample-by-sample matrices of each layer of one model, for each minibatch.
 
     Args:
         sides: samples of the model, `layer sample d_model`.
@@ -254,7 +254,7 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
 
 
 def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
-    """Sum the unnormalised similarities of the layers of two models over the minibatches of a pool.
+    """Sum the unnormalised similarities between layers of two models over minibatches.
 
     The sums are those of `pool_sums`, from statistics of each model instead of activations.
 
@@ -334,7 +334,7 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Fourier transforms of each layer's row-by-row matrix along its diagonals, `frequency layer (diagonal term)`.
+    """Fourier transforms along the diagonals of a row-by-row matrix of each layer (`frequency layer (diagonal term)`).
 
     The rows and columns are first reordered. A cyclic shift of the rows moves the entries of a matrix along its diagonals,
     which wrap around.
@@ -470,7 +470,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     @property
     @abstractmethod
     def formula(self) -> tuple[Matrix, Relate]:
-        """Two functions: one makes sample-by-sample matrices, the other a `PairRelation` from the matrices. See `pool_sums`."""
+        """Two functions: from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
 
     @property
     def least(self) -> int:

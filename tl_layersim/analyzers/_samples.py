@@ -28,7 +28,7 @@ COUNTED_ROWS = 2**19
 
 
 def samples(view: View, *, level: str, pool: str) -> Tensor:
-    """Vectors that an analyzer compares (`layer sample d_model`): those of counted tokens, or one for each row.
+    """Vectors that an analyzer compares (`layer sample d_model`): one for each counted token, or one for each row.
 
     Args:
         view: activations of one batch.
@@ -142,7 +142,7 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row:
 
 
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw a grid of samples: rows, and positions that all these rows have. Returns indices (`row position`).
+    """Draw samples at the same positions of several rows. Returns indices (`row position`).
 
     Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
     numbers of samples of the rows alone.
@@ -218,7 +218,7 @@ def draw_permutations(count: int, rows: int, key: int) -> Tensor:
 
 
 def pool_key(samples: Samples, seed: int) -> int:
-    """A random seed made from the token ids of a pool and the user's seed."""
+    """Random seed computed from the token ids of the samples' rows and the user's seed."""
     return int(mixed(samples.key.sum() + seed * 131071 + 1)) & 0x7FFFFFFFFFFFFFFF
 
 

@@ -69,13 +69,13 @@ class Run:
 
     @property
     def head(self) -> Head | None:
-        """Final norm and unembedding of the first model; None if it has none or they are not known."""
+        """Final norm and unembedding of the first model; None if the model has none, or they are not known."""
         return self.models[0].head
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Functions that compare two models by small statistics of each, instead of activations.
+    """Functions that compute small statistics of each model, and compare two models by them instead of by activations.
 
     Models on different machines are compared in this way, and many models of which each runs once a batch.
 
@@ -140,7 +140,7 @@ class Analyzer(ABC):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether the kernel needs whole rows. If so, single steps of cached generation raise an error."""
+        """Whether the kernel needs all tokens of a row at once. If so, single steps of cached generation raise an error."""
         return False
 
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
@@ -182,7 +182,7 @@ class Analyzer(ABC):
         """
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        """Second kernel of the main pass, over pairs of samples; None if `kernel` is enough. The sums of both are joined.
+        """Second kernel of the main pass, which sums over pairs of samples; None if not needed. The sums of both are joined.
 
         Args:
             first: sums of the first pass, empty without one.
@@ -190,7 +190,7 @@ class Analyzer(ABC):
         return None
 
     def pool_need(self, density: float) -> int:
-        """Largest number of rows from which a `PoolKernel` draws its samples; 0 without a `PoolKernel`.
+        """Number of rows to collect, from which a `PoolKernel` draws its samples; 0 without a `PoolKernel`.
 
         Args:
             density: mean number of counted positions of a row.
@@ -198,7 +198,7 @@ class Analyzer(ABC):
         return 0
 
     def exchange(self) -> Exchange | None:
-        """Functions that compare models by statistics of each model; None if activations of both are needed."""
+        """Functions that compare two models by small statistics of each; None if activations of both are needed."""
         return None
 
     @abstractmethod
@@ -324,7 +324,7 @@ class LabelledAnalyzer(Analyzer):
 @typed
 @dataclass(frozen=True, eq=False)
 class SampleAnalyzer(Analyzer):
-    """Base class of analyzers whose samples are tokens or one vector for each row, by the options `level` and `pool`.
+    """Base class of analyzers with the options `level` and `pool`: a sample is the vector of a token, or of a row of tokens.
 
     Args:
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
@@ -400,7 +400,7 @@ def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
 
 
 def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
-    """Warn of sites at which a measure is not defined; raise an error if it is defined at no site of a side.
+    """Warn of sites at which a measure is not defined; raise an error if no row site or no column site is left.
 
     Args:
         measure: name of the measure.

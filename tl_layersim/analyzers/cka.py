@@ -330,7 +330,7 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RowTerms:
-    """Terms of each layer for an HSIC without pairs of samples from the same row, float64.
+    """Gram matrix and its sums for each layer, from which HSIC without pairs of one row is computed, float64.
 
     Each term is an entry of a Gram matrix or a sum of entries. HSIC is a sum of products of the terms of two layers, each
     product times the sign of the term. The factors of `without_rows` are in the terms, times the number of pairs of samples
@@ -382,7 +382,7 @@ class RowTerms:
 
 
 def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""Compute `RowTerms` from Gram matrices, for an HSIC without pairs of samples from the same row.
+    r"""Compute `RowTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same row.
 
     Also returns the squared distance of each sample from the mean, `layer n`.
 
@@ -529,7 +529,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC over all samples except pairs from the same row, from the summed output of `exact_kernel`.
+    """HSIC of all samples, without pairs from the same row, computed from the summed output of `exact_kernel`.
 
     The samples sum to 0, so the terms of `without_rows` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.

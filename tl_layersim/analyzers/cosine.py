@@ -346,7 +346,7 @@ class Cosine(Analyzer):
 
 
 def _minimum_and_outliers(histogram: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and fraction of outliers of each histogram over [-1, 1], each `series`; NaN for an empty histogram.
+    """Minimum of each histogram over [-1, 1], and its fraction of outliers (each `series`); NaN for an empty histogram.
 
     Outliers lie more than 1.5 interquartile ranges outside the quartiles.
     """
@@ -477,7 +477,7 @@ def _cosines(unit: Tensor, known: Tensor) -> Tensor:
 
 
 def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
-    """Count ordered triples of layers, and all triples, by the last layer of the triple: `2 layer`.
+    """Numbers of ordered triples of layers and of all triples, for each last layer of a triple (`2 layer`).
 
     A triple l1 < l2 < l3 is ordered if COS(l1, l3) < COS(l2, l3).
 
@@ -498,7 +498,7 @@ def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
 
 
 def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
-    """Histogram over [-1, 1] of each column: `token series` to `series bin`. Values that are not `known` are left out."""
+    """Histogram of each column over [-1, 1], from `token series` to `series bin`. Values that are not `known` are left out."""
     index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
     series = values.shape[1]
     index = index + bins * torch.arange(series, device=values.device)

@@ -216,7 +216,7 @@ class ExitCurveResult(Result):
         return self.thresholds[int(holds[0])] if len(holds) else None
 
     def _choice(self) -> tuple[Tensor, Tensor]:
-        """Agreement and accuracy by which thresholds are chosen, each of shape `threshold`.
+        """Agreement and accuracy (each `threshold`) that are compared with the required values to choose a threshold.
 
         They are measured on half of the rows, or on all rows if a half is empty.
         """

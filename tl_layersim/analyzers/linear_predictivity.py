@@ -1,4 +1,4 @@
-"""Linear predictivity: R2 on held-out rows of predicting one site's activations from another's."""
+"""Linear predictivity: held-out R2 of ridge regressions that predict one site's activations from another's."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ def labelled(view: View, labels: str | Tensor, split: partial[Tensor]) -> tuple[
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
-    """Index of each sample's group in the control task (`sample`): a hash of its token id or row.
+    """Index of each sample's group in the control task (`sample`), hashed from its token id or row.
 
     All samples of a group have the same random control label.
 

@@ -83,7 +83,7 @@ class LensAnalyzer(LabelledAnalyzer):
             need_tokens(targets, 1, type(self).__name__, "positions with a target")
 
     def unembedding(self, run: Run) -> str:
-        """Formula for the logits of a residual x, as text; with `heads`, the formula for the layers below the last."""
+        """Text of the formula from a residual x to logits; with `heads`, the formula for the layers below the last."""
         if run.head is None:
             return ""
         head = run.head if self.heads is None else replace(run.head, parts=(*run.head.parts[:-1], "heads[layer]"))

@@ -26,7 +26,7 @@ SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defin
 
 @result_class
 class SaturationResult(Result):
-    """Number of tokens that saturate at each block, and their cosine to the last layer. All tensors are float64.
+    """Number of tokens that saturate at each block, and mean cosine of their residuals to the last layer. Tensors are float64.
 
     Attributes:
         values: `layer`, the same as `counts`: number of tokens that saturate at each block.

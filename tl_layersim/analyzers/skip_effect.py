@@ -28,7 +28,7 @@ from .analyzer import CSORDAS, Analyzer, Run, SiteNeed, sites_where
 
 @result_class
 class SkipEffectResult(Result):
-    """Effects of skipping each block: means over tokens, and largest effects in each row, averaged over rows. Float64.
+    """Effects of skipping each block: means over tokens, and means over rows of the largest effect in a row. Float64.
 
     Attributes:
         values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the affected block's contribution
@@ -245,7 +245,7 @@ class Skip:
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
-    """Sum the effects of each skipped block over tokens, and the row maxima of these effects over rows.
+    """Sum the effects of each skipped block over tokens, and each row's largest effect over rows.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
@@ -259,7 +259,7 @@ def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: f
 
 
 def _everywhere(view: View, keep_first: int) -> Skip:
-    """`Skip` in which all positions but the first few are skipped, and effects are measured at the same positions.
+    """`Skip` of blocks at all positions but the first few, with effects measured at the same positions.
 
     A classifier's output is read at one position of a row, which may be one of the first few.
     """
@@ -297,7 +297,7 @@ def _read(view: View, tokens: Tensor) -> Tensor:
 
 
 def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tensor]:
-    """Sums of effects over tokens, and of row maxima over rows, each `skipped affected`. The last column is the output."""
+    """Sums of effects over tokens, and of row maxima over rows (each `skipped affected`). The last column is the output."""
     blocks, rows, device = len(view.calls), view.calls[0].hidden.shape[0], view.activations.device
     total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
     count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
@@ -314,7 +314,7 @@ def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tens
 
 
 def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Skip one block and run all later blocks; yields each later block's index, its changes, and the rows of the tokens.
+    """Skip one block and run all later blocks; yields for each later block its index, its change at each token, and their rows.
 
     The index of the output is -1.
 
@@ -386,7 +386,7 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
 
 
 def _differs(view: View) -> Tensor:
-    """Whether each block's replay differs from its output in the forward pass (`layer`). Block 0 is never replayed."""
+    """Whether each block, run again on its input, gives another output than before (`layer`). Block 0 is never run again."""
     every = torch.arange(len(view.position), device=view.position.device)
     differs = [False]
     for call in view.calls[1:]:

@@ -466,7 +466,7 @@ def _with_last(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
 
 
 def _angles(view: View, last: Tensor) -> Tensor:
-    """Angles between consecutive steps from token to token at each layer (`layer triple`), float64.
+    """Angles at each layer between a row's consecutive steps from one token to the next (`layer triple`), float64.
 
     A triple is three consecutive positions of a row. NaN where two neighbours are equal: their step has no direction.
 
