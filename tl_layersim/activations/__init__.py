@@ -1,4 +1,4 @@
-"""Activations of one batch: views, buffers of sites, pools of rows, recorded block calls."""
+"""Activations of one batch: reading them at sites, drawing samples from many rows, and running blocks again."""
 
 import lazy_loader
 

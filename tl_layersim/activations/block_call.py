@@ -1,4 +1,4 @@
-"""Recorded block calls, and their replay: with another residual, in float32, or for single tokens.
+"""Recorded calls of transformer blocks, which can run again with another residual, in float32, or for single tokens.
 
 This file is shipped to NDIF servers by value, as source: it uses torch and the standard library alone, and decorators are lost.
 """
@@ -66,12 +66,12 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def as_positions(hidden: Tensor) -> Tensor:
-    """Reshape a residual `batch d_model` to `batch 1 d_model`. Other residuals are unchanged."""
+    """Add an axis of one position to a residual without one (`batch d_model` to `batch 1 d_model`). Others are unchanged."""
     return hidden[:, None] if hidden.dim() == 2 else hidden
 
 
 class VectorBlock:
-    """Wrapper that lets a block on `batch d_model` take and return `batch 1 d_model`.
+    """Wrapper that adds an axis of one position to the residuals of a block (`batch d_model` to `batch 1 d_model`).
 
     Args:
         block: the module, or its nnsight envoy.
@@ -365,7 +365,7 @@ class FewTokens:
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """Index a tensor `batch ...` by the row of each sample. A single row, shared by all samples, is expanded."""
+        """Select the row of each sample from a tensor (`batch ...`). A single row, shared by all samples, is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
@@ -386,7 +386,7 @@ class FewTokens:
         return torch.finfo(self.hidden.dtype).min
 
     def _mask_of(self, n: int) -> Tensor:
-        """Attention mask for n copies of each token, `sample head (token copy) (pos + token copy)`."""
+        """Attention mask for n copies of each token (`sample head (token copy) (pos + token copy)`)."""
         never = False if self.mask.dtype == torch.bool else self._never()
         first = self.at[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
         # The entry for the first token moves from the column of that token to the column of its own copy.
@@ -431,7 +431,7 @@ class FewTokens:
 
 
 def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor, copies: int = 1) -> Block:
-    """Function that replays a block on whole rows, with one residual per sample replaced.
+    """Function that runs a block again on whole rows, with the residual of one position per sample replaced.
 
     It maps residuals at `t_in` to the block's outputs at `t_out`.
 

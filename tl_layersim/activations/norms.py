@@ -1,4 +1,4 @@
-"""Norms of activations, sums of sizes by position and dimension, and a test against rounding error.
+"""Norms of activations, their sizes by position and dimension, and a test for differences beyond rounding error.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """
@@ -85,7 +85,7 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """Dict of sums: norms by position; power and variance, of all dimensions and of the largest.
+    """Sums for the sizes of activations: norms at each position, and power and variance over all dimensions and in the largest.
 
     Args:
         *views: views of the same tokens, one for each model.

@@ -1,4 +1,4 @@
-"""Pools of rows: samples from several forward passes, for measures over pairs of samples.
+"""Pools: samples collected from several forward passes, for measures over pairs of samples.
 
 The sums of a batch are computed for its leaves (groups of 1 to 16 rows) and its pools. `BatchPlan` runs all kernels on a batch
 whose rows need several forward passes. Plain functions of torch and small classes: they are serialised by value with the
@@ -53,7 +53,7 @@ Draws = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class PoolKernel:
-    """Kernel of a measure over pairs of samples. It draws samples from a pool of rows and sums over their pairs.
+    """Kernel that draws samples from a pool of rows, and returns sums over pairs of these samples.
 
     Attributes:
         read: function from a view to its samples, `site sample width`.
@@ -81,7 +81,7 @@ class PoolKernel:
         return pool_rows(self.size, 1 if self.whole_rows else density)
 
     def __call__(self, *views: View) -> dict[str, Tensor]:
-        """Compute the sums, with all rows of the views as a single pool.
+        """Compute the sums of a single pool that holds all rows of the views.
 
         Args:
             *views: views of the same tokens, one for each model.
@@ -105,7 +105,7 @@ AnyKernel = Kernel | PoolKernel
 
 
 def pool_rows(size: int, density: float) -> int:
-    """Number of rows with enough samples for a pool. It is 16 times a power of two.
+    """Number of rows that together hold enough samples for one pool. It is 16 times a power of two.
 
     Args:
         size: samples that the pool needs.
@@ -169,7 +169,7 @@ class _Pool:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Plan of a batch: the kernels of each forward pass, and how outputs are summed.
+    """Plan of a batch's forward passes: which kernels each runs, and over which rows the outputs are summed.
 
     Outputs are summed by leaf, a group of consecutive rows.
 
@@ -189,7 +189,7 @@ class BatchPlan:
 
     @property
     def leaves(self) -> int:
-        """Number of leaves of the batch. A leaf is a group of consecutive rows that are summed together."""
+        """Number of groups of rows (leaves) in the batch. The rows of a leaf are consecutive and summed together."""
         return -(-self.starts[-1] // self.leaf)
 
     def kernels_of(self, number: int) -> dict[str, Kernel]:
@@ -211,7 +211,7 @@ class BatchPlan:
         return out
 
     def finish(self, passes: Sequence[Reduced]) -> list[Reduced]:
-        """Combine the outputs of all forward passes into sums. Each leaf, a group of rows, has sums of its own.
+        """Sum the outputs of all forward passes, separately for each leaf (group of rows).
 
         Args:
             passes: output of `reduce` for each forward pass.
@@ -276,7 +276,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 def plan_batch(
     known: View, starts: tuple[int, ...], leaf: int, density: float | None, kernels: Mapping[str, AnyKernel]
 ) -> BatchPlan:
-    """Make the plan of a batch, and draw the samples of its pools of rows.
+    """Draw the samples of each pool in a batch, and return the `BatchPlan`.
 
     Args:
         known: `tokens`, `sequence` and `row` of all counted positions of the batch.
@@ -323,9 +323,10 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
 
 
 def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> dict[str, Tensor]:
-    """Run a kernel on each leaf (group of rows) of a forward pass. Names of outputs begin with the index of the leaf.
+    """Run a kernel separately on each leaf (group of rows) of a forward pass.
 
-    Views with block calls are not divided, because a call replays all rows of a forward pass.
+    Names of outputs begin with the index of the leaf. Views with block calls are not divided, because a call replays all rows
+    of a forward pass.
 
     Args:
         *views: views of the forward pass, one for each model.
@@ -369,7 +370,7 @@ def some_rows(view: View, start: int, stop: int) -> View:
 def drawn(
     *views: View, read: Callable[[View], Tensor], sites: tuple[tuple[int, ...], ...] | None, index: Tensor
 ) -> dict[str, Tensor]:
-    """Kernel that returns the activations of drawn samples and the widths of the sites.
+    """Read the activations of drawn samples, and the widths of the sites, in one forward pass.
 
     Keys end with the index of the model: "samples 0", "widths 0".
 

@@ -149,7 +149,7 @@ def tokens_alone(batch: Batch) -> View:
 
 
 def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
-    """Run a kernel on some sites of each view.
+    """Run a kernel on only those sites of each view that it reads.
 
     Args:
         *views: views of one model, or of two.
@@ -320,7 +320,7 @@ class SiteBuffer:
 
     @property
     def activations(self) -> Tensor:
-        """The activations `site sample width`. Narrower sites are zero-padded to the widest."""
+        """The activations (`site sample width`). Narrower sites are zero-padded to the widest."""
         assert self._buffer is not None
         return self._buffer
 

@@ -15,7 +15,7 @@ import torch
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The functions `starts`, and all functions of the same module that they call, directly or indirectly."""
+    """The given functions, and all functions of the same module that they call, directly or indirectly."""
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:

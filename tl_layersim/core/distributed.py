@@ -39,7 +39,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def weight_peers(module: torch.nn.Module) -> frozenset[int]:
-    """Ranks that hold shards of one model, this rank included. They must run the same batches.
+    """Ranks that together hold the shards of a model, this rank included. They must run the same batches.
 
     Weights are sharded by tensor parallelism (a `DeviceMesh`, transformers' `tp_plan`) and by FSDP.
 
@@ -82,7 +82,7 @@ def refuse_parts(module: torch.nn.Module) -> None:
 
 
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
-    """Decide which batches this process runs. Processes that share a copy of the model run the same batches.
+    """Share of the batches that this process runs, agreed on by all processes. Those that share a model copy run the same ones.
 
     Every process of the group must call this function.
 
@@ -140,7 +140,9 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
 
 
 def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
-    """Add the sums in the k-th blocks of all ranks, for each k. Ranks take batches in turn.
+    """Add sums over all ranks, separately for each data block.
+
+    The k-th block of the total is the sum of the k-th blocks of all ranks, which take batches in turn.
 
     Args:
         tree: sums of this rank.

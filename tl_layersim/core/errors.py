@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an HTTP address without secrets; a login is allowed."""
+    """Whether a text is an HTTP address without secrets after the host. User name and password before the host are allowed."""
     try:
         parts = urlsplit(text)
         # A query, or an @ in the path, may be part of a secret.

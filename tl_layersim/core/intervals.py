@@ -244,7 +244,7 @@ def t_interval(
 
 
 def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
-    """Add a step to x on the log or log-odds scale of `t_interval`, and convert the sum back."""
+    """Move x by a step on the log or log-odds scale of `t_interval`."""
     if math.isinf(high):
         return low + (x - low) * step.exp()
     if math.isinf(low):
@@ -405,7 +405,7 @@ def field_named(result: Any, name: str) -> str:
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
-    """Reorder a tensor field of a jackknife replicate to the labels of the full result.
+    """Values of a jackknife replicate's field, in the order of the full result's labels.
 
     Labels that occur only in the left-out data have NaN.
 
@@ -441,7 +441,7 @@ def _interval(
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
-    """Value of a function on all data, and its jackknife replicates, `block ...`. Both are float64.
+    """Value of a function on the full result, and on each jackknife replicate (`block ...`). Both are float64.
 
     Args:
         result: the result with its replicates.
@@ -531,7 +531,7 @@ def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
 
 
 def has_margin(headline: str) -> bool:
-    """Whether the headline number of this name may have an interval. p-values and extremes over layers have none."""
+    """Whether the headline number with this description can have an interval. p-values and extremes over layers have none."""
     return not is_p_value(headline) and EXTREME.search(headline) is None
 
 

@@ -144,7 +144,7 @@ def merged_labels(lists: list[list[Any]]) -> list[Any]:
 
 
 def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
-    """The headline numbers of all results as texts, with ± half the interval; see `Report.to_latex`."""
+    """Table of the headline numbers of all results, as texts with ± half the interval. See `Report.to_latex`."""
     import pandas
 
     lines = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
@@ -220,7 +220,7 @@ def distinct_tests(result: Any, field: str) -> Tensor:
 
 
 def is_symmetric(values: Tensor) -> bool:
-    """Whether a tensor `row column ...` is symmetric, up to rounding."""
+    """Whether a tensor (`row column ...`) is symmetric, up to rounding."""
     square = values.dim() > 1 and values.shape[0] == values.shape[1]
     # A sum over a transposed matrix adds in another order. Its rounding error scales with the largest value.
     largest = float(values.nan_to_num(0, 0, 0).abs().max()) if values.numel() else 0.0
@@ -257,7 +257,7 @@ def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Te
 
 
 def result_table(result: Any) -> xarray.Dataset:
-    """An `xarray.Dataset` of the fields that the run measured; see `Result.to_xarray`."""
+    """An `xarray.Dataset` of the fields that the run measured. See `Result.to_xarray`."""
     import xarray
 
     variables: dict[str, Any] = {}

@@ -60,7 +60,7 @@ def _plain_fields(result: Any) -> dict[str, Any]:
 def pack_report(
     report: Mapping[str, Any], likes: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Headers and tensors of several results, for one file; see `pack`.
+    """Headers and tensors of several results, for one file. See `pack` for a single result.
 
     Headers are a dict by result, and names of tensors have the form "result/tensor".
     """

@@ -288,7 +288,7 @@ class Result(ABC):
         return replace(self, untrained=tuple(twins))
 
     def of_untrained(self, field: str) -> Tensor | None:
-        """A field's values on all untrained models, `seed ...`. None without such models, or if shapes differ between models.
+        """A field's values on all untrained models (`seed ...`). None without such models, or if shapes differ between models.
 
         Args:
             field: name of the attribute.
@@ -419,9 +419,7 @@ class LayerMatrix(Result):
         )
 
     def sites_headline(self, measure: str) -> dict[str, float]:
-        """Dict with the mean over pairs of different sites; empty for two models.
-
-        It is the headline if the sites have no order by depth.
+        """Headline number of sites that have no order by depth: the mean over pairs of different sites. Empty for two models.
 
         Args:
             measure: name of the measure.
@@ -616,7 +614,7 @@ class Report(Mapping[str, Any]):
 
     @typed
     def plot(self, width: Literal["column", "text"] | None = None, title: str | None = None) -> plotly.graph_objects.Figure:
-        """One plotly figure whose panels are the first figure of each result.
+        """Plotly figure with one panel for each result, its first figure. Results without figures are left out.
 
         Args:
             width: see `Result.plot`. With "column" the panels are stacked vertically.

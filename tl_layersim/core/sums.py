@@ -26,7 +26,7 @@ SIZES = "sizes of "
 
 
 def analyzer_of(name: str) -> str:
-    """Name of the analyzer that a kernel belongs to.
+    """Name of a kernel's analyzer: the name of the kernel without the prefix `POOL` or `SIZES`.
 
     Args:
         name: name of the kernel: the name of the analyzer, possibly after `POOL` or `SIZES`.
@@ -54,7 +54,7 @@ class Sums:
 
     @staticmethod
     def of(output: Mapping[str, Tensor]) -> Sums:
-        """Convert a kernel's output for one batch to `Sums`.
+        """Convert the tensors that a kernel returned for one batch to `Sums`.
 
         Args:
             output: tensors that a kernel returned; they are moved to the CPU and converted to int64 or float64.
@@ -96,7 +96,9 @@ class Sums:
 
 
 def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
-    """Merge an analyzer's sums over single rows with its sums over pools of rows.
+    """All sums of an analyzer: those over single rows, and those over pools of rows.
+
+    A pool is a group of rows from which samples are drawn and compared in pairs.
 
     Args:
         sums: sums by analyzer.
@@ -130,7 +132,7 @@ class DataBlock:
 
 
 def rows_in_block(index: int, first: int) -> int:
-    """Number of rows per block once the data has reached row `index`. It doubles whenever there are `MOST_BLOCKS` blocks.
+    """Number of rows per block when row `index` is about to be added. It doubles whenever there are `MOST_BLOCKS` blocks.
 
     Args:
         index: index of the row.
@@ -173,7 +175,7 @@ def push(
     start: int = 0,
     most: int | None = None,
 ) -> None:
-    """Push the sum of the next terms onto a stack of partial sums.
+    """Push a sum of terms onto a stack of partial sums, for pairwise summation.
 
     Two sums are added if, and only if, they are siblings in the binary tree of all terms.
 
@@ -225,9 +227,9 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
 
 
 def next_size(index: int, most: int) -> int:
-    """Number of terms in the next request: the largest power of two that divides `index`.
+    """Number of terms in the next request to a server, a power of two that divides `index`.
 
-    It is at most `most`. Such requests do not change the order of additions.
+    It is the largest such number up to `most`. Such requests do not change the order of additions.
 
     Args:
         index: index of the request's first term, a multiple of the result.
@@ -268,7 +270,7 @@ def most_nodes(leaves: int, intervals: bool) -> int:
 
 @dataclass(frozen=True)
 class SumTree:
-    """Sums of consecutive rows, as nodes of a binary tree; see `push`.
+    """Binary tree whose nodes are sums over consecutive rows. See `push` for the order of additions.
 
     A node holds the sums of `2 ** k` rows; the index of the first is a multiple of `2 ** k`. Two nodes with a common parent are
     added as soon as both exist. The sums of all data therefore depend on the number of rows alone: trees over parts of the
@@ -387,7 +389,7 @@ class Tally:
     tree: SumTree = SumTree()
 
     def sums(self, names: Iterable[str]) -> dict[str, Sums]:
-        """The sums of all rows, by kernel.
+        """Dict from the name of each kernel to its sums over all rows.
 
         Args:
             names: names of the kernels.

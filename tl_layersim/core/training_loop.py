@@ -22,7 +22,9 @@ from .resumable_file import ResumableFile, Snapshot
 
 
 def refuse_long_warmup(warmup: int | None, steps: int) -> None:
-    """Raise an error if a training ends before the end of its warmup, at a lower learning rate than the one asked for.
+    """Raise an error if a training has fewer steps than its warmup.
+
+    It would end at a lower learning rate than the one asked for.
 
     Raises:
         LayersimError: `warmup` exceeds `steps`.
