@@ -15,7 +15,7 @@ ERRORS = {
     "no skip": r"do not add their input to their output",
     "two stacks": r"is an encoder-decoder",
     "own model": r"must be a Hugging Face model",
-    "feature maps": r"these modules do not pass it on|are not batch x pos x width|are not known|images of unknown size",
+    "feature maps": r"needs the residual stream|are not batch x pos x width|are not known|images of unknown size",
 }
 NEED_HEAD = ("predictions by layer", "`stitch`", "`finetune_aligned`", "`evaluate_layers`", "`EarlyExit`", "`truncate`")
 READ_MODULES = ("`analyze`", "`attach`", "`compare`")

@@ -45,7 +45,7 @@ def test_known_layouts_are_read_after_each_block(family, data):
     np.testing.assert_allclose(found.norm_ratio, expected["norm_ratio"], rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:The targets of LogitLens are next tokens")
+@pytest.mark.filterwarnings("ignore:The targets of .* are next tokens")
 @pytest.mark.parametrize("family", ["Gemma3", "MPNet"])
 def test_nnsight_reads_known_layouts_too(family, data):
     expected = run(build(family), data)

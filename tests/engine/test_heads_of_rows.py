@@ -31,7 +31,7 @@ def test_heads_of_a_head_that_joins_two_vectors():
         lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=one))["logit_lens"] for one in (heads, None)
     )
     torch.testing.assert_close(found.cross_entropy, plain.cross_entropy)
-    with pytest.raises(lsim.LayersimError, match=r"`heads`.*\(2, 3, 16\).*\(2, 3, 32\)"):
+    with pytest.raises(lsim.LayersimError, match=r"`heads`.*\(2, 3, 16\).*\b32\)"):
         lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=ExitHeads(own[:, :16].expand(2, -1, -1))))
 
 
