@@ -371,7 +371,7 @@ class FewTokens:
         return value.expand(len(self.row), *value.shape[1:])
 
     def _mask(self, given: Any) -> Tensor:
-        """The attention mask of the tokens (`sample head token pos`). It holds bools, or numbers to add to the scores."""
+        """The attention mask of the tokens, with keys at `pos` (`sample head token pos`): bools or numbers to add."""
         pos, at = self.pos, self.at
         if given is None:
             later = torch.arange(pos, device=at.device) > at[:, :, None]
@@ -386,7 +386,10 @@ class FewTokens:
         return torch.finfo(self.hidden.dtype).min
 
     def _mask_of(self, n: int) -> Tensor:
-        """Attention mask for n copies of each token (`sample head (token copy) (pos + token copy)`)."""
+        """Attention mask in which n copies of each token are queries, and the row and the copies are keys.
+
+        Its shape is `sample head (token copy) (pos + token copy)`.
+        """
         never = False if self.mask.dtype == torch.bool else self._never()
         first = self.at[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
         # The entry for the first token moves from the column of that token to the column of its own copy.

@@ -334,7 +334,7 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Fourier transforms along the diagonals of a row-by-row matrix of each layer (`frequency layer (diagonal term)`).
+    """Fourier transforms along the diagonals of the row-pair matrix of each layer (`frequency layer (diagonal term)`).
 
     The rows and columns are first reordered. A cyclic shift of the rows moves the entries of a matrix along its diagonals,
     which wrap around.

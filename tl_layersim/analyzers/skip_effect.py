@@ -245,7 +245,7 @@ class Skip:
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
-    """Sum the effects of each skipped block over tokens, and each row's largest effect over rows.
+    """Sums by skipped block: of its effects over all tokens, and of the largest effect of each row over all rows.
 
     Args:
         view: activations of one batch, with the calls of the blocks.

@@ -232,8 +232,8 @@ def _as_scores(labels: Any) -> Tensor | None:
         return None
     if table.dim() != 1:
         raise LayersimError(
-            f"`labels` of a regression head are floats of shape {tuple(table.shape)}; they must be one score for each row, "
-            "NaN for a row without a score."
+            f"`labels` has shape {tuple(table.shape)}; for a regression head it must hold a score for each row, NaN for a row "
+            "without one."
         )
     return table.detach().cpu().double()
 

@@ -244,7 +244,7 @@ class SiteMap:
         return family in SITE_NAMES and (not dot or any(site.stack == f"{stack}." for site in self.sites))
 
     def families(self) -> list[str]:
-        """The families that the model has."""
+        """Families of hook points that the model has, such as attn_out."""
         have = {site.family for site in self.sites}
         return [family for family in SITE_NAMES if family in have]
 

@@ -219,7 +219,7 @@ def _falcon_fused(config: Any) -> Fused:
 
 
 def _is_sliced(config: Any) -> Any:
-    """Whether a Bloom computes its output projections in slices, without calling the module."""
+    """Whether a Bloom model multiplies by slices of its output projections instead of calling these modules."""
     return config.slow_but_exact and config.pretraining_tp > 1
 
 

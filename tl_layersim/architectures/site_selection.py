@@ -277,7 +277,7 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
     crossing = [path for path in modules if has_encoder_positions(path)]
     if crossing:
         raise LayersimError(
-            f"`at` names {crossing[0]}, which attends from the decoder to the encoder and has the encoder's positions. Use "
+            f"`at` names {crossing[0]} inside cross-attention, which has an activation for each position of the encoder. Use "
             "'encoder.ln_final' or 'decoder.cross_attn_out'."
         )
     read = stack_of(module, home)

@@ -238,7 +238,7 @@ class Unembed:
         return tensor_of(self.norm(given)).reshape(x.shape)
 
     def pooled(self, x: Tensor, attended: Tensor, normed: bool = True) -> Tensor:
-        """Pool residuals (`... row pos d_model`) to the input (`... row width`) of a head that reads rows.
+        """Pool the residuals of each row (`... row pos d_model`) to the input of a classification head (`... row width`).
 
         Args:
             x: residuals of all positions.

@@ -227,12 +227,12 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
 
 
 def next_size(index: int, most: int) -> int:
-    """Number of terms in the next request to a server, a power of two that divides `index`.
+    """Number of batches in the next request to a server: a power of two that divides the number of batches before it.
 
     It is the largest such number up to `most`. Such requests do not change the order of additions.
 
     Args:
-        index: index of the request's first term, a multiple of the result.
+        index: number of batches before the request.
         most: upper limit.
 
     Examples:

@@ -22,7 +22,7 @@ from .segments import Decoding
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Generated:
-    """Result of `EarlyExit.generate`: texts, the exit layer of each token, and counts of the computation.
+    """Result of `EarlyExit.generate`: texts, the exit layer of each token, and the number of blocks computed.
 
     Attributes:
         tokens: for each row, its new token ids, `token`.

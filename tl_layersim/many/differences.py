@@ -205,7 +205,7 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
         names = [name for name in {**one, **two} if name not in OF_MODEL_OR_DATA and one.get(name) != two.get(name)]
         other |= {name: f"{name} ({one.get(name)!r} and {two.get(name)!r})" for name in names}
     if other:
-        warn(f"The runs differ in options, which also contribute to the difference: {', '.join(other.values())}.")
+        warn(f"The runs also differ in these options, which may cause a part of the difference: {', '.join(other.values())}.")
 
 
 def _statistics(

@@ -313,7 +313,7 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
 
 
 def whole_view(view: View) -> dict[str, Any]:
-    """A dict of a batch's activations, sites, widths and values per token. It is used as a kernel."""
+    """Kernel that returns everything in a view as a dict: activations, site names, widths and data by token."""
     return {"activations": view.activations, "sites": view.sites, "widths": view.widths} | view.token_fields()
 
 

@@ -380,7 +380,7 @@ class Recorder:
         return ProbeHook(uncompiled(call, self._miss))
 
     def _stop(self, error: Exception) -> None:
-        """Report an error, and stop reading."""
+        """Report an error, and read no more activations."""
         if not self.stopped:
             self.stopped = True
             self.on_error(error)
