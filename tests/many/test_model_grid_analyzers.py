@@ -101,7 +101,7 @@ def test_refusals():
         (models, lsim.CKA(), {"groups": {"a": 1, "b": 1}}, "`groups`.*dict of 2"),
         (models, lsim.CKA(), {"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups`.*dict of 4"),
         (models, lsim.CKA(), {"groups": [1, 1, 1]}, r"`groups`.* 3\b"),
-        (models, lsim.CKA(), {"groups": [1, 2, 3]}, "`groups`.* 1, 1, 1 "),
+        (models, lsim.CKA(), {"groups": [1, 2, 3]}, r"`groups`.* 1, 1, 1\b"),
         (models, lsim.Cosine(), {}, "Cosine cannot compare two models"),
         (models, [lsim.CKA(), lsim.Cosine()], {}, "Cosine cannot compare two models"),
     ):
