@@ -121,7 +121,7 @@ def test_activations_do_not_cross(small):
             rows(4, 20),
             lsim.CKA(estimator="exact"),
         )
-    with pytest.raises(lsim.LayersimError, match="Activations .*RemoteSource"):
+    with pytest.raises(lsim.LayersimError, match=r"Activations .*RemoteSource"):
         open_source(lsim.open_model(small.model(), remote=small.url)).collect(None)
 
 
