@@ -29,7 +29,7 @@ from ..sources.without_weights import without_values
 from .client import JobTooLong, NdifClient, quiet
 from .requests import RequestSchedule, ShippedSource
 from .server_status import ServerStatus
-from .traces import dtype_and_devices, narrowed, partial_sums, submit
+from .traces import dtype_and_devices, partial_sums, submit
 
 T = TypeVar("T")
 # Order of hook points as indices, and the width of each; no widths if no forward pass could run.
@@ -252,12 +252,9 @@ class RemoteSource(NNsightSource, OnServer):
                 continue
             args, options = forward_arguments(self.module, batch, self._model)
             keep, kept = kept_of(batch)
-            # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
-            small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
-            inputs = {name: narrowed(value) for name, value in options.items()} | fewest_logits(self.module)
-            call = {"args": tuple(map(narrowed, args)), "options": inputs, "shape": tuple(batch.counted.shape)}
-            more = {"number": number, "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": small}
-            work.append(call | more | {"keep": keep.to(torch.int32)})
+            call = {"args": args, "options": {**options, **fewest_logits(self.module)}, "shape": tuple(batch.counted.shape)}
+            more = {"number": number, "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": kept}
+            work.append(call | more | {"keep": keep})
         return work
 
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:

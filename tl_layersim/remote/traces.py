@@ -52,16 +52,13 @@ def submit(
             plan = plan_batch(known_view(unit), unit["starts"], unit["leaf"], unit["density"], kernels)
             outputs: list[Any] = []
             for item in unit["passes"]:
-                args = [widened(value) for value in item["args"]]
-                options = {name: widened(value) for name, value in item["options"].items()}
+                args, options = item["args"], item["options"]
                 views: list[Any] = []
                 for reader in readers:
                     with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
                         with gradients(differentiated):
-                            keep = item["keep"].long()
-                            buffer = SiteBuffer(reader.names, keep, item["shape"], item["pooled"], item["has_tokens"])
-                            kept = {name: ids.long() for name, ids in item["kept"].items()}
-                            views.append(reader.read(buffer, kept, calling))
+                            about = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
+                            views.append(reader.read(SiteBuffer(reader.names, *about), item["kept"], calling))
                             if len(views) == len(readers):
                                 with torch.no_grad():
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))
@@ -80,9 +77,9 @@ def known_view(unit: dict[str, Any]) -> View:
     """
     sequence = []
     for item in unit["passes"]:
-        buffer = SiteBuffer((), item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
+        buffer = SiteBuffer((), item["keep"], item["shape"], item["pooled"], item["has_tokens"])
         sequence.append(buffer.samples // item["shape"][1] + unit["starts"][item["number"]])
-    tokens, row = (torch.cat([item["kept"][name].long() for item in unit["passes"]]) for name in ("tokens", "row"))
+    tokens, row = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row"))
     rows = torch.cat(sequence)
     return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row)
 
@@ -102,19 +99,6 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
             push(stack, leaf, on_cpu(own), add_batch_sums, 0, block)
         else:
             stack.append((leaf, on_cpu(own)))
-
-
-def narrowed(value: Any) -> Any:
-    """Convert integers to int32 if they fit: a request then has 4 bytes for each token instead of 7."""
-    if not isinstance(value, Tensor) or value.dtype != torch.int64:
-        return value
-    small = value.to(torch.int32)
-    return small if torch.equal(small.long(), value) else value
-
-
-def widened(value: Any) -> Any:
-    """Undo `narrowed`."""
-    return value.long() if isinstance(value, Tensor) and value.dtype == torch.int32 else value
 
 
 def dtype_and_devices(
