@@ -43,7 +43,7 @@ from ..sources.source import CanReadSites, Source, position_counter, running
 from ..sources.without_weights import CPU_ATTENTION, WeightlessSource, has_no_weights, without_values
 
 # Measured with an NDIF server on one machine, see docs/ndif.md.
-BYTES_OF_TOKEN = 4
+BYTES_OF_TOKEN = 6
 BYTES_OF_LAYER, BYTES_OF_SITE = 190, 35
 # Of the requests before the passes: the query for the server's features, the checks on one row, and each reply.
 BYTES_OF_OFFER, BYTES_OF_LENS_CHECK, BYTES_OF_STREAM_CHECK = 7_000, 17_000, 35_000
