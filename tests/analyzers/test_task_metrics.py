@@ -202,7 +202,7 @@ def test_a_large_vocabulary_is_refused_before_the_run():
         # Three tables of 3 x 10000 numbers of 8 bytes are 0.00072 GB.
         lsim.analyze(tiny_llama(), random_tokens(), lsim.TaskMetrics(max_memory_gb=7e-4))
     assert lsim.analyze(tiny_llama(), random_tokens(), lsim.TaskMetrics(max_memory_gb=8e-4))
-    with pytest.raises(lsim.LayersimError, match="one score for each row"):
+    with pytest.raises(lsim.LayersimError, match="score for each row"):
         lsim.TaskMetrics(labels=torch.rand(3, 2))
     with pytest.raises(lsim.LayersimError, match="must be 'next_token', 'data'"):
         lsim.TaskMetrics(labels="classes")
