@@ -267,7 +267,7 @@ def test_names_patterns_and_module_paths_choose_their_stack():
     with pytest.raises(lsim.LayersimError, match=r"does not have(.|\n)*blocks of its encoder have none"):
         lsim.analyze(model, given, TOKEN_CKA, at="encoder.cross_attn_out")
     for path in ("decoder.block.0.layer.1.EncDecAttention.k", "decoder.block.1.layer.1.EncDecAttention.v"):
-        with pytest.raises(lsim.LayersimError, match=r"each position of the encoder"):
+        with pytest.raises(lsim.LayersimError, match=f"`at`.*{path}"):
             lsim.analyze(model, given, TOKEN_CKA, at=[path])
 
 
