@@ -21,7 +21,6 @@ MAKERS = {
     "neox": lambda: family("neox"),
     "gemma2": lambda: family("gemma2"),
     "bert": lambda: family("bert"),
-    # Its hidden_states do not hold the input of block 0.
     "mamba": lambda: build("Mamba"),
 }
 
@@ -70,8 +69,8 @@ def test_a_changed_block_is_named(name, block):
     weights = [p for p in bridged.blocks[block].parameters() if p.dim() == 2]
     with torch.no_grad():
         weights[-1].mul_(1.5)
-    where = rf"blocks\.{block}\.hook_resid_post differs by"
-    with pytest.raises(lsim.LayersimError, match=where):
+    # The colon tells the residual from its final norm.
+    with pytest.raises(lsim.LayersimError, match=rf": blocks\.{block}\.hook_resid_post differs"):
         lsim.analyze(lsim.open_model(bridged, verify=untouched), random_tokens(4, 12), COSINE)
 
 
@@ -103,7 +102,7 @@ def small_beside_a_massive_activation(untouched, bridged):
     ("change", "message"),
     [
         (lost_scale, r"blocks\.1\.hook_resid_post differs by 0\.\d+"),
-        (scale_of_the_last_residual, r"blocks\.2\.hook_resid_post differs by 1 of"),
+        (scale_of_the_last_residual, r": blocks\.2\.hook_resid_post differs by 1 of"),
         (final_norm, r"the final norm of blocks\.2\.hook_resid_post differs by"),
         (embedding, r"blocks\.0\.hook_resid_pre differs by 0\.0099"),
         (small_beside_a_massive_activation, r"blocks\.0\.hook_resid_pre differs"),

@@ -196,8 +196,8 @@ class StreamSum:
     It holds up to rounding, in evaluation mode.
 
     Attributes:
-        total: name of the total, such as `blocks.3.hook_resid_post`.
-        terms: names of the terms, such as `blocks.3.hook_resid_mid` and `blocks.3.hook_mlp_out`.
+        total: hook point of the total, such as `blocks.3.hook_resid_post`.
+        terms: hook points of the terms, such as `blocks.3.hook_resid_mid` and `blocks.3.hook_mlp_out`.
     """
 
     total: HookPoint
@@ -212,7 +212,7 @@ class SiteMap:
         model: name of the model's class, for messages.
         sites: the sites, in the order of computation.
         lacks: for each family that the model lacks, the reason.
-        sums: identities of the residual stream.
+        sums: the stream sums.
         by_name: returns the hook point of a name that is not in `sites`; None if there is none.
         other_names: the names that `by_name` knows, in the order of the model.
     """

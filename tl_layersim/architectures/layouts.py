@@ -99,7 +99,7 @@ class BlockLayout:
             qkv" for `(heads, 3, d_head)`, "groups" for `(key-value heads, queries of the group + 2, d_head)`, "rows" for
             `(heads + 2 key-value heads, d_head)`; "" for separate projections; or a function of the configuration that returns
             one of these.
-        sums: identities of the residual stream.
+        sums: the stream sums of a block.
         final: possible names of the final norm, beside the list of blocks or above it.
         lacks: for each family that the layout lacks, the reason.
         when: function of the block and its configuration that tells whether the block has this layout.

@@ -85,8 +85,6 @@ def norms_between_layers(module: torch.nn.Module) -> bool:
 
     The norm is then applied twice after the last layer. transformers does so if `config.auxiliary_loss` is set, even without
     labels.
-
-    transformers does so if `config.auxiliary_loss` is set, even without labels.
     """
     config: Any = getattr(module, "config", None)
     return is_detr(config) and bool(config.auxiliary_loss)
@@ -189,9 +187,8 @@ def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str
 class Quiet:
     """Calls a module without hooks and dropout.
 
-    The logit lens is not part of a forward pass.
-
-    The module itself is not changed, because other threads may be running it.
+    The logit lens is not part of a forward pass, so hooks must not see it. The module itself is not changed, because other
+    threads may be running it.
     """
 
     module: torch.nn.Module

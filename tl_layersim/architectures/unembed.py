@@ -209,7 +209,7 @@ class Unembed:
         return x.reshape(*shape[:-1], x.shape[-1])
 
     def features(self, x: Tensor, normed: bool = True) -> Tensor:
-        """Compute the input of the head's last module (`... width`): normed residuals, or the output of a pooler.
+        """Compute the input of the head's last part (`... width`): normed residuals, or the output of a pooler.
 
         Args:
             x: residuals `... d_model`.
@@ -219,7 +219,7 @@ class Unembed:
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
-        """Apply some modules of the head to residuals, in the dtype of the head."""
+        """Apply some parts of the head to residuals, in the dtype of the head."""
         if normed:
             x = self.normed(x)
         # One row of many positions; for heads that read one position of a row, many rows of one position.
@@ -330,7 +330,7 @@ def rounding(*dtypes: torch.dtype) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LayerHeads:
-    """A linear head for each layer below the last, in place of the model's last head module.
+    """A linear head for each layer below the last, in place of the last part of the model's head.
 
     Attributes:
         weight: `layer vocabulary d_model`, starting with the first block.

@@ -58,7 +58,7 @@ class HookedSource(CanReadSites):
     """Source that reads activations of a torch module in this process by forward hooks.
 
     The blocks must run one after the other, once each, and the first axis of their outputs must be the batch. TorchScript
-    modules and modules whose weights were never loaded cannot be read.
+    modules cannot be read.
 
     Args:
         model: HookedTransformer, TransformerBridge, a Hugging Face model or another torch module.

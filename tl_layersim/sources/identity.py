@@ -77,7 +77,7 @@ KINDS_OF_HOOKS = {
     "backward hook": "_backward_hooks",
     "backward pre-hook": "_backward_pre_hooks",
 }
-# Packages whose hooks belong to how a model is loaded, divided and read. The last is the placeholder of a pickled `Hook`.
+# Packages whose hooks belong to how a model is loaded, divided and read. The last has the placeholder of a pickled `ProbeHook`.
 OWN_PACKAGES = (
     *("tl_layersim.", "nnsight.", "accelerate.", "transformers.", "transformer_lens.", "peft.", "bitsandbytes.", "deepspeed."),
     *("torch.nn.utils.", "torch.nn.parallel.", "torch.distributed.", "torch.ao.", "torch.utils.", "torch._dynamo."),
@@ -398,11 +398,9 @@ def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that determine a model's output, in module order.
+    """The tensors that determine a model's output, in module order, each with a flag.
 
-    The flag is True for parameters and buffers that modules hold.
-
-    Weights that were not loaded are on the meta device.
+    The flag is True for parameters and buffers that modules hold. Weights that were not loaded are on the meta device.
     """
     holders = _offloaded(module)
     for sub in every_module(module):

@@ -151,7 +151,7 @@ class CanUnembed(Source):
 
     @abstractmethod
     def unembed_gap(self, batch: Batch) -> Tensor:
-        """The norm of the logit lens's error at the last layer, and the norm of the model's logits, on one row.
+        """The norm of the logit lens's error at the last layer, and the norm of the model's logits, on the first row.
 
         They are those of `architectures.unembed.unembed_gap`.
         """
@@ -352,7 +352,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     residual: SitesRead
     reading: SitesRead
     _rows: int | None = None  # largest number of rows in a forward pass; None as long as every batch fits
-    _named: bool  # whether the user named them
+    _named: bool  # whether the user named the blocks
     _model: Model
 
     @property
