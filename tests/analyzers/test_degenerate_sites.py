@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -160,7 +162,7 @@ def test_a_zero_residual_and_a_flat_path_are_left_out_of_what_they_do_not_define
     with pytest.warns(lsim.LayersimWarning) as said:
         found = from_views(lsim.Trajectory(), [view(x, rows=8)])
     text = "\n".join(str(one.message) for one in said)
-    assert "residual is zero. These tokens are omitted: blocks.0.hook_resid_pre: 1 of 40" in text
+    assert re.search(r"residual is zero.*: blocks\.0\.hook_resid_pre: 1 of 40", text)
     assert "1 of 40 tokens have no expodistance" in text
     less = oracles.oracle_trajectory([np.delete(x, [3, 7], axis=1)])
     np.testing.assert_allclose(found.expodistance_mean, less["expodistance_mean"], rtol=1e-9)

@@ -72,7 +72,7 @@ def check_classes(classes: Tensor, limit: float, remedy: str = "") -> None:
         allowed = f"from 0 to {limit - 1}" if limit < math.inf else "0 or more"
         raise LayersimError(
             f"`labels` are classes from {least} to {most}; they must be {allowed}, or {NO_LABEL} for no class."
-            + f" {remedy}" * (most >= limit)
+            + (f" {remedy}" if remedy and most >= limit else "")
         )
 
 

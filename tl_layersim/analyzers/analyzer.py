@@ -182,7 +182,7 @@ class Analyzer(ABC):
         """
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        """Second kernel of the main pass, which sums over pairs of samples; None if not needed. The sums of both are joined.
+        """Second kernel of the main pass, such as that of a permutation null; None if not needed. The sums of both are joined.
 
         Args:
             first: sums of the first pass, empty without one.

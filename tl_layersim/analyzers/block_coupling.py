@@ -369,7 +369,7 @@ class BlockCoupling(Analyzer):
         short = int((lengths < needed).sum())
         if short and needed > 1:
             raise LayersimError(
-                f"`tokens` is {brief(self.tokens)}, which needs at least {needed} tokens in each row, without padding; "
+                f"`tokens` is {brief(self.tokens)}, which needs at least {needed} counted tokens in each row; "
                 f"{short} of {len(lengths)} rows of a batch have fewer."
             )
 

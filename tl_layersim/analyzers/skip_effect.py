@@ -314,7 +314,7 @@ def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tens
 
 
 def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Skip one block and run all later blocks; yields for each later block its index, its change at each token, and their rows.
+    """Skip one block and run all later blocks. Yields each later block's index, its change at each token, and the tokens' rows.
 
     The index of the output is -1.
 

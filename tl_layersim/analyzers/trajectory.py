@@ -489,7 +489,12 @@ def _angles(view: View, last: Tensor) -> Tensor:
 
 
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """A dict of each token's trajectory measures, such as its line-shape score: `layer token` or `token`, float64."""
+    """A dict of each token's trajectory measures, such as its line-shape score: `layer token` or `token`, float64.
+
+    Args:
+        x: residuals, `layer token d_model`.
+        window: steps of the windowed line-shape score, 0 for none.
+    """
     step = x[1:] - x[:-1]
     unit, update = unit_vectors(step)
     norm = torch.stack([norms(layer) for layer in x])

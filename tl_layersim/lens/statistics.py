@@ -47,7 +47,7 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
 
 
 def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
-    """Vectors from which the head computes logits, and whether the final norm must still be applied to them.
+    """Vectors from which the head computes logits (`layer sample width`), and whether they still need the final norm.
 
     Args:
         view: the view of one batch.
@@ -191,7 +191,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
 
 
 def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maximum of each group of neighbouring logits, and three moments over the vocabulary.
+    """Maximum of each group of neighbouring logits (`token layer group`), and three moments over the vocabulary.
 
     The moments are of logits minus their maximum, `token layer`, float64: the sum of exponentials, the mean under softmax(z),
     and the mean under the last layer's distribution.

@@ -131,6 +131,6 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
     if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
         raise LayersimError(
-            f"`labels` equal the input tokens at all {int(counted.sum())} counted positions; each label must be the target of "
+            f"`labels` equal the input tokens at all {int(counted.sum())} labelled positions; each label must be the target of "
             "its position. Use labels='next_token'."
         )
