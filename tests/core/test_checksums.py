@@ -36,7 +36,6 @@ def test_a_flipped_bit_in_a_result_is_refused(tmp_path):
         lsim.load(path)
 
 
-@pytest.mark.filterwarnings("ignore:.*without a checksum")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_flipped_bit_in_a_checkpoint_is_refused(name, tmp_path):
     header, tensors = file_format.read(FILES / name, KINDS)

@@ -93,7 +93,7 @@ def test_not_a_number_and_infinity_survive(tmp_path):
 
 
 def test_a_result_is_no_report_and_a_checkpoint_no_result(tmp_path):
-    with pytest.raises(lsim.LayersimError, match=r"kind .result.; the kind must be .report."):
+    with pytest.raises(lsim.LayersimError, match=r"/x .*'result'.*'report'"):
         lsim.Report.load(curve().save(tmp_path / "x"))
     lsim.analyze(tiny_llama(), random_tokens(), "cka", checkpoint=tmp_path / "run")
     with pytest.raises(lsim.LayersimError, match=r"/run .*checkpoint.*result.*report"):

@@ -111,7 +111,7 @@ def test_what_is_no_picture_is_refused():
         lsim.prompts.trajectory_pca(model, random_tokens(1, 2)[0])
     with pytest.raises(lsim.LayersimError, match=r"needs an unembedding"):
         lsim.prompts.prediction_grid(model.model, random_tokens(1, 9)[0])
-    with pytest.raises(lsim.LayersimError, match=r"`sites` is slice\(50, 60.*\d"):
+    with pytest.raises(lsim.LayersimError, match=r"`sites` is slice\(50, 60.*\b9\b"):
         lsim.prompts.trajectory_pca(lsim.demo_model(), "Once upon a time", sites=slice(50, 60))
     with pytest.raises(lsim.LayersimError, match="no tokenizer"):
         lsim.prompts.prediction_grid(model, PROMPT)

@@ -85,7 +85,7 @@ FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
-    """Sums for the sizes of activations: norms at each position, and power and variance over all dimensions and in the largest.
+    """Sums for the sizes of activations: norms by position; power and variance of all dimensions, and of the largest one.
 
     Args:
         *views: views of the same tokens, one for each model.

@@ -25,10 +25,10 @@ from .wording import brief, with_article
 _T = TypeVar("_T", bound=Callable[..., Any])
 # A block, by its number (an int, or an integer of NumPy) or by its name.
 Layer: TypeAlias = SupportsIndex | str
-# Parts of jaxtyping's message: the expected type, and the argument, if the value is not the returned one.
-_MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
-# The same parts of beartype's message.
-_FIRST_MESSAGE = re.compile(r"parameter (?P<name>\w+)=.*? violates type hint (?P<expected>.*?), as ", re.DOTALL)
+# Parts of beartype's message: the argument, if the value is not the returned one, and the expected type.
+_MESSAGE = re.compile(r"(?:parameter (?P<name>\w+)=|return ).*? violates type hint (?P<expected>.*?), as ", re.DOTALL)
+# Colours, which beartype's message has in a terminal.
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 @contextmanager
@@ -132,13 +132,11 @@ def _in_a_sentence(error: BaseException, name: str, given: dict[str, Any]) -> La
         name: name of the call.
         given: arguments of the call by name.
     """
-    message = str(error)
-    match, first = _MESSAGE.search(message), error.__context__
-    # beartype checks one random item of a list. jaxtyping checks each argument again to find the wrong one, and checks them
-    # together with the result, and beartype may then pick another item. Only beartype's first error, in the context of
-    # jaxtyping's, names the argument.
-    while first is not None and (match is None or not match["name"]):
-        match, first = _FIRST_MESSAGE.search(str(first)) or match, first.__context__
+    message, match, cause = str(error), None, error.__context__
+    # jaxtyping's own message may name no argument: beartype checks one random item of a list, and picks another one when
+    # jaxtyping repeats its check. The error of beartype's check is among the contexts of jaxtyping's error.
+    while match is None and cause is not None:
+        match, cause = _MESSAGE.search(_COLOURS.sub("", str(cause))), cause.__context__
     if match is None:
         return LayersimTypeError(f"{name}: {message}")
     expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))

@@ -1,4 +1,4 @@
-"""Cross-entropy and its gradient, and the confidence of predictions, from logits in float64.
+"""Cross-entropy of logits, its gradient, and the confidence of predictions, with sums in float64.
 
 These are plain functions of torch, which are shipped with the kernels that call them. `torch.nn.functional.cross_entropy` sums
 a float32 vocabulary in float32, which biases it: by -6e-5 nats for 152,000 ids.
@@ -50,7 +50,7 @@ def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy -ln softmax(z)[target] in nats, float64, without gradients.
 
     Args:
-        z: logits.
+        z: logits `row vocabulary`, in any dtype.
         target: `row`, ids from 0 to vocabulary - 1.
 
     Raises:

@@ -82,7 +82,7 @@ def refuse_parts(module: torch.nn.Module) -> None:
 
 
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
-    """Share of the batches that this process runs, agreed on by all processes. Those that share a model copy run the same ones.
+    """Assign batches to processes, and return this process's `Deal`. Processes that share a model copy get the same batches.
 
     Every process of the group must call this function.
 

@@ -536,7 +536,7 @@ def has_margin(headline: str) -> bool:
 
 
 def is_p_value(headline: str) -> bool:
-    """Whether the headline number of this name is a p-value."""
+    """Whether the headline number with this description is a p-value."""
     return headline.startswith(("p-value", "p ("))
 
 

@@ -168,7 +168,9 @@ def kind_of(cls: type[Any]) -> str:
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:
-    """Result class whose name in files is `kind`; None if no imported module defines it. The name never causes an import.
+    """Result class whose name in files is `kind`; None if no imported module defines it.
+
+    This package and installed analyzers are imported first, if needed. A file never says what is imported.
 
     Args:
         kind: name of the class in files, as `kind_of` returns it.

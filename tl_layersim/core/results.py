@@ -614,7 +614,7 @@ class Report(Mapping[str, Any]):
 
     @typed
     def plot(self, width: Literal["column", "text"] | None = None, title: str | None = None) -> plotly.graph_objects.Figure:
-        """Plotly figure with one panel for each result, its first figure. Results without figures are left out.
+        """Plotly figure whose panels are the first figure of each result. Results without figures are left out.
 
         Args:
             width: see `Result.plot`. With "column" the panels are stacked vertically.

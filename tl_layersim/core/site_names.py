@@ -69,7 +69,7 @@ def site_in_words(name: str) -> str:
 
 
 def in_depth_order(sites: Sequence[str]) -> bool:
-    """Whether sites of one stack are in order of depth. Heads of one block, or sites of two families, are not.
+    """Whether sites are in order of depth in one stack. Heads of one block, or sites of two families, are not.
 
     Sites that are named by the paths of modules are in the order of the forward pass.
 

@@ -247,7 +247,7 @@ class LinearPath:
 
 
 def pick_method(d_model: int, connections: int, k: int) -> str:
-    """Choose the faster exact method, "dense" or "krylov".
+    """Choose the faster exact method, "dense" or "krylov", by the timings of benchmarks/bench_coupling.py.
 
     Krylov needs 0.1 to 0.3 d_model products for its singular vectors and `(connections + DRAWS) * k` for the other bases.
     Dense needs d_model products and a full singular value decomposition.
@@ -382,7 +382,7 @@ def _decompose(
 def jacobian_of(
     calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, row: Tensor, sample: Tensor, connection: Tensor
 ) -> Jacobian:
-    """The Jacobians of some connections of one block.
+    """The Jacobians of some connections of one block, on the device of the block's input.
 
     Args:
         calls: the calls of all blocks.
@@ -458,7 +458,7 @@ def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
 
 
 def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-    """Rounding error of singular values, from the subtraction of the skip connection.
+    """Rounding error of singular values (`sample connection`), from the subtraction of the skip connection.
 
     Singular vectors of smaller singular values are arbitrary, and so is a coupling in their basis.
 
