@@ -44,7 +44,6 @@ def test_compare(tmp_path):
     assert torch.equal(read(tmp_path)["cka"].values, expected.values)
     assert "CKA(first model's embedding, second's last)" in found.output
     assert (tmp_path / "report.html").exists()
-    assert "aturation" in refused("compare", "demo", "demo", "--analyzers", "saturation", "--out", tmp_path / "no")
 
 
 def test_exits(tmp_path):
@@ -113,13 +112,16 @@ def test_train(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("train", "demo", "--lora", "0", "--save-to", "new"), ("compare", "./nothing", "./nothing", "--analyzers", "cosine")],
-    ids=lambda arguments: arguments[0],
+    ("arguments", "says"),
+    [
+        (("train", "./nothing", "--lora", "0", "--save-to", "new"), "`--lora` is 0"),
+        (("compare", "./nothing", "./nothing", "--analyzers", "cosine"), "Cosine "),
+    ],
+    ids=["train", "compare"],
 )
-def test_options_are_checked_before_a_model_is_loaded(arguments, tmp_path, monkeypatch):
+def test_options_are_checked_before_a_model_is_loaded(arguments, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert re.search("`--lora` is 0|Cosine", refused(*arguments, "--out", "out"))
+    assert refused(*arguments, "--out", "out").startswith(says)
     assert not (tmp_path / "out").exists()
 
 

@@ -196,6 +196,13 @@ def test_pixels_as_whole_numbers_are_refused():
         read(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "pixel_values")
 
 
+def test_an_additive_mask_of_a_decoder_is_named():
+    known = model(token_input="decoder_input_ids", mask_input="decoder_attention_mask")
+    data = {"input_ids": [[3]], "decoder_input_ids": [[3, 4]], "decoder_attention_mask": torch.tensor([[0.0, -1e9]])}
+    with pytest.raises(lsim.LayersimError, match=r"`decoder_attention_mask` .*-1e\+09 to 0"):
+        list(Batches(Data(data), known))
+
+
 def test_rows_with_and_without_tokens_are_not_batched_together():
     with pytest.raises(lsim.LayersimError, match=r"`data`.*`inputs_embeds`"):
         read([{"input_ids": [3, 4]}, {"inputs_embeds": torch.randn(2, 8)}])

@@ -243,7 +243,7 @@ class Reader:
         count = None if alone else len(values)
         mask, labels = data.get(model.mask_input), labels_in(data) if self.labelled else None
         # A table of masks is checked at once, masks of different lengths row by row.
-        masks = _by_row(model.mask_input, as_mask(mask) if hasattr(mask, "ndim") else mask, count)
+        masks = _by_row(model.mask_input, as_mask(mask, model.mask_input) if hasattr(mask, "ndim") else mask, count)
         if has_tokens and mask is None:
             masks = self._derived_masks(values)
         marked = data.get(self.marks) if self.marks else None
@@ -381,7 +381,7 @@ def refuse_path(text: Any) -> None:
     """Raise an error if a text is a path. It would be read as a text of a few tokens.
 
     Raises:
-        LayersimError: the text is a path, names an existing file, is the path of a folder, or ends like a file name.
+        LayersimError: the text is a `PathLike`, is the path of an existing file or folder, or ends like a file name.
     """
     name = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(name, str) or "\n" in name:

@@ -403,7 +403,7 @@ def _assistant_spans(
         [messages], return_assistant_tokens_mask=True, **given, **tokenizer.special_tokens_map
     )
     if rendered[0] != text:
-        raise ValueError(
+        raise LayersimError(
             "The chat template renders a different text when it marks the assistant's tokens; the texts must be equal."
         )
     return [(int(start), int(stop)) for start, stop in spans[0]]

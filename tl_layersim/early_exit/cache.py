@@ -35,7 +35,7 @@ class Columns:
             self.places = list(torch.tensor(pairs, device=device).unbind(1))
 
     def put(self, table: Tensor, part: Tensor, axis: int = 1) -> None:
-        """Write keys, values or residuals of this forward pass into `table`, which holds all rows."""
+        """Write keys, values or residuals into `table`, which holds all rows. Columns are along `axis` of both."""
         if self.places:
             own, row, column = self.places
             table.transpose(1, axis)[row, column] = part.transpose(1, axis)[own, column - self.start]
@@ -47,7 +47,7 @@ class Columns:
             own_columns.index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
-        """Slice of `table` for the rows of this forward pass, from column `start` up to `self.end`."""
+        """Slice of `table` for the rows of this forward pass, from column `start` up to `self.end` of `axis`."""
         table = table.narrow(axis, start, self.end - start)
         return table if self.index is None else table.index_select(0, self.index)
 

@@ -226,7 +226,7 @@ class EarlyExit:
         return plan
 
     def _verify(self, ends: tuple[int, ...]) -> None:
-        """Raise an error if early exit does not reproduce the model's logits.
+        """Find out whether the model is causal and generates. Raise an error if early exit does not reproduce its logits.
 
         Raises:
             LayersimError: the logits differ, or the rule reads probabilities of a head with one output.
@@ -351,8 +351,8 @@ class EarlyExit:
         tokenizer, (tokens, attended) = self._prompts(prompts, None, tokenizer, max_new_tokens)
         split_model, count, stop = self.split_model, len(tokens), end_ids(self.model)
         blocks, room = len(split_model.blocks), tokens.shape[1] + max_new_tokens
-        # Bytes of keys and values for one layer's rows. They are rarely wider than the residual.
         width, size = split_model.model.d_model or 4096, next(split_model.module.parameters()).element_size()
+        # Keys and values are rarely wider than the residual.
         together = max(1, KEYS_AND_VALUES_BYTES // (2 * blocks * count * room * width * size))
         out = []
         for start in range(1, blocks + 1, together):

@@ -77,7 +77,11 @@ def reads_pixels(split_model: LocalSplitModel) -> bool:
 
 
 def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
-    """Random token ids (`row pos`) or images, the same at each call."""
+    """Random token ids (`row pos`) or images (`row channel height width`), the same at each call.
+
+    Raises:
+        LayersimError: the model reads images, and its configuration has no size.
+    """
     generator = torch.Generator().manual_seed(0)
     config: Any = split_model.module.config
     if not reads_pixels(split_model):
@@ -184,7 +188,7 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
 def positions_read(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """Mask (`row pos`) of the positions at which the head gives logits.
+    """Mask (`row pos`) of the positions at which the head gives logits. It is `row 1` if the head pools, and for images.
 
     Args:
         split_model: the model.

@@ -322,7 +322,7 @@ class AdapterSteps(TrainingSteps):
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """Dict of tensors: the initial adapters, and the moments of AdamW, which start at 0."""
+    """Dict of the initial adapters and moments: A is normal with variance 1 / d_model, B and the moments of AdamW are 0."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32

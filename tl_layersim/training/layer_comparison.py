@@ -279,7 +279,7 @@ class GenerationQuality(Result):
 
 
 def diversity(tokens: list[int]) -> float:
-    """Diversity of a text: the product over n = 2, 3, 4 of the fraction of distinct n-grams.
+    """Diversity of a text of four tokens or more: the product over n = 2, 3, 4 of the fraction of distinct n-grams.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.

@@ -191,7 +191,7 @@ def chunks(count: int, vocabulary: int) -> Iterator[slice]:
 
 
 def logits_at(unembed: Unembed, x: Tensor, head: nn.Linear | None) -> Tensor:
-    """Logits of residuals after the final norm, in float32 or float64."""
+    """Logits of normed residuals, in float32 or float64. `head` replaces the last linear layer of the model's own head."""
     if head is None:
         logits = unembed(x, normed=False)
     else:

@@ -161,7 +161,7 @@ class ResidualStream:
             norm: whether the final norm is applied below the last layer as well as at it; None for no norm at any layer.
 
         Returns:
-            For each layer, the inputs of the head; and the targets, `target`.
+            For each layer, the inputs of the head, `sample width`; and the targets, `sample`.
         """
         pos = next(iter(residuals.values())).shape[1]
         index, targets = positions_with_targets(self.reads, batch.targets, self._attended(batch), pos)

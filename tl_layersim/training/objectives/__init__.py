@@ -169,7 +169,7 @@ class StandardObjective(Objective):
 
 
 class AlignedObjective(Objective):
-    r"""The aligned loss, $\sum_l w_l CE_l$.
+    r"""The aligned loss, $\sum_l w_l CE_l$, over all layers or over `layers_per_step` random ones.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5.
@@ -285,7 +285,7 @@ def _direction(x: Tensor) -> Tensor:
 
 
 class MultiHeadObjective(Objective):
-    r"""The loss with a separate head for each layer, $\sum_l w_l CE'_l$.
+    r"""The loss with a separate head for each layer below the last, $\sum_l w_l CE'_l$.
 
     A layer's own head is a linear layer, initialised as a copy of the last part of the model's head. Earlier parts, such as
     BERT's pooler, are shared. With `kl`, the loss has a further term $\kappa \sum_l w_l KL(p^L \| p^l)$, through which no
