@@ -24,8 +24,6 @@ from tl_layersim.reporting.difference_and_fit_figures import difference_figure
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
 
-pytestmark = pytest.mark.filterwarnings("ignore:CKA (rests|is dominated).*:UserWarning")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Measured(LayerMatrix):

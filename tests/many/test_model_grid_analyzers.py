@@ -18,8 +18,6 @@ from ..options import called
 from ..runs import Passes
 from ..tiny_models import random_tokens, tiny_llama
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(CKA rests|CKA is dominated).*:UserWarning")
-
 
 def mean_kernel(*views: View) -> dict[str, torch.Tensor]:
     return {

@@ -10,8 +10,6 @@ from ..engine.test_data_passes import Counted
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 def test_a_run_on_a_server_reads_its_data_once(small):
     data = Counted(list(random_tokens(4)))

@@ -12,8 +12,6 @@ from tl_layersim.lens import ExitHeads
 from ..ndif.client import furthest, rows
 from .helpers import local
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*not those here.*:UserWarning")]
-
 
 def heads(**options) -> ExitHeads:
     torch.manual_seed(0)

@@ -12,8 +12,6 @@ from ..options import called
 from ..tiny_models import random_tokens
 from .helpers import QUICK, local
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 def segments() -> dict[str, torch.Tensor]:
     tokens, mask = random_tokens(6, 12), torch.ones(6, 12, dtype=torch.long)

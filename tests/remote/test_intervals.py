@@ -9,8 +9,6 @@ import tl_layersim as lsim
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 def equal_to_the_last_bit(a, b) -> bool:
     pairs = zip((a, *a.replicates), (b, *b.replicates), strict=True)

@@ -13,8 +13,6 @@ from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer
 from .helpers import SINGLE, lsim_analyzer, mean_norm
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 @pytest.fixture
 def sent(small):

@@ -10,8 +10,6 @@ from ..ndif.client import equal, rows
 from ..tiny_models import tiny_llama
 from .helpers import QUICK
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 KEY = "5e1f0000-1234-4321-abcd-00000000beef"
 
 

@@ -11,8 +11,6 @@ from ..options import called
 from ..tiny_models import random_tokens
 from .helpers import here
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*not those here.*:UserWarning")]
-
 
 @pytest.mark.parametrize("options", [{"positions": "mean"}, {"at": "z", "per_head": True}])
 def test_a_model_on_a_server_gives_the_answer_of_one_here(small, options):

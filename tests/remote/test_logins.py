@@ -115,5 +115,5 @@ def test_a_status_of_another_form_is_refused_or_read(server, answer, readable):
     if readable:
         assert not ndif.status.dtype
         return
-    with pytest.raises(lsim.LayersimError, match=r"no NDIF server at"):
+    with pytest.raises(lsim.LayersimError, match=rf"http://127\.0\.0\.1:{server[1]}\b.*NDIF_HOST"):
         _ = ndif.status

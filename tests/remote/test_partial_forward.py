@@ -11,8 +11,6 @@ from ..ndif.client import rows
 from ..options import called
 from .helpers import here
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 @pytest.mark.parametrize("at", [("blocks.0.hook_resid_pre", "blocks.0.hook_resid_pre"), (1, 0), (-1, -1)])
 def test_stitched_there_as_here(small, at, capfd):

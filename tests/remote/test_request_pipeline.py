@@ -14,8 +14,6 @@ from ..ndif.client import equal, rows
 from ..options import called
 from .helpers import SINGLE
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 @pytest.fixture
 def run(small):

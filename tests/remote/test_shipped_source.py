@@ -18,8 +18,6 @@ from ..ndif.client import equal, furthest, rows
 from ..tiny_models import tiny_llama, tiny_tokenizer
 from .helpers import QUICK, local, lsim_analyzer, mean_norm
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 def test_an_analyzer_of_ones_own_travels(small):
     data = rows(6, 20)

@@ -12,7 +12,7 @@ from ..options import called
 from ..tiny_models import family, tiny_tokenizer
 from .helpers import QUICK, here, local
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests|relative change is not).*:UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:The relative change is not:UserWarning")
 EVERYTHING = [lsim.SkipEffect(), lsim.Contribution(), lsim.LogitLens(), *QUICK]
 
 

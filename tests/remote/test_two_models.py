@@ -14,8 +14,6 @@ from ..ndif.client import rows
 from ..options import called
 from ..views import worst
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
-
 
 @pytest.mark.parametrize(
     "cka",

@@ -145,7 +145,7 @@ def test_rows_of_pixels_are_images_and_other_samples_have_their_own_words():
     assert on_what(replace(images, tokens=1000)) == "vit · 1,000 tokens"
     assert on_what(images, "500 pairs") == "vit · 500 pairs"
     pixels = {"pixel_values": demo_images()["pixel_values"][:4]}
-    with pytest.warns(lsim.LayersimWarning, match="residual equals the mean"):
+    with pytest.warns(lsim.LayersimWarning, match=r"blocks\.0\.hook_resid_pre: 4 of 4\b"):
         found = lsim.analyze(demo_vision_model(), pixels, lsim.Cosine())["cosine"]
     # [CLS] before the first attention is the same in every image, and has no cosine.
     assert found.plot().data[0].z.shape == (len(found.layers) - 1,) * 2

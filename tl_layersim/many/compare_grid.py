@@ -165,7 +165,7 @@ def _of_measure(name: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AllPairs(Analyzer):
-    """Applies an analyzer of two models to all pairs of many models.
+    """Applies an analyzer of two models to all pairs of many models, and to each model with itself.
 
     The kernel takes the views of all models and sums over all pairs; the result is a `ModelGrid`. Cross-model statistics of the
     measure are computed once for each model and batch.
@@ -204,7 +204,7 @@ class AllPairs(Analyzer):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Pairs of model indices: one order for a symmetric measure, else both orders."""
+        """Pairs of model indices, equal ones included: one order for a symmetric measure, else both orders."""
         numbers = range(len(self.models))
         return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import xarray
 
 FITTED = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercept", "slope", "linear_r_squared")
-# Rates at which searches start, over the range of x; one more start is the line through the logarithms.
+# Rates over the range of x at which searches start. Further starts are the line through the logarithms and a grid of rates.
 STARTS = (-3.0, -0.5, 0.5, 3.0)
 # Largest rate of the grid, and the relative gain that another optimum needs.
 MOST_RATE, ROUNDING = 100.0, 1e-6

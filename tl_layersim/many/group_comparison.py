@@ -124,10 +124,9 @@ def compare_groups(
 def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
     """Draw the hierarchical clustering of models by average linkage.
 
-    The distance of two models is the mean of both directions.
-
-    A distance below 0, such as the penalty of a stitch that gains, counts as 0: else penalties of +0.01 and -0.01 would make
-    two models equal. Links within one group have the colour of the group.
+    The distance of two models is the mean of both directions. A direction below 0, such as the penalty of a stitch that gains,
+    counts as 0 in this mean: else penalties of +0.01 and -0.01 would make two models equal. Links within one group have the
+    colour of the group.
 
     Args:
         table: a `ModelGrid`, or distances `model model` as an xarray.DataArray or a pandas.DataFrame.
@@ -206,7 +205,7 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tuple[str, str], Tensor]]:
-    """Pairs of models within each group and between groups: a dict by the comparison's name.
+    """Pairs of different models within each group and between groups: a dict by the comparison's name.
 
     Values hold the names of the two groups, and the pairs as row and column indices (`2 pair`).
 

@@ -126,7 +126,7 @@ def sweep(
         The report of each model by its key; `stack` makes one labelled table of them.
 
     Raises:
-        LayersimError: the folder belongs to another sweep, or `data` can be read only once.
+        LayersimError: `models` has a name or a path, the folder belongs to another sweep, or `data` can be read only once.
         SweepError: a model could not be loaded or measured; `error.reports` holds the reports of the models before it.
 
     Warns:

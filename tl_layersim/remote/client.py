@@ -197,7 +197,7 @@ class NdifClient:
             try:
                 return attempt()
             except TransientFailure as error:
-                # A payload that cannot be read three times is no failure of the network.
+                # A payload that the server cannot read at the third attempt is no failure of the network.
                 if number == most or ("could not be read" in str(error) and number == 3):
                     raise self.given_up(error, number) from None
                 reason, seconds = last_line(str(error)), waits[number - 1]

@@ -31,7 +31,7 @@ from .style import (
     styled,
 )
 
-# Axes of residual layers or blocks that have no title of their own.
+# Axes with the title "After block" or "Block", see `layer_title`.
 STREAM_AXES = ("row", "column", "residual", "layer", "sublayer", "site")
 # Values that span this factor get a logarithmic axis, if the figure allows one.
 LOG_FACTOR = 20
@@ -50,7 +50,7 @@ FILL, OUTLINE = 0.16, 0.22
 
 
 class Ends(NamedTuple):
-    """Lower and upper ends of 95 % intervals; NaN for unknown ends."""
+    """Lower and upper ends of 95 % intervals, in the shape of the values; NaN for unknown ends."""
 
     low: Any
     high: Any

@@ -234,7 +234,7 @@ def _note(drawn: xarray.Dataset, more: str) -> str:
     return " · ".join(filter(None, [" and ".join(models), data, *selected, more]))
 
 
-# Largest distance of a model to itself.
+# Distances of a model to itself are 0 up to this rounding error.
 OWN_DISTANCE = 1e-9
 # Longest upright names below a heat map; most letters side by side below a dendrogram.
 UPRIGHT, ACROSS = 2, 70

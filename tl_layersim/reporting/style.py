@@ -273,7 +273,8 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
 
 def _fit_ticks(axis: Any, room: float, size: Size) -> None:
     """Turn or skip the labels of an axis that would overlap."""
-    # Below an axis on the screen, long or few labels are turned; other labels are skipped.
+    # Below an axis, long or few labels are turned, and others are skipped. In a paper, turned labels and labels beside an axis
+    # are skipped too.
     texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
     letters = [_letters(text) for text in texts]
 

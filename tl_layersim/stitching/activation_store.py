@@ -32,7 +32,7 @@ MIN_BATCHES = 10
 def fit_and_evaluation(
     batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool
 ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
-    """Batches for fitting adapters, and batches for measuring the penalty.
+    """Batches for fitting adapters, and batches for measuring the penalty; each batch has at least one target.
 
     If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out. A document is used for the fit
     or for the evaluation, not for both. A packed row that would belong to both is left out.
@@ -123,7 +123,7 @@ def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Ten
 
 
 def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
-    """The rows from `start` to `stop`, counted over all batches."""
+    """The rows from `start` to `stop - 1`, counted over all batches."""
     out, before = list[Batch](), 0
     for batch in batches:
         own = max(start - before, 0), min(stop - before, len(batch.tokens))
@@ -145,6 +145,8 @@ def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
 
 class ActivationStore:
     """Residual stream of the front model at one layer, for each batch of the data.
+
+    The residuals of a batch are computed at each access, or once for all accesses in the context `keep`.
 
     Args:
         front: the model.

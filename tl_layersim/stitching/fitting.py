@@ -27,7 +27,7 @@ from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 
-# Sums over a batch of the evaluation, of the stitched model and of the back model.
+# Sums over a batch of the evaluation: targets, and losses and correct predictions of the stitched and of the back model.
 JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 

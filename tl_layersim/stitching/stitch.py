@@ -200,7 +200,7 @@ class StitchExperiment:
         return Progress(checkpoint, identity | where)
 
     def _digest(self, with_targets: bool = False) -> str:
-        """SHA-256 of all rows."""
+        """SHA-256 of all rows, and of their targets if `with_targets`."""
         digest = new_digest()
         # The roles are part of the digest.
         for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):

@@ -183,7 +183,7 @@ class StitchResult(Result):
 
     @typed
     def penalty_interval(self, confidence: OpenFraction = 0.95) -> Interval:
-        """The penalty, with its confidence interval over batches."""
+        """The penalty, with its confidence interval over batches, from paired differences of the two losses."""
         return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
 
     @typed
@@ -258,7 +258,7 @@ class StitchResult(Result):
 
 @result_class
 class StitchGrid(Result):
-    """Stitching penalties of all ordered pairs of models, at each stitch point.
+    """Stitching penalties of all ordered pairs of models, and of each model with itself, at each stitch point.
 
     Tensors are float64; `seam` is the axis of stitch points.
 
@@ -362,7 +362,7 @@ class StitchGrid(Result):
     def penalty_difference(
         self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
     ) -> xarray.Dataset:
-        """The difference between the penalties of two stitches, with its confidence interval.
+        """The penalty of `stitch` minus the penalty of `other` at each stitch point, with its confidence interval over batches.
 
         `("a", "b")` minus `("b", "a")` is the asymmetry of two models: it is above 0 if "b" loses more by the layers of "a"
         than "a" by those of "b". `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
@@ -401,8 +401,9 @@ class StitchGrid(Result):
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot a field over stitch points, with a line for each pair of front and back model. Stitches of a model with
-        itself are dashed.
+        """Plot a field over stitch points, with a line for each pair of front and back model.
+
+        Lines of a model with itself are dashed.
         """
         from ..reporting.many_model_figures import stitch_lines
         from ..reporting.style import intervals_in_words, with_size, with_subtitle

@@ -61,7 +61,7 @@ class StitchedModel(nn.Module):
         return StitchedSource(self, layers, unembed)
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """Run the front blocks, the adapter and the back blocks. Returns the output of the back model."""
+        """Run the front blocks, the adapter and the back blocks. `options` go to the back model, whose output is returned."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         args = () if input_ids is None else (input_ids,)
         with self._joined():

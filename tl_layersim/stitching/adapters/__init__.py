@@ -48,7 +48,7 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def features(hidden: Tensor) -> Tensor:
-        r"""Features $\varphi(h)$ of the residuals (`... d_front`)."""
+        r"""Features $\varphi(h)$ of the residuals. Features and residuals have the same shape, `... d_front`."""
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:
@@ -91,7 +91,7 @@ class AffineNorm(AdapterKind):
 
 
 class Identity(AdapterKind):
-    """Identity map, $y = h$."""
+    """Identity map, $y = h$, for models whose residual streams have the same basis."""
 
     name = "identity"
     has_weight = False
