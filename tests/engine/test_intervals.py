@@ -214,13 +214,13 @@ def test_forward_passes_that_are_measured_together_share_a_block():
 
 def test_few_blocks_are_reported():
     model = tiny_llama()
-    with pytest.warns(lsim.LayersimWarning, match="'logit_lens', 'saturation' rest on 6 jackknife blocks") as told:
+    with pytest.warns(lsim.LayersimWarning, match=r"'logit_lens', 'saturation'.*\b6\b") as told:
         few = lsim.analyze(model, lsim.Data(rows(6), batch_size=2), [lsim.LogitLens(), lsim.Saturation()], intervals=True)[
             "logit_lens"
         ]
-    assert len([one for one in told if "rest on" in str(one.message)]) == 1
+    assert len([one for one in told if "'saturation'" in str(one.message)]) == 1
     assert bool(few.interval("entropy").error.isfinite().all())
-    with pytest.warns(lsim.LayersimWarning, match="rest on 1 jackknife block, so there are none"):
+    with pytest.warns(lsim.LayersimWarning, match=r"'logit_lens'.*\b1\b"):
         one = lsim.analyze(model, rows(1), [lsim.LogitLens()], intervals=True)["logit_lens"]
     assert one.has_intervals
     assert bool(one.interval("entropy").low.isnan().all())

@@ -92,14 +92,14 @@ def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
     assert_same(lsim.merge(parts), alone, tmp_path)
 
 
-def test_two_stages_equal_two_passes(tmp_path):
+def test_two_passes_in_calls_of_their_own_equal_one_call(tmp_path):
     model, data, analyzers = tiny_llama(), list(random_tokens(22, 5)), [lsim.Cosine(), lsim.CKA(minibatch=8)]
     options = {"batch_size": 2, "intervals": True}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
     with pytest.raises(lsim.LayersimError, match=r"first/0\.safetensors"):
         lsim.merge(first)
-    # The stages may have different numbers of shards.
+    # The passes may have different numbers of shards.
     parts = measured(tmp_path / "parts", 4, model, data, analyzers, first=first, **options)
     assert_same(lsim.merge(str(parts / "*.safetensors")), alone, tmp_path)
     again = {"shard": (0, 4), "save_to": tmp_path / "other", **options}
@@ -118,7 +118,7 @@ def test_two_stages_equal_two_passes(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_first_pass_without_a_model_needs_one_stage(tmp_path):
+def test_a_first_pass_without_a_model_needs_no_call_of_its_own(tmp_path):
     model, data = tiny_llama(), list(random_tokens(12, 6))
     analyzers = [lsim.NeuralCollapse(classes=4), lsim.CKA(minibatch=8)]
     alone = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers)

@@ -92,7 +92,7 @@ def killed(folder: str, address: str, most: int) -> None:
 
 def test_a_run_whose_driver_is_killed_continues_from_its_folder(cluster, whole, tmp_path):
     folder, address = tmp_path / "parts", cluster.get_runtime_context().gcs_address
-    # Two stages of 4 shards, as rows are in 4 batches of 16.
+    # Two passes of 4 shards, as rows are in 4 batches of 16.
     call = f"from tests.ray.test_ray import killed; killed({str(folder)!r}, {address!r}, 6)"
     done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -82,8 +82,8 @@ class CostEstimate:
         flops: FLOPs of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer. Matrix products,
             convolutions and attention count; a multiplication and an addition count as two.
         sums_bytes: largest number of bytes of sums held at once, by analyzer. Batches are added in pairs, so up to log2 of the
-            number of batches plus one sums wait; with `intervals=True` the sums of all jackknife blocks are
-            held too. Sums of a first pass are included.
+            number of batches plus one sums wait; with `intervals=True` the sums of all jackknife blocks are held too. Sums of a
+            first pass are included.
         weights_bytes: bytes of parameters and buffers.
         activations_bytes: largest number of bytes beside the weights that are alive at once on a batch: activations of the
             model, the sites that are read, and intermediate values of kernels.
@@ -162,7 +162,7 @@ def estimate(
     """Estimate FLOPs, memory, traffic and time of `analyze` before a run. The time is known only for a loaded model.
 
     One batch of random tokens, images or recordings runs through the forward pass and the kernels of the analyzers. For a model
-    in this process the batch is also timed, for ten seconds. From a configuration alone it runs on the meta device, where
+    in this process the batch is also timed, for up to ten seconds. From a configuration alone it runs on the meta device, where
     tensors have shapes and no values, so that models of any size cost seconds and no memory; results of comparisons are then
     assumed to be typical, and time is not known.
 
@@ -499,7 +499,7 @@ class MeteredBatch:
     def calibrate(self) -> float:
         """Median time of all passes over the batch, in seconds.
 
-        After a warm-up, the passes are repeated for `CALIBRATION` seconds.
+        After a warm-up, the passes are repeated for up to `CALIBRATION` seconds.
         """
         main = self.plan.kernels(self.analyzers, self.first_sums)
         steps: list[Mapping[str, AnyKernel]] = [kernels for kernels in (self.first_kernels, main) if kernels]

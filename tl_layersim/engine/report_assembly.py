@@ -65,7 +65,7 @@ def notes_on_sizes(
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
-    """Effective sample size of each site, as a fraction of the samples.
+    """Effective sample size of each `site`, as a fraction of the samples.
 
     Samples before position `start` are left out; NaN without samples. The fraction is (sum |x|^2)^2 / (n sum |x|^4).
 

@@ -48,7 +48,7 @@ class Step(NamedTuple):
     """Token counts of one batch, and a digest of all rows read so far.
 
     Attributes:
-        measured: whether this process runs the model on the batch.
+        measured: whether this process runs the kernels on the batch.
         batches: number of batches read so far, this one included.
         tokens: number of counted positions in each row.
         digest: SHA-256 of all rows read so far, the batch's own included.
@@ -91,7 +91,7 @@ class PassState:
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Move the counts of all waiting batches to `tally`. This process runs no model on these batches."""
+        """Move the counts of all waiting batches to `tally`. This process runs no kernels on these batches."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
@@ -156,8 +156,8 @@ class DataPass:
         self.within, counts = (self.part.within, self.part.counts) if self.sources else (None, None)
         start = 0 if self.within is None or counts is None else self.within.start * counts.capacity
         # Jackknife blocks of known data do not depend on how the data is divided.
-        self.jackknife_rows = first_block_size(self.rows) if self.analysis.intervals and is_main else None
-        fresh = Tally(tree=SumTree(self.jackknife_rows, start))
+        self.first_block = first_block_size(self.rows) if self.analysis.intervals and is_main else None
+        fresh = Tally(tree=SumTree(self.first_block, start))
         self.state = PassState(self.tallies.get(self.name) or fresh, tuple(self.kernels))
         self._began = time.monotonic() - self.state.tally.seconds
         self._lens_is_checked = not (is_main and any(analyzer.needs_unembed for analyzer in self.analyzers.values()))
@@ -184,7 +184,7 @@ class DataPass:
                 tally = self.state.tally
                 if tally.tree.rows == sum(part.count for part in parts):
                     leaves = TYPICAL_LEAVES if rows is None else math.ceil(rows / parts[0].count)
-                    check_memory(tally.tree.total().sums, leaves, self.jackknife_rows is not None, self.analyzers)
+                    check_memory(tally.tree.total().sums, leaves, self.first_block is not None, self.analyzers)
                 if rows is not None and self.total is None and self.within is None:
                     # Rows that are not read yet are taken to be as long as those that are.
                     bar.total = round(tally.tokens * rows / max(1, tally.sequences))
@@ -197,7 +197,7 @@ class DataPass:
         self.file.save(*self._snapshot())
 
     def read(self) -> Iterator[Batch]:
-        """Yields the batches on which this process runs the model.
+        """Yields the batches on which this process runs the kernels.
 
         Batches in the checkpoint are left out. Counts of all other batches join `state.waiting`.
         """
@@ -242,9 +242,9 @@ class DataPass:
             row: index of the first row of the batch; with intervals, both attributes depend on it.
         """
         leaf = min(ROWS, batch.capacity)
-        if self.jackknife_rows is None:
+        if self.first_block is None:
             return replace(batch, leaf=leaf)
-        return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.jackknife_rows))
+        return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.first_block))
 
     def _settle(self, batch: Batch) -> None:
         """Find the order of a model's sites, if unknown, by running the model on the batch. Then the sites are checked."""
@@ -284,7 +284,7 @@ class DataPass:
                 for batch in batches
             )
         if (single := self.analysis.single_source) is not None:
-            return single.stream(batches, self.kernels, self.state.tally.tree.end, show, self.jackknife_rows)
+            return single.stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
         by_statistics = self.name == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
         if by_statistics or self.analysis.is_remote:
             return one_after_another(sources, batches, self.analyzers, self.analysis.plan, show)
@@ -447,11 +447,16 @@ def sums_of(names: Sequence[str], out: Mapping[str, Any]) -> dict[str, Sums]:
     Raises:
         LayersimError: a value that a kernel returned is not a tensor.
     """
+    sums = {}
     for name in names:
-        for key, value in () if isinstance(out[name], Sums) else out[name].items():
-            if not isinstance(value, Tensor):
-                raise LayersimError(
-                    f"The kernel of {analyzer_of(name)!r} must return a dict of tensors; its {key!r} is {brief(value)}, "
-                    f"{with_article(type(value).__name__)}."
-                )
-    return {name: out[name] if isinstance(out[name], Sums) else Sums.of(out[name]) for name in names}
+        own = out[name]
+        if not isinstance(own, Sums):
+            for key, value in own.items():
+                if not isinstance(value, Tensor):
+                    raise LayersimError(
+                        f"The kernel of {analyzer_of(name)!r} must return a dict of tensors; its {key!r} is {brief(value)}, "
+                        f"{with_article(type(value).__name__)}."
+                    )
+            own = Sums.of(own)
+        sums[name] = own
+    return sums

@@ -120,8 +120,8 @@ class Analysis:
     def single_source(self) -> Source | None:
         """One `Source` that runs all models together; None if each model runs by itself.
 
-        Edits of one model on one server run together, but only for analyzers without cross-model statistics: one model in a
-        request is the smaller job.
+        Edits of one model on one server run together if an analyzer has no `exchange`. Otherwise each model runs by itself,
+        because one model in a request is the smaller job.
         """
         if len(self.sources) == 1:
             return self.sources[0]

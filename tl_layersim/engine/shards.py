@@ -131,7 +131,7 @@ def run_shard(
     # A first pass without the model is a part of each shard.
     pass_name = FIRST if analysis.first_needs_model and first_pass is None else MAIN
     digest = "" if first_pass is None else checksum("", sums_snapshot(FIRST, first_pass.tally.tree.total().sums))
-    file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "stage": pass_name})
+    file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "pass": pass_name})
     kept = file.resume(partial(_part_of, str(path)))
     counts = analysis.counts if kept is None or kept.is_done else kept.counts
     if kept is not None and kept.is_done:
@@ -166,7 +166,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
     """Parse a shard's file. Malformed notes or tensors may raise any exception."""
     identity = dict(notes["identity"])
     number, of = identity.pop("shard")
-    held = {"number": number, "of": of, "pass_name": identity.pop("stage")}
+    held = {"number": number, "of": of, "pass_name": identity.pop("pass")}
     counts = DataCounts(**notes["counts"])
     if not 0 <= number < of:
         raise ValueError(f"the index of the shard is {number}; it must be 0 or more, and below {of}")

@@ -349,7 +349,7 @@ def start(analysis: Analysis) -> RemoteRun:
     reading = iter(tqdm(data_pass.read(), desc="sending", unit="batch", disable=None))
     with analysis.running():
         schedule = source.schedule
-        batches = schedule.groups(reading, 0, most, lambda: schedule.most_batches, data_pass.jackknife_rows, deque())
+        batches = schedule.groups(reading, 0, most, lambda: schedule.most_batches, data_pass.first_block, deque())
         while group := next(batches):
             rows = sum(batch.leaf_rows for batch in group)
             jobs.append(Job(source.send(group, kernels), group, rows, state.take(rows)))
@@ -370,7 +370,7 @@ def start(analysis: Analysis) -> RemoteRun:
         sent=sent,
         place=source.record() | dict.fromkeys(TRAFFIC, 0),
         first=list(data_pass.first_sums),
-        first_block=data_pass.jackknife_rows,
+        first_block=data_pass.first_block,
         kernels=list(kernels),
     )
     return RemoteRun((header, models, dict(data_pass.first_sums), jobs), analysis.analyzers, source.ndif, source, kernels)

@@ -465,7 +465,7 @@ class Recorder:
         frame.cached |= kwargs.get("past_kv_cache_entry") is not None
 
     def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Compare the logit lens with the model's logits, when the head runs for the first time."""
+        """Compare the logit lens with the model's logits on the first row, when the head runs for the first time."""
         frame = self.frame
         hidden, frame.last = frame.last, None
         lens = self._lens() if self.compare and self._counts(frame) else None
