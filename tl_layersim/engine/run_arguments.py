@@ -137,7 +137,7 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
         words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
         if words_a != words_b:
-            odd = next((w for w in words_a if words_b.get(w) != words_a[w]), next(iter(words_b), ""))
+            odd = next(w for w in (*words_a, *words_b) if words_a.get(w) != words_b.get(w))
             raise LayersimError(
                 f"The two models have different tokenizers, so their samples do not match: the id of token {odd!r} is "
                 f"{words_a.get(odd)} in {a.name} and {words_b.get(odd)} in {b.name}."
