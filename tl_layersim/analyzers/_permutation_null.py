@@ -165,7 +165,7 @@ class CalibratedMatrix(LayerMatrix):
         for name, names in self.tensor_fields().items():
             if {"row", "column"} <= set(names):
                 order = [names.index(other.get(axis, axis)) for axis in names]
-                swapped[name] = getattr(self, self.partners.get(name, name)).permute(order).contiguous()
+                swapped[name] = getattr(self, self.partners.get(name, name)).permute(order)
             elif len(names) == 1 and names[0] in sides:
                 partner = name.removeprefix("column_") if names[0] == "column" else f"column_{name}"
                 swapped[name] = getattr(self, partner)

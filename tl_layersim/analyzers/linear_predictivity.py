@@ -145,9 +145,9 @@ class LinearPredictivity(CrossProductAnalyzer):
         sides = train.rows.defined & test.rows.defined, train.columns.defined & test.columns.defined
         known = self.defined_pairs(run, sides, count)
         values = self._r2(train, test, sides[0]).where(known, math.nan)
-        reverse = values.T.contiguous()
+        reverse = values.T
         if train.two_models:
-            reverse = self._r2(train.transposed(), test.transposed(), sides[1]).T.where(known, math.nan).contiguous()
+            reverse = self._r2(train.transposed(), test.transposed(), sides[1]).T.where(known, math.nan)
         null: dict[str, Any] = {}
         if {"null.train.samples", "null.test.samples"} <= sums.fields.keys():
             parts = [Covariances(sums, "null.train."), Covariances(sums, "null.test.")]

@@ -92,11 +92,14 @@ class Result(ABC):
     def __post_init__(self) -> None:
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
-            if tuple(getattr(self, name).shape) != sizes:
+            tensor = getattr(self, name)
+            if tuple(tensor.shape) != sizes:
                 raise LayersimError(
-                    f"{type(self).__name__}.{name} has shape {tuple(getattr(self, name).shape)}; the labels of its axes "
+                    f"{type(self).__name__}.{name} has shape {tuple(tensor.shape)}; the labels of its axes "
                     f"{' x '.join(axis_names)} give shape {sizes}."
                 )
+            # Tensors in files are contiguous. Sums in another order differ in the last digit.
+            object.__setattr__(self, name, tensor.contiguous())
 
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.values.shape))

@@ -151,10 +151,10 @@ def prediction_grid(
     out, tokens, word, provenance = run_on_prompt(source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True)
     refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(
-        values=out["probability"].double().T.contiguous(),
+        values=out["probability"].double().T,
         saturation_layer=out["saturation"].double(),
-        entropy=out["entropy"].double().T.contiguous(),
-        top_probability=out["top_probability"].double().transpose(0, 1).contiguous(),
+        entropy=out["entropy"].double().T,
+        top_probability=out["top_probability"].double().transpose(0, 1),
         words=tuple(tuple(word(i) for i in row) for row in out["best"].T.tolist()),
         top_words=tuple(tuple(tuple(word(i) for i in ids) for ids in own) for own in out["top"].transpose(0, 1).tolist()),
         tokens=tokens,

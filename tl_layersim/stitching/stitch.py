@@ -582,7 +582,7 @@ def stitch_grid(
 
     def intervals(better: str, worse: str) -> tuple[Tensor, ...]:
         each = table(lambda one: over_batches(one[worse] - one[better], tokens, 0.95))
-        return tuple(part.contiguous() for part in each.unbind(-1))
+        return each.unbind(-1)
 
     penalty, low, high = intervals("back_loss", "loss")
     missing, missing_low, missing_high = intervals("correct", "back_correct")
