@@ -29,7 +29,7 @@ from .blocks import (
     stacks_with,
 )
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, distinct_points
-from .hugging_face_sites import module_site_map
+from .module_sites import module_site_map
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
 At = str | int | Callable[[str], bool]

@@ -16,8 +16,8 @@ import torch
 from ..core.errors import LayersimError
 from .blocks import POST_NORM, PRE_NORM, find_blocks, head_counts, is_post_norm, layout_of
 from .hook_points import SITE_NAMES, HookPoint, Site, SiteMap, site_name
-from .hugging_face_sites import UNKNOWN_LAYOUT, point_at, stack_sites
 from .layouts import NO_MID, PARALLEL, SEQUENTIAL, SUBLAYER_NORM_LACKS, BlockLayout, BlockSum, ModuleTensor, input_of, output_of
+from .module_sites import UNKNOWN_LAYOUT, point_at, stack_sites
 from .output_heads import logit_scaling
 from .unembed import Head
 

@@ -19,7 +19,7 @@ from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
 from .row import ModelInputs, Row
-from .texts import Text, TextRows
+from .tokenization import Text, TextRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:

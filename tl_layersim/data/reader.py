@@ -48,7 +48,7 @@ from .non_token_inputs import (
 )
 from .padding_masks import as_mask, mask_of, masked_warning
 from .row import NOTHING, ModelInputs, Row
-from .texts import Text, chats_in, is_chat
+from .tokenization import Text, chats_in, is_chat
 
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids or other inputs of the model by name, a datasets.Dataset or "

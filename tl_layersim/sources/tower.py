@@ -19,7 +19,7 @@ from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.non_token_inputs import PIXELS, refuse_integers
 from ..data.positions import PositionRule, Positions
-from ..data.texts import DEFAULT_SEQ_LEN
+from ..data.tokenization import DEFAULT_SEQ_LEN
 from .hooked_module import HookedSource
 from .identity import StoredWeights, hooks_on
 from .model_description import Model, hash_config, processor_of
