@@ -47,7 +47,7 @@ class PredictionGrid(Result):
     values: Float64[Tensor, "token layer"] = axes(
         "token",
         "layer",
-        label="Probability of the most likely token",
+        label="Top-1 probability",
         title="Prediction of each layer after each token",
         within=(0, 1),
         drawn="tokens",
