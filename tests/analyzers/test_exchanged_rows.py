@@ -209,7 +209,7 @@ def test_minibatches_are_whole():
     assert draw_minibatches(known.some(torch.arange(3)), 10, 0, 4, True) == []
     # At most 64 samples of a row, and four rows at least.
     long = samples_of(view(residuals(0, tokens=400), rows=4), False)
-    assert [len(part) for part in draw_minibatches(long, 256, 0, 4, True)] == [256]
+    assert [len(part) for part in draw_minibatches(long, 400, 0, 4, True)] == [256]
     assert draw_minibatches(samples_of(view(residuals(0, tokens=90), rows=3), False), 90, 0, 4, True) == []
 
 
