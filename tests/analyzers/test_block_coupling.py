@@ -142,6 +142,7 @@ def test_degenerate_jacobians():
         assert found.by_k[1].isnan().tolist() == [[False, False, True], [False, False, True], [True, True, True]]
         assert found.defined.tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
         np.testing.assert_allclose(found.mean(), float(found.coupling[0, 1]))
+        np.testing.assert_allclose(found.by_length, [found.mean()])
         expected = oracles.miscoupling(oracles.coupling_matrix(poor, full, 5))
         np.testing.assert_allclose(found.values[0, 1], expected, atol=1e-5)
         # Alignments need k directions of both; a block without an update has no error.
