@@ -151,6 +151,17 @@ def test_degenerate_jacobians():
         assert found.right_share.isfinite().sum(1).tolist() == [2, 5, 0]
 
 
+def test_the_deviation_is_of_prompts_with_a_coupling():
+    frame, spectrum = frames(3), np.geomspace(2, 0.2, 24)
+    poor = frame[0][:, :2] @ frame[1][:, :2].T
+    pairs = [[u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))] for seed in (4, 5)]
+    found = from_views(lsim.BlockCoupling(k=5), [linear_view(one) for one in (*pairs, [poor, pairs[0][1]])])
+    assert float(found.defined[1, 0]) == pytest.approx(2 / 3)
+    both = [oracles.miscoupling(oracles.coupling_matrix(second, first, 5)) for first, second in pairs]
+    np.testing.assert_allclose(found.std[1, 0], np.std(both), atol=1e-9)
+    assert np.std(both) > 1e-3
+
+
 def test_a_single_block_has_nothing_to_couple_with():
     found = lsim.analyze(tiny_llama(layers=1), random_tokens(2, 9), lsim.BlockCoupling(k=4))["block_coupling"]
     assert found.values.shape == (1, 1)
