@@ -283,6 +283,13 @@ def test_the_null_of_a_layer_without_differences_is_nan():
     assert bool(found.p_values[1].isnan().all())
     assert not bool(found.p_values[0, 2:].isnan().any())
     assert 0 < float(found.max_p_value) <= 1
+    # Also where a row of the null differs that is in no minibatch. The null has the first rows.
+    drawn = torch.cat(draw_minibatches(samples_of(samples(x), False), 20, 0, 4, True)).tolist()
+    x[1, next(row for row in range(20) if row not in drawn)] = 2.0
+    with pytest.warns(lsim.LayersimWarning, match="not defined"):
+        found = computed(lsim.CKA(minibatch=20, permutations=19), samples(x))
+    for field in (found.values, found.observed, found.p_values):
+        assert field[1].isnan().all()
 
 
 @pytest.mark.parametrize(
