@@ -101,6 +101,14 @@ def test_a_pool_of_many_batches_costs_each_of_them_a_part():
     assert small.flops == pytest.approx(large.flops)
 
 
+def test_the_passes_of_a_run_are_not_in_memory_together():
+    twice, once = (
+        lsim.estimate(tiny_llama(), [lsim.Saturation(center=center)], tokens=32, **SIZE) for center in ("dataset", "none")
+    )
+    assert (twice.passes, once.passes) == (2, 1)
+    assert twice.activations_bytes == pytest.approx(once.activations_bytes, rel=0.1)
+
+
 def test_results_are_computed_again_for_each_block_of_an_interval(monkeypatch):
     monkeypatch.setattr(MeteredBatch, "calibrate", lambda _: 2.0)
     monkeypatch.setattr(lsim.EffectiveRank, "compute_seconds", lambda *_: 3.0)
