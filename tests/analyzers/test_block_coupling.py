@@ -142,12 +142,24 @@ def test_degenerate_jacobians():
         assert found.by_k[1].isnan().tolist() == [[False, False, True], [False, False, True], [True, True, True]]
         assert found.defined.tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
         np.testing.assert_allclose(found.mean(), float(found.coupling[0, 1]))
+        np.testing.assert_allclose(found.by_length, [found.mean()])
         expected = oracles.miscoupling(oracles.coupling_matrix(poor, full, 5))
         np.testing.assert_allclose(found.values[0, 1], expected, atol=1e-5)
         # Alignments need k directions of both; a block without an update has no error.
         assert found.left_alignment.isfinite().tolist() == [[False] * 3, [False, True, False], [False] * 3]
         assert found.update_error.isfinite().tolist() == [True, True, False]
         assert found.right_share.isfinite().sum(1).tolist() == [2, 5, 0]
+
+
+def test_the_deviation_is_of_prompts_with_a_coupling():
+    frame, spectrum = frames(3), np.geomspace(2, 0.2, 24)
+    poor = frame[0][:, :2] @ frame[1][:, :2].T
+    pairs = [[u @ np.diag(spectrum) @ v.T for u, v in (frame, frames(seed))] for seed in (4, 5)]
+    found = from_views(lsim.BlockCoupling(k=5), [linear_view(one) for one in (*pairs, [poor, pairs[0][1]])])
+    assert float(found.defined[1, 0]) == pytest.approx(2 / 3)
+    both = [oracles.miscoupling(oracles.coupling_matrix(second, first, 5)) for first, second in pairs]
+    np.testing.assert_allclose(found.std[1, 0], np.std(both), atol=1e-9)
+    assert np.std(both) > 1e-3
 
 
 def test_a_single_block_has_nothing_to_couple_with():

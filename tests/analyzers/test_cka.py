@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -261,8 +262,12 @@ def test_few_samples_are_effective_beside_a_massive_one(estimator):
 
 
 def test_few_samples_are_spoken_of():
-    with pytest.warns(lsim.LayersimWarning, match="CKA rests on 40 samples"):
-        from_views(lsim.CKA(), [samples(residuals(0, tokens=40))])
+    for few in (40, 99):
+        with pytest.warns(lsim.LayersimWarning, match=f"CKA rests on {few} samples"):
+            from_views(lsim.CKA(), [samples(residuals(0, tokens=few))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_views(lsim.CKA(), [samples(residuals(0, tokens=100))])
 
 
 def test_a_layer_of_equal_samples_in_the_second_model_is_named_and_nan():

@@ -154,7 +154,7 @@ POOLED = [
 @pytest.mark.parametrize("analyzer", POOLED, ids=lambda one: repr(one)[:60])
 def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
     model = tiny_llama()
-    rows = [random_tokens(1, 12 + i % 9, seed=i)[0] for i in range(40)]
+    rows = [random_tokens(1, 17 + i % 9, seed=i)[0] for i in range(40)]
     first = None
     for batch_size in (5, 16, 40):
         found = lsim.analyze(model, lsim.Data(rows, batch_size=batch_size), [analyzer], intervals=batch_size == 5)[
@@ -209,7 +209,7 @@ def test_minibatches_are_whole():
     assert draw_minibatches(known.some(torch.arange(3)), 10, 0, 4, True) == []
     # At most 64 samples of a row, and four rows at least.
     long = samples_of(view(residuals(0, tokens=400), rows=4), False)
-    assert [len(part) for part in draw_minibatches(long, 256, 0, 4, True)] == [256]
+    assert [len(part) for part in draw_minibatches(long, 400, 0, 4, True)] == [256]
     assert draw_minibatches(samples_of(view(residuals(0, tokens=90), rows=3), False), 90, 0, 4, True) == []
 
 
@@ -283,6 +283,13 @@ def test_the_null_of_a_layer_without_differences_is_nan():
     assert bool(found.p_values[1].isnan().all())
     assert not bool(found.p_values[0, 2:].isnan().any())
     assert 0 < float(found.max_p_value) <= 1
+    # Also where a row of the null differs that is in no minibatch. The null has the first rows.
+    drawn = torch.cat(draw_minibatches(samples_of(samples(x), False), 20, 0, 4, True)).tolist()
+    x[1, next(row for row in range(20) if row not in drawn)] = 2.0
+    with pytest.warns(lsim.LayersimWarning, match="not defined"):
+        found = computed(lsim.CKA(minibatch=20, permutations=19), samples(x))
+    for field in (found.values, found.observed, found.p_values):
+        assert field[1].isnan().all()
 
 
 @pytest.mark.parametrize(

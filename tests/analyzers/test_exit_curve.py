@@ -58,6 +58,19 @@ def test_thresholds():
         lsim.LogitLens(top_k=(0, 5))
 
 
+def test_accuracy_is_of_the_positions_with_a_target():
+    x, labels = residuals(6, tokens=30), torch.full((30,), NO_LABEL)
+    labels[2::4] = 0
+    labels[::4] = torch.tensor([one[-1]["said"] for one in oracles.lens_by_token([x], [None] * 30)])[::4]
+    levels = (0.5, 1.0)
+    found = from_views(lsim.ExitCurve(thresholds=levels, labels="data"), [view(x, labels=labels)])
+    targets = [None if label == NO_LABEL else label for label in labels.tolist()]
+    expected = oracles.oracle_exit_curve([x], targets, levels)
+    assert expected["accuracy"][-1] == 8 / 15
+    for name in ("accuracy", "agreement", "perplexity"):
+        np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-9)
+
+
 def test_a_threshold_is_exceeded_and_not_met():
     """Two ids with the same logit have probability 0.5 each, exactly."""
     logits = np.zeros((3, 4, 2))

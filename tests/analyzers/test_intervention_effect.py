@@ -14,7 +14,8 @@ from .. import oracles
 from ..runs import without_mlp
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..user_loops.test_trace_probe import traced
-from ..views import worst
+from ..views import edited as edited_residuals
+from ..views import from_views, residuals, view, worst
 from ..wrapped_models import bridge
 
 MASK = torch.ones(6, 12, dtype=torch.int64)
@@ -111,6 +112,16 @@ def test_other_sites_and_models_without_a_head():
         lsim.compare(*without, DATA, lsim.InterventionEffect())
     with pytest.raises(lsim.LayersimError, match=r"`at`.*mlp_out"):
         lsim.compare(clean, edited, DATA, lsim.InterventionEffect(), at="mlp_out")
+
+
+def test_tokens_that_are_zero_have_no_relative_change():
+    x = residuals(0)
+    x[2, 3] = 0
+    with pytest.warns(lsim.LayersimWarning, match="1 of 40"):
+        found = from_views(lsim.InterventionEffect(lens=False), [view(x)])
+    kept = np.delete(x[2], 3, axis=0), np.delete(edited_residuals(x)[2], 3, axis=0)
+    change = np.linalg.norm(kept[1] - kept[0], axis=1) / np.linalg.norm(kept[0], axis=1)
+    assert float(found.relative_change[2]) == pytest.approx(change.mean())
 
 
 def test_one_model_is_refused():

@@ -75,6 +75,8 @@ def test_rows_are_held_out_by_their_numbers():
     found = from_views(lsim.LinearPredictivity(), [pairs])
     expected = oracles.oracle_linear_predictivity([x], rows=[t // 2 for t in range(50)])["values"]
     np.testing.assert_allclose(found.values, expected, atol=1e-9)
+    with pytest.warns(lsim.LayersimWarning, match=f"on {sum(oracles.held_out_rows(25))} held-out rows"):
+        from_views(lsim.LinearPredictivity(), [pairs])
 
 
 def test_r2_is_of_held_out_rows_and_so_not_optimistic():
@@ -176,6 +178,14 @@ def test_a_ridge_within_rounding_is_refused():
 def test_wrong_options_are_refused(options, text):
     with pytest.raises(lsim.LayersimError, match=text):
         lsim.LinearPredictivity(**options)
+
+
+def test_two_samples_are_needed_on_either_side():
+    x = residuals(0, tokens=4)
+    assert one(x, first_test_row=2).held_out_samples == 2
+    for first in (1, 3):
+        with pytest.raises(lsim.LayersimError, match=f"has {first} training and {4 - first} held-out"):
+            one(x, first_test_row=first)
 
 
 def test_packed_rows_and_attach_are_refused():

@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations import View
-from tl_layersim.analyzers._moments import ridge_probe
+from tl_layersim.analyzers._moments import ridge_probe, ridge_weights
 from tl_layersim.analyzers.linear_probe import LinearProbeResult, control_classes, control_part, held_out
 
 from .. import oracles
@@ -85,6 +85,13 @@ def test_weights_and_offsets_are_those_of_scikit_learn():
     fitted = Ridge(alpha=0.1 * len(label)).fit(x[0] / spread, onehot.numpy())
     np.testing.assert_allclose(weight, fitted.coef_.T / spread[:, None], atol=1e-12)
     np.testing.assert_allclose(offset, fitted.intercept_, atol=1e-12)
+
+
+def test_a_dimension_without_spread_has_no_weight():
+    """Beside a mean of 1, a variance of 1e-14 is what rounding left."""
+    covariance, mean = torch.diag(torch.tensor([4.0, 1e-14]).double()), torch.tensor([0.0, 1.0]).double()
+    weights = ridge_weights(covariance, torch.tensor([[2.0], [1e-7]]).double(), mean, 1.0)
+    np.testing.assert_allclose(weights, [[2 / 4 / (1 + 1.0)], [0]], atol=1e-12)
 
 
 def test_planted_classes_are_found_and_random_labels_are_not():

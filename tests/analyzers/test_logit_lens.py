@@ -245,6 +245,9 @@ def test_saturation_with_a_centre_and_without():
         expected = oracles.oracle_saturation(x, norm=False, center=center == "dataset")
         for name, value in expected.items():
             np.testing.assert_allclose(getattr(found, name), value, atol=1e-9, err_msg=name)
+    # Exactly, whatever the rounding of norms.
+    few = [from_views(lsim.Saturation(), [view(residuals(seed, tokens=3))]) for seed in range(20)]
+    assert {float(one.cosine_to_last[-1]) for one in few} == {1.0}
 
 
 def test_a_layer_that_excludes_what_the_last_allows_is_infinitely_far():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,12 +101,37 @@ def test_a_pool_of_many_batches_costs_each_of_them_a_part():
     assert small.flops == pytest.approx(large.flops)
 
 
+def test_the_passes_of_a_run_are_not_in_memory_together():
+    twice, once = (
+        lsim.estimate(tiny_llama(), [lsim.Saturation(center=center)], tokens=32, **SIZE) for center in ("dataset", "none")
+    )
+    assert (twice.passes, once.passes) == (2, 1)
+    assert twice.activations_bytes == pytest.approx(once.activations_bytes, rel=0.1)
+
+
 def test_results_are_computed_again_for_each_block_of_an_interval(monkeypatch):
     monkeypatch.setattr(MeteredBatch, "calibrate", lambda _: 2.0)
     monkeypatch.setattr(lsim.EffectiveRank, "compute_seconds", lambda *_: 3.0)
-    cost = lsim.estimate(tiny_llama(), [lsim.EffectiveRank()], tokens=16 * 128, batch_size=2, seq_len=16, intervals=True)
-    assert cost.blocks == 16
-    assert cost.seconds == 64 * 2 + 17 * 3
+    for rows, blocks in ((128, 16), (127, 32)):
+        cost = lsim.estimate(tiny_llama(), [lsim.EffectiveRank()], tokens=16 * rows, batch_size=2, seq_len=16, intervals=True)
+        # Blocks of 8 rows, and of 4 with a last one of 3.
+        assert cost.blocks == blocks
+        assert cost.seconds == rows / 2 * 2 + (blocks + 1) * 3
+
+
+def test_the_time_of_a_batch_is_the_median_of_later_passes(monkeypatch):
+    """The first pass is a warm-up. Of a pool of 16 rows, a batch of two costs an eighth."""
+    passes, pools = (9.0, 1.0, 5.0, 3.0), (8.0, 8.0, 16.0, 8.0)
+    ticks, now = [0.0], 0.0
+    for one, pool in zip(passes, pools, strict=True):
+        # When the pass begins and ends, when the pool does, and whether there is time for another pass.
+        ticks += [now, now + one, now + one, now := now + one + pool, now]
+    clock = iter(ticks)
+    monkeypatch.setattr("tl_layersim.costs.estimate.CALIBRATION", now)
+    monkeypatch.setattr("tl_layersim.costs.estimate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    cost = lsim.estimate(tiny_llama(), [lsim.CKA(minibatch=256)], tokens=32, **SIZE)
+    assert cost.seconds == sorted([1 + 8 / 8, 5 + 16 / 8, 3 + 8 / 8])[1]
+    assert not list(clock)
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])

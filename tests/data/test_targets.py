@@ -189,6 +189,10 @@ def test_a_class_of_a_row_is_no_token():
         with pytest.raises(lsim.LayersimError, match=r"`labels` .* 4 rows(.|\n)*AutoModelForSequenceClassification"):
             lsim.analyze(model, tokens, analyzer(labels=[0, 1, 0, 1]))
     assert lsim.analyze(model, tokens, lsim.NeuralCollapse(labels=[0, 1, 0, 1]))
+    # Two labels of a row may be equal by chance.
+    twice = torch.full_like(tokens, NO_LABEL)
+    twice[:, 3:5] = torch.arange(4)[:, None]
+    assert lsim.analyze(model, tokens, lsim.LogitLens(labels=twice))["logit_lens"].targets == 8
 
 
 def test_a_table_of_labels_that_is_too_long_is_mentioned():

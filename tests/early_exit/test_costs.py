@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.exit_costs import ExitCosts, evenly_spread, exited_fractions, plan_for
 
-from ..tiny_models import VOCABULARY, tiny_llama
+from ..tiny_models import VOCABULARY, tiny_gpt2, tiny_llama
 
 
 class TestCosts:
@@ -57,6 +57,10 @@ class TestCosts:
         assert costs.batch == 2
         assert 0 < costs.full() < 1
         assert min(costs.block, costs.check, costs.head, costs.start) >= 0
+        # GPT-2 has no more than 64 positions.
+        assert ExitCosts.measure(tiny_gpt2(), repeats=61).blocks == 3
+        with pytest.raises(lsim.LayersimError, match="`repeats` is 62; it must be at most 61"):
+            ExitCosts.measure(tiny_gpt2(), repeats=62)
 
     def test_layers_are_chosen_from_a_curve(self, demo):
         curve = lsim.analyze(demo, lsim.demo_text()[:6], [lsim.ExitCurve(thresholds=(0.5, 0.9))])["exit_curve"]

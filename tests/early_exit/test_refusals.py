@@ -52,6 +52,8 @@ class TestRefusals:
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.generate(prompt, **options)
+        # The last new token needs no room of its own.
+        assert early.generate(tokens, max_new_tokens=59, eos_token_id=()).tokens[0].shape == (59,)
         with pytest.raises(lsim.LayersimError, match=r"`tokens`.*2, 3, 8, 8"):
             early.logits(torch.randn(2, 3, 8, 8))
         mask = torch.ones(2, 6)

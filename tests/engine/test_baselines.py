@@ -7,12 +7,15 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.activations.view import reduce
+from tl_layersim.core import Sums
 from tl_layersim.sources import untrained
 
 from .. import oracles
 from ..options import called
+from ..oracles.rsa import condensed, ranks
 from ..tiny_models import hidden_states, random_tokens, tiny_llama
-from ..views import from_views, residuals, samples
+from ..views import from_views, layer_run, residuals, samples
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +147,15 @@ class TestDeconfound:
         r01, r02, r12 = plain[0, 1], plain[0, 2], plain[1, 2]
         found = from_views(lsim.RSA(deconfound="input"), [samples(x)]).values[1, 2]
         assert float(found) == pytest.approx(float((r12 - r01 * r02) / ((1 - r01**2) * (1 - r02**2)).sqrt()), abs=1e-9)
+        # Of two models, each with an embedding of its own.
+        y = residuals(1, layers=2, tokens=30, width=5) + x[:2, :, :5]
+        analyzer = lsim.RSA(deconfound="input")
+        sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, samples(x), samples(y))[1]["k"])
+        found = analyzer.compute(sums, layer_run(3, 2)).values[2, 1]
+        # Ranks of 435 pairs, centred.
+        sides = [[ranks(condensed(z, "correlation")) - 218 for z in side] for side in (x, y)]
+        expected = correlation(*(regressed(side[-1], side[0]) for side in sides))
+        assert float(found) == pytest.approx(expected, abs=1e-9)
 
     def test_layers_that_share_their_inputs_alone_have_nothing_left(self):
         rng = np.random.default_rng(0)

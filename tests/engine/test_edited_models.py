@@ -124,10 +124,11 @@ def test_coupling_of_an_edited_model_is_that_of_its_jacobians(method, remote):
     assert found.provenance.changes.startswith("nnsight edit")
 
 
-def test_jacobians_between_tokens_of_an_edited_model():
+@pytest.mark.parametrize("method", ["dense", "krylov"])
+def test_jacobians_between_tokens_of_an_edited_model(method):
     module = tiny_llama(dtype=torch.float64)
     tokens = random_tokens(1, 6)
-    options = {"along": "fixed-input", "token": 2, "layers": [1], "k": 4}
+    options = {"along": "fixed-input", "token": 2, "layers": [1], "k": 4, "method": method}
     found = lsim.prompts.coupling_matrices(edited(traced(module)), tokens, **options)
     module.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
     np.testing.assert_allclose(found.matrices, lsim.prompts.coupling_matrices(module, tokens, **options).matrices, atol=1e-9)

@@ -39,7 +39,7 @@ def test_ties_go_to_the_lower_id(seed, words, levels):
             assert found["before"][layer, t] == min(order.index(int(target[t])), 10)
 
 
-@pytest.mark.parametrize("top", [1, 4, 11, 12, 30])
+@pytest.mark.parametrize("top", [1, 4, 9, 11, 12, 30])
 def test_ties_over_more_groups_than_are_looked_into(top):
     """The largest logit stands once in each of many groups of 256; the target is one of them."""
     logits = np.zeros((2, 3, 256 * 40))
@@ -49,6 +49,14 @@ def test_ties_over_more_groups_than_are_looked_into(top):
         found = read_logits(logits, torch.tensor([places[at], places[at]]))
         assert (found["before"] == min(at, 10)).all()
         assert (found["best"] == places[0]).all()
+    logits[..., 7] = 1.0
+    assert (read_logits(logits, torch.tensor([7, 7]))["before"] == min(top, 10)).all()
+
+
+def test_the_last_id_of_a_group_that_is_not_full_counts_once():
+    logits = np.zeros((1, 2, 300))
+    logits[..., -1] = 5.0
+    assert (read_logits(logits, torch.tensor([3]))["before"] == 4).all()
 
 
 @settings(max_examples=40, deadline=None)

@@ -32,6 +32,7 @@ def split(sources: list[int], tokens: list[list[int]] | None = None, size: int =
     [
         # Rows of their own: the last fifth.
         (list(range(10)), 8, (8, 9)),
+        (list(range(6)), 5, (5,)),
         # The cut is moved behind the document that it goes through,
         ([0, 0, 1, 1, 2, 2, 2, 3, 3, 4], 9, (9,)),
         # or before it, if the document is the last one.

@@ -70,6 +70,7 @@ class TestLoss:
 
     def test_few_logits_are_held(self, monkeypatch):
         model, tokens = tiny_llama().double(), random_tokens(4, 20)
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(100).double())
         whole = lsim.training.aligned_loss(model, tokens)
         whole.backward()
         expected = gradients(model)
@@ -124,9 +125,14 @@ class TestLoss:
         model = LlamaForSequenceClassification(base.config).double().eval()
         tokens, mask = random_tokens(3, 8), torch.ones(3, 8, dtype=torch.long)
         tokens[1, 5:], mask[1, 5:] = 0, 0
+        tokens[2, :3], mask[2, :3] = 0, 0
         labels = torch.tensor([0, 1, 2])
         loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0], attention_mask=mask)
         expected = model(tokens, attention_mask=mask, labels=labels).loss
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+        # Without a mask, the padding id tells which token is the last.
+        loss = lsim.training.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0])
+        expected = model(tokens, labels=labels).loss
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
 
     def test_padding_changes_nothing(self):
@@ -182,6 +188,7 @@ class TestLoss:
             (lambda t: t[:, :-1], "`labels`.*2, 7"),
             (lambda t: torch.zeros(len(t), dtype=torch.long), r"`labels`.*\(2,\)"),
             (lambda t: t + 1000, "`labels`.*10.."),
+            (lambda t: torch.full_like(t, 100), "`labels`.* 100 .* 99"),
             (lambda t: "data", "`labels`.*data"),
         ],
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.training import losses
 from tl_layersim.training.objectives import OBJECTIVES
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
@@ -16,7 +17,9 @@ from ..tiny_models import hidden_states, random_tokens, tiny_llama
 
 @pytest.mark.parametrize("norm", ["final", "none"])
 @pytest.mark.parametrize("objective", ["aligned", "multi-head"])
-def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective):
+def test_evaluation_sums_losses_hits_and_answers_of_each_layer(norm, objective, monkeypatch):
+    # Four chunks of at most seven tokens.
+    monkeypatch.setattr(losses, "LOGITS", 700)
     model, tokens = tiny_llama().double(), random_tokens(3, 9)
     targets = tokens.roll(-1, 1)
     targets[:, -1] = -100

@@ -310,6 +310,13 @@ def test_annotations_that_are_none_are_refused(labels, message):
         detection_by_layer(tiny_detr(), scenes()["pixel_values"][:2], labels=labels)
 
 
+def test_boxes_may_fill_the_image():
+    from tl_layersim.vision.detection import as_objects
+
+    whole = as_objects(ONE | {"boxes": [[0.5, 0.5, 1.0, 1.0]]}, 0, CLASSES)
+    assert whole.boxes.tolist() == [[0.5, 0.5, 1.0, 1.0]]
+
+
 def test_annotations_beside_another_number_of_images_are_refused():
     data = scenes()
     for given in (
