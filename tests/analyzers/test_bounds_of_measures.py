@@ -75,19 +75,18 @@ EXPECTED = {
             f"{prefix}probability_change{suffix}": (0, math.sqrt(2)) for prefix in ("", "later_") for suffix in ("", "_largest")
         },
     },
-    # A path is never shorter than the straight line. Angles from 0 to pi have a deviation of pi / 2 at most.
+    # A path is never shorter than the straight line.
     "TrajectoryResult": {
-        **dict.fromkeys(("values", "norm_std", "norm_quantiles"), POSITIVE),
-        **dict.fromkeys(("update_norm", "update_norm_std", "update_norm_quantiles", "geodesic_deviation"), POSITIVE),
+        **dict.fromkeys(("values", "norm_quantiles"), POSITIVE),
+        **dict.fromkeys(("update_norm", "update_norm_quantiles", "geodesic_deviation"), POSITIVE),
         **{
             f"{name}{suffix}": POSITIVE
             for name in ("expodistance", "equidistance")
             for suffix in ("_mean", "_std", "_quantiles")
         },
         **dict.fromkeys(("lss_mean", "lss_quantiles", "windowed_lss"), RATIO),
-        **dict.fromkeys(("lss_std", "windowed_lss_std"), POSITIVE),
+        "lss_std": POSITIVE,
         "curvature": (0, math.pi),
-        "curvature_std": (0, math.pi / 2),
         **dict.fromkeys(("prompt_lss", "prompt_expodistance", "prompt_equidistance", "prompt_norm", "prompt_tokens")),
     },
     # Miscoupling is a ratio of norms, and coupling 1 less it.
