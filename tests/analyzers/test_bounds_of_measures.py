@@ -64,9 +64,8 @@ EXPECTED = {
         "spectrum": FRACTION,
     },
     "ContributionResult": {
-        **dict.fromkeys(("values", "relative_norm_std"), POSITIVE),
+        "values": POSITIVE,
         **dict.fromkeys(("cosine", "cosine_to_final"), COSINE),
-        **dict.fromkeys(("cosine_std", "cosine_to_final_std"), FRACTION),
     },
     # Two distributions are sqrt(2) apart when each is certain of another token.
     "SkipEffectResult": {
