@@ -18,15 +18,12 @@ NULL = {
     "calibrated": AT_MOST_ONE,
     "p_values": None,
     "null_mean": AT_MOST_ONE,
-    "null_quantiles": AT_MOST_ONE,
     "null_threshold": AT_MOST_ONE,
     "max_value": None,
     "max_p_value": None,
-    "max_threshold": None,
     "max_calibrated": None,
     "split_half": None,
     "noise_ceiling": None,
-    "max_null": None,
 }
 RATIO = (1, math.inf)
 EXPECTED = {
