@@ -176,11 +176,12 @@ def test_wrong_options_are_refused(options, text):
 
 
 def test_two_samples_are_needed_on_either_side():
+    # Multiples of the golden ratio: 0, 0.62, 0.24 and 0.85 after the point.
     x = residuals(0, tokens=4)
-    assert one(x, first_test_row=2).held_out_samples == 2
-    for first in (1, 3):
-        with pytest.raises(lsim.LayersimError, match=f"has {first} training and {4 - first} held-out"):
-            one(x, first_test_row=first)
+    assert one(x, test_fraction=0.3).held_out_samples == 2
+    for fraction, held_out in ((0.1, 1), (0.7, 3)):
+        with pytest.raises(lsim.LayersimError, match=f"has {4 - held_out} training and {held_out} held-out"):
+            one(x, test_fraction=fraction)
 
 
 def test_packed_rows_and_attach_are_refused():
