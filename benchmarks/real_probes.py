@@ -26,10 +26,10 @@ PROBES: dict[str, Callable[..., Any]] = {
 PROBES["logistic"] = lsim.LogisticProbe
 
 
-def sentences(path: Path, count: int) -> tuple[list[str], list[int]]:
+def sentences(path: Path, count: int) -> dict[str, list[Any]]:
     """The first texts of a file of SST-2, and their classes."""
     texts, labels = zip(*(line.split("\t") for line in path.read_text().splitlines()[1 : count + 1]), strict=True)
-    return list(texts), [int(label) for label in labels]
+    return {"text": list(texts), "label": [int(label) for label in labels]}
 
 
 def main(model_folder: str, data_folder: str) -> None:
@@ -40,11 +40,9 @@ def main(model_folder: str, data_folder: str) -> None:
     warnings.simplefilter("error")
 
     def probe(count: int, part: str, kind: Callable[..., Any]) -> LinearProbeResult:
-        texts, labels = sentences(Path(data_folder) / "train.tsv", count)
-        test_texts, test_labels = sentences(Path(data_folder) / f"{part}.tsv", TEST)
-        held_out: dict[str, Any] = {"test_data": test_texts, "test_labels": test_labels}
-        data = lsim.Data(texts, positions="mean", batch_size=64)
-        return lsim.linear_probe(model, data, kind(labels=labels), **held_out)
+        data = lsim.Data(sentences(Path(data_folder) / "train.tsv", count), positions="mean", batch_size=64)
+        held_out = sentences(Path(data_folder) / f"{part}.tsv", TEST)
+        return lsim.linear_probe(model, data, kind(labels="data"), test_data=held_out)
 
     def show(name: str, numbers: list[float]) -> None:
         print(f"| {name} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |", flush=True)

@@ -51,7 +51,6 @@ def test_known_vectors():
     torch.testing.assert_close(found.relative_norm, torch.tensor([1.0, 0.5]).double())
     torch.testing.assert_close(found.cosine, torch.tensor([0.0, -1.0]).double())
     torch.testing.assert_close(found.cosine_to_final, torch.tensor([2**-0.5, -1.0]).double())
-    assert float(found.cosine_std.abs().max()) == 0
 
 
 def test_two_stacks_have_final_streams_of_their_own():
@@ -141,8 +140,6 @@ def test_contributions_equal_those_of_hooks(name):
         }
         for field, values in expected.items():
             torch.testing.assert_close(getattr(found, field)[number], values.mean(), rtol=rtol, atol=atol)
-            std = values.std(correction=0)
-            torch.testing.assert_close(getattr(found, f"{field}_std")[number], std, rtol=10 * rtol, atol=10 * atol)
     assert found.sublayers == tuple(f"blocks.{i}.hook_{kind}_out" for i in range(3) for kind in ("attn", "mlp"))
     alone = lsim.analyze(model, lsim.Data(rows, batch_size=1), lsim.Contribution(), at="attn_out")["contribution"]
     assert worst(found, alone) < (0.05 if name == "bfloat16" else 1e-5)

@@ -114,9 +114,6 @@ def test_one_token_has_no_centred_cosine():
 def test_wrong_options_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`center`.*dataset"):
         lsim.Cosine(center="sample")
-    for bins in (1, 100_001, 10**12):
-        with pytest.raises(lsim.LayersimError, match=rf"`histogram_bins`.* {bins}\b"):
-            lsim.Cosine(histogram_bins=bins)
 
 
 def test_massive_first_tokens_can_be_left_out():
@@ -166,14 +163,6 @@ def test_the_headline_is_of_the_last_column():
     # From layer 0 to 1 it falls, then it rises twice.
     assert rises == [False, True, True]
     assert list(found.headline().values()) == pytest.approx([to_last[0], to_last[2], 2 / 3, float(expected["monotone_share"])])
-
-
-def test_two_bins_are_enough():
-    x = residuals(0)
-    found = from_views(lsim.Cosine(center="none", histogram_bins=2), [view(x)])
-    # Quantiles read from two bins are at best of the right sign.
-    expected = oracles.oracle_cosine([x], center="none")["adjacent"]
-    assert (np.abs(found.adjacent.numpy() - expected) <= 1).all()
 
 
 def test_an_update_of_zero_has_an_infinite_ratio():

@@ -65,11 +65,6 @@ def test_rows_are_held_out_by_their_numbers():
     ):
         expected = oracles.oracle_linear_predictivity([x], rows=rows_of(50), **oracle)["values"]
         np.testing.assert_allclose(one(x, **options).values, expected, atol=1e-9)
-    late = one(x, first_test_row=35)
-    assert (late.samples, late.held_out_samples) == (35, 15)
-    test = np.arange(50) >= 35
-    expected = oracles.cross_products.of_all_pairs(x, x, lambda a, b: oracles.cross_products.ridge_r2(a, b, test, 0.01))
-    np.testing.assert_allclose(late.values, expected, atol=1e-9)
     # Whole rows: both tokens of a row are on one side.
     pairs = view(x, row=torch.arange(50) // 2)
     found = from_views(lsim.LinearPredictivity(), [pairs])
@@ -181,11 +176,12 @@ def test_wrong_options_are_refused(options, text):
 
 
 def test_two_samples_are_needed_on_either_side():
+    # Multiples of the golden ratio: 0, 0.62, 0.24 and 0.85 after the point.
     x = residuals(0, tokens=4)
-    assert one(x, first_test_row=2).held_out_samples == 2
-    for first in (1, 3):
-        with pytest.raises(lsim.LayersimError, match=f"has {first} training and {4 - first} held-out"):
-            one(x, first_test_row=first)
+    assert one(x, test_fraction=0.3).held_out_samples == 2
+    for fraction, held_out in ((0.1, 1), (0.7, 3)):
+        with pytest.raises(lsim.LayersimError, match=f"has {4 - held_out} training and {held_out} held-out"):
+            one(x, test_fraction=fraction)
 
 
 def test_packed_rows_and_attach_are_refused():

@@ -203,7 +203,7 @@ def test_a_class_without_training_samples_is_counted_and_never_predicted():
 @pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5])
 def test_held_out_rows_are_spread_evenly_and_without_a_period(fraction):
     for seed in range(3):
-        out = held_out(torch.arange(5000), fraction, seed, None)
+        out = held_out(torch.arange(5000), fraction, seed)
         assert out.tolist() == oracles.held_out_rows(5000, fraction, seed)
         for start in range(0, 5000, 500):
             assert float(out[start : start + 500].double().mean()) == pytest.approx(fraction, abs=0.01)
@@ -211,7 +211,7 @@ def test_held_out_rows_are_spread_evenly_and_without_a_period(fraction):
         for period in (2, 3, 5, 8, 10, 13):
             shares = [float(out[rest::period].double().mean()) for rest in range(period)]
             assert max(shares) - min(shares) < 0.06
-    assert not torch.equal(held_out(torch.arange(50), fraction, 0, None), held_out(torch.arange(50), fraction, 1, None))
+    assert not torch.equal(held_out(torch.arange(50), fraction, 0), held_out(torch.arange(50), fraction, 1))
 
 
 def test_rows_from_a_number_on_are_held_out():

@@ -56,16 +56,17 @@ def texts(rows: torch.Tensor) -> list[str]:
     return [" ".join(f"w{token}" for token in row.tolist()) for row in rows]
 
 
+def examples(rows: torch.Tensor, labels: torch.Tensor):
+    return ({"input_ids": row.tolist(), "label": int(y)} for row, y in zip(rows, labels, strict=True))
+
+
 KINDS = {
-    "a tensor": lambda rows, labels: rows,
-    "rows of different lengths": lambda rows, labels: [row.tolist() for row in rows],
-    "a generator": lambda rows, labels: (row for row in rows),
-    "a mapping": lambda rows, labels: {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
-    "examples": lambda rows, labels: [
-        {"input_ids": row.tolist(), "label": int(y)} for row, y in zip(rows, labels, strict=True)
-    ],
-    "texts": lambda rows, labels: texts(rows),
-    "texts with labels": lambda rows, labels: {"text": texts(rows), "label": labels.tolist()},
+    "a tensor": lambda rows, labels: {"input_ids": rows, "labels": labels},
+    "rows of different lengths": lambda rows, labels: {"input_ids": rows.tolist(), "label": labels.tolist()},
+    "a generator": examples,
+    "a mapping": lambda rows, labels: {"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": labels},
+    "examples": lambda rows, labels: list(examples(rows, labels)),
+    "texts": lambda rows, labels: {"text": texts(rows), "label": labels.tolist()},
 }
 
 
@@ -74,11 +75,8 @@ def test_held_out_data_of_its_own(kind, tokens, classes):
     model = tiny_llama(dtype=torch.float64)
     model.tokenizer = tiny_tokenizer()
     data, test = (KINDS[kind](tokens[part], classes[part]) for part in (slice(0, ROWS), slice(ROWS, None)))
-    own = "label" in kind or kind == "examples"
-    probe = lsim.LinearProbe(labels="data" if own else classes[:ROWS])
     read = lsim.Data(data, positions="last", batch_size=8, prepend_bos=False)
-    test_labels = None if own else classes[ROWS:].tolist()
-    found = lsim.linear_probe(model, read, probe, test_data=test, test_labels=test_labels)
+    found = lsim.linear_probe(model, read, test_data=test)
     x, classes = last_states(model, tokens), classes.tolist()
     scores = [oracles.ridge_scores(layer[:ROWS], np.array(classes[:ROWS]), layer, [0, 1, 2], 0.1) for layer in x]
     expected = [np.mean(score[ROWS:].argmax(1) == classes[ROWS:]) for score in scores]
@@ -96,23 +94,16 @@ def test_data_sets_and_images_are_held_out_data_too():
     whole = lsim.linear_probe(model, lsim.Data(rows[:4], positions="mean"), test_data=rows[4:])
     sets = (datasets.Dataset.from_list(part) for part in (rows[:4], rows[4:]))
     same(lsim.linear_probe(model, lsim.Data(next(sets), positions="mean"), test_data=next(sets)), whole)
-    images = pixels(6)
-    found = lsim.linear_probe(
-        image_vit(),
-        lsim.Data(images[:4], positions="mean"),
-        lsim.LinearProbe(labels=label[:4]),
-        test_data=images[4:],
-        test_labels=label[4:],
-    )
+    data, test = ({"pixel_values": pixels(6)[part], "labels": label[part]} for part in (slice(4), slice(4, None)))
+    found = lsim.linear_probe(image_vit(), lsim.Data(data, positions="mean"), test_data=test)
     assert found.test_samples.sum() == 2
 
 
 def test_labels_by_position_of_both_parts(llama, tokens):
     labels = tokens % 2
     labels[:, 2] = -100
-    found = lsim.linear_probe(
-        llama, tokens[:ROWS], lsim.LinearProbe(labels=labels[:ROWS]), test_data=tokens[ROWS:, :5], test_labels=labels[ROWS:, :5]
-    )
+    data = {"input_ids": tokens[:ROWS], "labels": labels[:ROWS]}
+    found = lsim.linear_probe(llama, data, test_data={"input_ids": tokens[ROWS:, :5], "labels": labels[ROWS:, :5]})
     assert found.test_samples.sum() == TEST * 4
     assert found.samples.sum() == ROWS * 5
     # The embedding holds the token.
@@ -179,14 +170,7 @@ def test_other_sources_give_one_answer(make, method, llama, tokens):
 
 LOGISTIC = lsim.LogisticProbe(labels=[0, 1] * ((ROWS + TEST) // 2))
 REFUSED = {
-    "`test_labels`.*`test_data`": {"test_labels": [1]},
-    r"`labels`.*\(42,\).*`test_labels`.*None.* 42 .* 1 ": {"test_data": [[3, 4]]},
-    r"`test_labels`.*\(2,\).* 1 ": {"test_data": [[3, 4]], "test_labels": [0, 1]},
-    "`test_labels`.*labels='data'": {
-        "probe": lsim.LinearProbe(labels="data"),
-        "test_data": [[3, 4]],
-        "test_labels": [0],
-    },
+    '`labels`.*`test_data`.*labels="data"': {"test_data": [[3, 4]]},
     "LogisticProbe.*remote=True": {"probe": LOGISTIC, "remote": True},
     "LogisticProbe.*`checkpoint`": {"probe": LOGISTIC, "checkpoint": "x"},
     "`max_memory_gb`.*1e-07": {"probe": replace(LOGISTIC, max_memory_gb=1e-7)},

@@ -24,7 +24,7 @@ CASES = {
     "trajectory": (
         lsim.Trajectory(),
         lambda x: oracles.oracle_trajectory([x]),
-        {"values", "norm_std", "update_norm", "update_norm_std"},
+        {"values", "update_norm"},
     ),
     "contribution": (lsim.Contribution(), lambda x: oracles.oracle_contribution([x]), set()),
 }

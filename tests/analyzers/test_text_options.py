@@ -24,11 +24,12 @@ def test_every_option_of_every_analyzer_can_be_written(name):
     [
         ("cosine.center=none", "center", "none"),
         ("cosine.center='none'", "center", "none"),
-        ("cosine.histogram_bins=100", "histogram_bins", 100),
+        ("cka.minibatch=100", "minibatch", 100),
     ],
 )
 def test_values_are_python_or_plain_text(text, option, value):
-    assert getattr(with_options({"cosine": lsim.Cosine()}, [text])["cosine"], option) == value
+    changed = with_options({"cosine": lsim.Cosine(), "cka": lsim.CKA()}, [text])
+    assert getattr(changed[text.partition(".")[0]], option) == value
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def places(node: Any) -> list[tuple[Any, Any]]:
 def mutated(header: dict[str, Any], tensors: dict[str, torch.Tensor], rng: random.Random) -> tuple[dict, dict]:
     """A header or a tensor changed in one place; format and kind stay."""
     header, tensors = copy.deepcopy(header), dict(tensors)
-    if tensors and rng.random() < 0.3:
+    own = [place for place in places(header) if place[0] is not header or place[1] not in ("format", "kind")]
+    if tensors and (not own or rng.random() < 0.3):
         name = rng.choice(sorted(tensors))
         value = tensors.pop(name)
         change = rng.randrange(6)
@@ -47,7 +48,7 @@ def mutated(header: dict[str, Any], tensors: dict[str, torch.Tensor], rng: rando
         elif change == 5:
             tensors[name] = torch.full_like(value, float("nan") if value.is_floating_point() else 1)
         return header, tensors
-    node, key = rng.choice([place for place in places(header) if place[0] is not header or place[1] not in ("format", "kind")])
+    node, key = rng.choice(own)
     change = rng.randrange(6)
     if change == 0:
         del node[key]

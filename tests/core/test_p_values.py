@@ -120,29 +120,26 @@ def test_a_report_without_p_values_has_an_empty_table(report):
 
 
 @pytest.mark.parametrize("method", ["holm", "fdr_bh"])
-def test_a_difference_adjusts_over_each_field_or_over_all(method):
+def test_a_difference_adjusts_over_each_field(method):
     analyzers = {"lens": lsim.LogitLens(), "cosine": lsim.Cosine(center="none")}
     runs = [
         lsim.analyze(tiny_llama(seed=seed), lsim.Data(random_tokens(16, 8), batch_size=1), analyzers, intervals=True)
         for seed in (0, 1)
     ]
-    for over in ("field", "call"):
-        found = lsim.difference(*runs, adjust=method, adjust_over=over)
-        families = {}
-        for name, node in found.items():
-            for field, array in node.data_vars.items():
-                p, corrected = (array.sel(statistic=which).values for which in ("p_value", "p_adjusted"))
-                once = (
-                    np.triu(np.ones_like(p, dtype=bool)) if array.dims[:2] == ("row", "column") else np.ones_like(p, dtype=bool)
-                )
-                tested = once & ~np.isnan(p)
-                np.testing.assert_array_equal(np.isnan(p), np.isnan(corrected))
-                key = "headline" if field == "headline" else "all" if over == "call" else (name, field)
-                families.setdefault(key, []).append((p[tested], corrected[tested]))
-        assert len(families) == 2 if over == "call" else len(families) > 4
-        for own in families.values():
-            p, corrected = map(np.concatenate, zip(*own, strict=True))
-            np.testing.assert_allclose(corrected, ORACLES[method](p.tolist()), rtol=1e-12)
+    found = lsim.difference(*runs, adjust=method)
+    families = {}
+    for name, node in found.items():
+        for field, array in node.data_vars.items():
+            p, corrected = (array.sel(statistic=which).values for which in ("p_value", "p_adjusted"))
+            once = np.triu(np.ones_like(p, dtype=bool)) if array.dims[:2] == ("row", "column") else np.ones_like(p, dtype=bool)
+            tested = once & ~np.isnan(p)
+            np.testing.assert_array_equal(np.isnan(p), np.isnan(corrected))
+            key = "headline" if field == "headline" else (name, field)
+            families.setdefault(key, []).append((p[tested], corrected[tested]))
+    assert len(families) > 4
+    for own in families.values():
+        p, corrected = map(np.concatenate, zip(*own, strict=True))
+        np.testing.assert_allclose(corrected, ORACLES[method](p.tolist()), rtol=1e-12)
     # The diagonal of the cosine has no test.
     assert np.isnan(found["cosine"]["values"].sel(statistic="p_value").values.diagonal()).all()
 

@@ -126,7 +126,7 @@ def test_sweep_and_its_folder(tmp_path):
 
 
 def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
-    both = {"raw": lsim.Cosine(center="none"), "normed": lsim.Cosine(center="none", histogram_bins=100)}
+    both = lenses()
     for number in range(2):
         path = tmp_path / f"{number}.safetensors"
         lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), both, shard=(number, 2), save_to=path)

@@ -83,6 +83,5 @@ def no_null(rows: int, columns: int | None = None) -> dict[str, np.ndarray]:
     """The fields of the null of a similarity between layers, of a run without permutations."""
     shape = (rows, rows if columns is None else columns)
     pairs = ("observed", "calibrated", "p_values", "null_mean", "null_threshold")
-    maxima = ("max_value", "max_p_value", "max_threshold", "max_calibrated", "split_half", "noise_ceiling")
-    out = {name: np.full(shape, np.nan) for name in pairs} | {name: np.array(np.nan) for name in maxima}
-    return out | {"null_quantiles": np.full((len(LEVELS), *shape), np.nan), "max_null": np.zeros(0)}
+    maxima = ("max_value", "max_p_value", "max_calibrated", "split_half", "noise_ceiling")
+    return {name: np.full(shape, np.nan) for name in pairs} | {name: np.array(np.nan) for name in maxima}

@@ -26,8 +26,5 @@ def oracle_contribution(batches: list[np.ndarray], parallel: bool = False) -> di
             ratio.append([np.sqrt((a**2).sum()) / np.sqrt((h**2).sum()) for a, h, _ in pairs])
             cosine.append([cosine_of(a, h) for a, h, _ in pairs])
             final.append([cosine_of(a, end) for a, _, end in pairs])
-    out = {}
-    for name, values in (("relative_norm", ratio), ("cosine", cosine), ("cosine_to_final", final)):
-        out |= {name: np.mean(values, axis=1), f"{name}_std": np.std(values, axis=1)}
-    out["values"] = out.pop("relative_norm")
-    return out
+    quantities = {"values": ratio, "cosine": cosine, "cosine_to_final": final}
+    return {name: np.mean(values, axis=1) for name, values in quantities.items()}

@@ -33,7 +33,7 @@ def oracle_procrustes(batches: list[np.ndarray], others: list[np.ndarray] | None
     values = np.minimum(of_all_pairs(x, y, procrustes_similarity), 1)
     if others is None:
         np.fill_diagonal(values, 1)
-    return {"values": values, "squared_distance": 2 - 2 * values, "angle": np.arccos(values)} | no_null(len(x), len(y))
+    return {"values": values, "angle": np.arccos(values)} | no_null(len(x), len(y))
 
 
 def principal(x: np.ndarray, fraction: float = 1.0) -> np.ndarray:

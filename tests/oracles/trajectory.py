@@ -55,17 +55,13 @@ def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, n
     windows = [[line_shape_score(path[i : i + window + 1]) for i in range(len(x) - window)] if window else [] for path in paths]
     out = {
         "values": norm.mean(0),
-        "norm_std": norm.std(0),
         "norm_quantiles": quantiles(norm),
         "update_norm": update.mean(0),
-        "update_norm_std": update.std(0),
         "update_norm_quantiles": quantiles(update),
         "geodesic_deviation": np.mean(away, axis=0),
         "growth": alpha.mean(0),
         "windowed_lss": np.array(windows).mean(0),
-        "windowed_lss_std": np.array(windows).std(0),
         "curvature": np.array([np.mean(a) if len(a) else np.nan for a in curvature]),
-        "curvature_std": np.array([np.std(a) if len(a) else np.nan for a in curvature]),
         # Values by prompt are an option.
         **dict.fromkeys(("prompt_lss", "prompt_expodistance", "prompt_equidistance"), np.zeros(0)),
         "prompt_norm": np.zeros((0, len(x))),

@@ -54,11 +54,14 @@ def test_sentiment_is_read_from_a_sentence_encoder_above_chance(minilm, sst2):
 
 def test_a_probe_is_fitted_on_one_part_of_sst2_and_tested_on_the_other(minilm, sst2):
     texts, labels = sst2
-    data, parts = lsim.Data(texts[:60], positions="mean"), {"test_data": texts[60:], "test_labels": labels[60:]}
+    data = lsim.Data({"text": texts[:60], "label": labels[:60]}, positions="mean")
+    test = {"text": texts[60:], "label": labels[60:]}
     ridge, logistic = (
-        lsim.linear_probe(minilm, data, probe(labels=labels[:60]), **parts) for probe in (lsim.LinearProbe, lsim.LogisticProbe)
+        lsim.linear_probe(minilm, data, probe(labels="data"), test_data=test)
+        for probe in (lsim.LinearProbe, lsim.LogisticProbe)
     )
     assert ridge.test_samples.sum() == logistic.test_samples.sum() == 40
     np.testing.assert_allclose(ridge.accuracy, logistic.accuracy, atol=0.2)
-    guess = lsim.linear_probe(minilm, data, lsim.LinearProbe(labels=labels[30:60] + labels[:30]), **parts)
+    other = data.like({"text": texts[:60], "label": labels[30:60] + labels[:30]})
+    guess = lsim.linear_probe(minilm, other, test_data=test)
     assert guess.accuracy.mean() < ridge.accuracy.mean()

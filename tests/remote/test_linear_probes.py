@@ -26,8 +26,8 @@ def test_a_model_on_a_server_gives_the_answer_of_one_here(small, options):
 def test_held_out_data_of_its_own_on_a_server(small):
     tokens = random_tokens(30, 6)
     labels = tokens[:, -1] % 2
-    data, probe = lsim.Data(tokens[:20], positions="last"), lsim.LinearProbe(labels=labels[:20])
-    parts = {"test_data": tokens[20:], "test_labels": labels[20:]}
-    far = lsim.linear_probe(lsim.open_model(small.model(), remote=small.url), data, probe, **parts)
-    near = lsim.linear_probe(here(small, "llama"), data, probe, **parts)
+    train, test = ({"input_ids": tokens[part], "labels": labels[part]} for part in (slice(20), slice(20, None)))
+    data = lsim.Data(train, positions="last")
+    far = lsim.linear_probe(lsim.open_model(small.model(), remote=small.url), data, test_data=test)
+    near = lsim.linear_probe(here(small, "llama"), data, test_data=test)
     assert torch.equal(far.confusion, near.confusion)

@@ -37,7 +37,7 @@ def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):
     )
     far = called(lsim.compare, small.model(), small.model("gpt2"), data, cka, remote=small.url, **options)
     assert torch.allclose(far.values, here.values, atol=1e-9)
-    for field in ("p_values", "null_threshold", "max_null", "max_calibrated"):
+    for field in ("p_values", "null_threshold", "max_p_value", "max_calibrated"):
         assert torch.allclose(getattr(far, field), getattr(here, field), atol=1e-9, equal_nan=True)
     assert "each run on one model and then on the other" in capfd.readouterr().err
     assert len(far.provenance.options["remote"]) == 2

@@ -12,7 +12,6 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core import LayerMatrix, axes
-from ..core.intervals import QUANTILES
 from ..core.result_declarations import JOINT, result_class
 from ..sources.model_description import Model
 
@@ -41,19 +40,15 @@ class CalibratedMatrix(LayerMatrix):
             reach, 1 for equal layers.
         p_values: `row column`, (1 + number of null values >= the observed value) / (1 + permutations).
         null_mean: `row column`, mean of the null.
-        null_quantiles: `quantile row column`, quantiles of the null.
         null_threshold: `row column`, the 95 % quantile of the null values together with the observed value.
         max_value: the largest observed similarity over pairs of layers; within one model, over pairs of different layers.
         max_p_value: p-value of `max_value`, against the maximum over the same pairs in each permutation. It accounts for the
             search for the best pair, which the p-value of a single pair does not.
-        max_threshold: threshold of `max_value`, computed as `null_threshold`.
         max_calibrated: `max_value` calibrated as `calibrated`.
-        max_null: `draw`, the maximum over pairs in each permutation.
         split_half: reliability of `values`, for two models with intervals: the correlation over pairs of layers between the odd
             and the even blocks of the data, stepped up to all data by the Spearman-Brown formula.
         noise_ceiling: root of `split_half`: the correlation over pairs of layers that `values` can be expected to have with the
             true values, and so the largest correlation they can have with any quantity.
-        quantiles: levels of `null_quantiles`.
 
     Source:
         Algorithms 1 and 2 of the package calibrated-similarity; p-values of Phipson and Smyth 2010.
@@ -108,9 +103,6 @@ class CalibratedMatrix(LayerMatrix):
         default=NOT_MEASURED,
         within=(-math.inf, 1),
     )
-    null_quantiles: Float64[Tensor, "quantile row column"] = axes(
-        "quantile", "row", "column", default=NOT_MEASURED, within=(-math.inf, 1)
-    )
     null_threshold: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
@@ -122,18 +114,9 @@ class CalibratedMatrix(LayerMatrix):
     )
     max_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     max_p_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
-    max_threshold: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
-    max_null: Float64[Tensor, " draw"] = axes(
-        "draw",
-        label="Largest similarity of a random pairing",
-        title="Largest similarity of each random pairing",
-        default=NOT_MEASURED,
-        within=None,
-    )
     split_half: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     noise_ceiling: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
-    quantiles: tuple[float, ...] = QUANTILES
 
     def __post_init__(self) -> None:
         if not self.permutations:
@@ -142,11 +125,6 @@ class CalibratedMatrix(LayerMatrix):
                     sizes = [len(self.coordinates(axis)) for axis in names]
                     object.__setattr__(self, name, torch.full(sizes, math.nan, dtype=torch.float64))
         super().__post_init__()
-
-    @property
-    def draws(self) -> tuple[int, ...]:
-        """Labels of the `draw` axis: indices of the permutations."""
-        return tuple(range(self.permutations))
 
     def with_halves(self, first: Any, second: Any) -> Any:
         both = torch.stack([one.values.flatten() for one in (first, second)])
@@ -224,21 +202,16 @@ def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: boo
     largest = values[pairs].max() if some else NOT_MEASURED.clone()
     max_null = null[:, pairs].amax(1) if some else null.new_full((len(null),), math.nan)
     thresholds = null_threshold(values, null).masked_fill(undefined, math.nan)
-    max_threshold = null_threshold(largest, max_null)
-    levels = torch.tensor(QUANTILES, dtype=torch.float64)
     return {
         "permutations": len(null),
         "observed": values,
         "calibrated": calibrated_values(values, thresholds),
         "p_values": p_values(values, null),
         "null_mean": null.mean(0).masked_fill(undefined, math.nan),
-        "null_quantiles": torch.quantile(null, levels, dim=0).masked_fill(undefined, math.nan),
         "null_threshold": thresholds,
         "max_value": largest,
         "max_p_value": p_values(largest, max_null),
-        "max_threshold": max_threshold,
-        "max_calibrated": calibrated_values(largest, max_threshold),
-        "max_null": max_null,
+        "max_calibrated": calibrated_values(largest, null_threshold(largest, max_null)),
     }
 
 

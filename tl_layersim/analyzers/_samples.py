@@ -90,7 +90,7 @@ def check_finite(name: str, values: Tensor) -> None:
         raise LayersimError(f"`{name}` has {wrong} values that are NaN or infinite; all values must be finite.")
 
 
-def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> Tensor:
+def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None = None) -> Tensor:
     """Whether each sample belongs to a held-out row. It depends on the index of the row only.
 
     Args:

@@ -418,20 +418,6 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
         warn(f"{measure} is not defined at {listed(sites)}, and NaN there: {why}.")
 
 
-def mean_and_std(sums: Sums, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of a quantity; NaN if no sample has a value.
-
-    The variance is divided by the number of samples.
-
-    Args:
-        sums: sums of the quantity, of its square ("^2") and of the samples that have it (" known").
-        name: name of the quantity.
-    """
-    known = sums[f"{name} known"]
-    mean = sums[name] / known
-    return mean, (sums[f"{name}^2"] / known - mean**2).clamp(min=0).sqrt()
-
-
 def code_digest(analyzer: Analyzer) -> str:
     """Digest of an analyzer's bytecode and of the functions that it calls.
 

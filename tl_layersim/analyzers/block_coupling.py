@@ -57,7 +57,6 @@ class BlockCouplingResult(Result):
         null_by_k: `k layer layer`, `null` for each k.
         singular_values: `layer direction`, singular values of the Jacobian without skip connection, descending, mean over
             prompts.
-        singular_values_std: `layer direction`, their standard deviation over prompts.
         left_alignment: `layer layer`, alignment of the first k left singular vectors of l and l', |U_{l'}' U_l|_F^2 / k: the
             mean squared cosine of the principal angles between their spans. 1 for one span, k / d_model for random vectors.
         right_alignment: `layer layer`, the same of the right singular vectors, |V_{l'}' V_l|_F^2 / k.
@@ -70,7 +69,6 @@ class BlockCouplingResult(Result):
             d_model for random vectors.
         right_share: `layer direction`, the same with each right singular vector.
         by_length: `length`, mean coupling over pairs of different blocks, by length of the prompt.
-        by_length_std: `length`, standard deviation over prompts; NaN for a single prompt.
         length_count: `length`, number of prompts.
         mean_coupling: `pair_kind`, mean coupling over three kinds of pairs: all different blocks; neighbouring blocks, in both
             directions; and all different blocks with random vectors in place of the singular vectors of l'.
@@ -139,13 +137,6 @@ class BlockCouplingResult(Result):
         caption="Gain of each block's update along its top directions, by depth " + AUBRY.format("section 3.1"),
         within=(0, math.inf),
     )
-    singular_values_std: Float64[Tensor, "layer direction"] = axes(
-        "layer",
-        "direction",
-        label="Standard deviation of the singular value",
-        title="Spread of the singular values over prompts",
-        within=(0, math.inf),
-    )
     left_alignment: Float64[Tensor, "layer layer"] = axes(
         "row_block", "column_block", label="Alignment", title="Alignment of left singular vectors", within=(0, 1)
     )
@@ -186,12 +177,6 @@ class BlockCouplingResult(Result):
         caption="Mean over pairs of different blocks, for prompts of each length " + AUBRY.format("figure 10"),
         within=(-math.inf, 1),
     )
-    by_length_std: Float64[Tensor, " length"] = axes(
-        "length",
-        label="Standard deviation of the coupling",
-        title="Spread of the coupling over prompts, by prompt length",
-        within=(0, math.inf),
-    )
     length_count: Float64[Tensor, " length"] = axes(
         "length", label="Prompts", title="Prompts of each length", within=(0, math.inf), out_of="length_count"
     )
@@ -231,7 +216,7 @@ class BlockCouplingResult(Result):
 
     def measured_on(self, field: str) -> str:
         counts = ", ".join(f"{int(n)}" for n in self.length_count)
-        return f"{counts} prompts of these lengths" if field.startswith("by_length") else ""
+        return f"{counts} prompts of these lengths" if field == "by_length" else ""
 
     @typed
     def mean(self, field: PairField = "coupling", k: int | None = None, *, diagonal: bool = False) -> float:
@@ -397,11 +382,8 @@ class BlockCoupling(Analyzer):
             )
         by_k, null = (sums[name] / count for name in ("total", "null"))
         square = sums["square"] / count[0]
-        spectrum = sums["spectrum"] / samples
         lengths = sums["length_count"].nonzero()[:, 0]
         many = sums["length_count"][lengths].double()
-        by_length = sums["length_total"][lengths] / many
-        length_variance = sums["length_square"][lengths] / many - by_length.square()
         d_model = int(sums["width"]) // samples
         ks = tuple(min(k, d_model) for k in self.ks)
         coupling, by_chance = (float(self.normalize) - matrix for matrix in (by_k[0], null[0]))
@@ -416,10 +398,8 @@ class BlockCoupling(Analyzer):
             null=null[0],
             by_k=by_k,
             null_by_k=null,
-            singular_values=spectrum,
-            singular_values_std=(sums["spectrum_square"] / samples - spectrum.square()).clamp(min=0).sqrt(),
-            by_length=by_length,
-            by_length_std=torch.where(many > 1, length_variance.clamp(min=0).sqrt(), math.nan),
+            singular_values=sums["spectrum"] / samples,
+            by_length=sums["length_total"][lengths] / many,
             length_count=many,
             mean_coupling=torch.stack([own.nanmean() for own in (coupling[different], neighbours, by_chance[different])]),
             **means,
@@ -471,7 +451,6 @@ def block_coupling_kernel(
     octave = length.double().log2().floor().long().clamp(0, OCTAVES - 1)
     by_length = partial(sums_by_row, row=octave, rows=torch.arange(OCTAVES))
     with_pairs = other.any(-1).any(-1).double()
-    spectrum = found.singular_values.double()
     means = dict(zip(ALIGNMENTS, found.alignment, strict=True)) | {name: getattr(found.path, name) for name in LINEAR}
     out = {
         "samples": torch.tensor(len(row)),
@@ -481,8 +460,7 @@ def block_coupling_kernel(
         "total": values.sum(1),
         "square": values[0].square().sum(0),
         "null": random.sum(1),
-        "spectrum": spectrum.sum(0),
-        "spectrum_square": spectrum.square().sum(0),
+        "spectrum": found.singular_values.double().sum(0),
         "residual": found.residual.sum(0),
         "step_error": found.step_error.sum(0),
         "general": found.whole_rows.long(),
@@ -490,7 +468,6 @@ def block_coupling_kernel(
         "no_skip": found.failures & 2,
         "length_count": by_length(with_pairs).long(),
         "length_total": by_length(score * with_pairs),
-        "length_square": by_length(score.square() * with_pairs),
     }
     for name, each in means.items():
         finite = each.isfinite()

@@ -16,7 +16,7 @@ from ..activations.view import Kernel, View
 from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import Model
-from .analyzer import CSORDAS, Analyzer, Run, mean_and_std, omitted_at
+from .analyzer import CSORDAS, Analyzer, Run, omitted_at
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")
 # Sites inside a block at which a sublayer may read the stream. The MLP of a sequential block reads it after attention, and that
@@ -27,19 +27,16 @@ CHUNK = 256
 
 @result_class
 class ContributionResult(Result):
-    """Contribution of each sublayer to the residual stream, as means and standard deviations over tokens. Float64.
+    """Contribution of each sublayer to the residual stream, as means over tokens. Float64.
 
     Attributes:
         values: `sublayer`, the same as `relative_norm`: mean over tokens of |a| / |h|, for a sublayer's output a and the stream
             h that it is added to. Tokens with h = 0 have no relative norm, and tokens with a = 0 no cosine; they are omitted,
             and a `LayersimWarning` names the sublayer. NaN if no token is left.
-        relative_norm_std: `sublayer`, standard deviation over tokens (divided by N).
         cosine: `sublayer`, mean over tokens of the cosine of a and h. Negative if the sublayer removes from the stream, 0 if it
             adds new directions, positive if it strengthens the stream.
-        cosine_std: `sublayer`, standard deviation over tokens (divided by N).
         cosine_to_final: `sublayer`, mean over tokens of the cosine of a and the stream after the last block, without the final
             norm.
-        cosine_to_final_std: `sublayer`, standard deviation over tokens (divided by N).
         sublayers: names of the outputs of attention and MLP, block by block.
     """
 
@@ -52,12 +49,6 @@ class ContributionResult(Result):
         + CSORDAS.format("figure 2 a"),
         within=(0, math.inf),
     )
-    relative_norm_std: Float64[Tensor, " sublayer"] = axes(
-        "sublayer",
-        label="Standard deviation of the relative norm",
-        title="Spread of the relative norm over tokens",
-        within=(0, math.inf),
-    )
     cosine: Float64[Tensor, " sublayer"] = axes(
         "sublayer",
         label="Cosine similarity",
@@ -66,12 +57,6 @@ class ContributionResult(Result):
         "strengthens the stream; mean over tokens " + CSORDAS.format("figure 2 b"),
         within=(-1, 1),
     )
-    cosine_std: Float64[Tensor, " sublayer"] = axes(
-        "sublayer",
-        label="Standard deviation of the cosine",
-        title="Spread of the cosine with the stream over tokens",
-        within=(0, 1),
-    )
     cosine_to_final: Float64[Tensor, " sublayer"] = axes(
         "sublayer",
         label="Cosine similarity",
@@ -79,12 +64,6 @@ class ContributionResult(Result):
         caption="Direction of each sublayer's output relative to the stream after the last block, mean over tokens; the paper "
         "compares with the current stream only " + CSORDAS.format("section 3"),
         within=(-1, 1),
-    )
-    cosine_to_final_std: Float64[Tensor, " sublayer"] = axes(
-        "sublayer",
-        label="Standard deviation of the cosine",
-        title="Spread of the cosine with the final stream over tokens",
-        within=(0, 1),
     )
     sublayers: tuple[str, ...]
 
@@ -151,16 +130,11 @@ class Contribution(Analyzer):
                 "The cosine is not defined for tokens at which a sublayer's output or the residual stream is zero. These "
                 f"tokens are omitted: {zero}. Relative norms omit tokens whose residual stream is zero."
             )
-        (ratio, ratio_std), (cosine, cosine_std), (final, final_std) = (
-            mean_and_std(sums, name) for name in ("ratio", "cosine", "final")
-        )
+        ratio, cosine, final = (sums[name] / sums[f"{name} known"] for name in ("ratio", "cosine", "final"))
         return ContributionResult(
             values=ratio,
-            relative_norm_std=ratio_std,
             cosine=cosine,
-            cosine_std=cosine_std,
             cosine_to_final=final,
-            cosine_to_final_std=final_std,
             sublayers=sublayers,
             layers=tuple(name for name in run.layers if name.endswith((".hook_resid_pre", ".hook_resid_post"))),
             provenance=run.provenance,
@@ -186,7 +160,7 @@ def stack_and_block(sublayer: str) -> tuple[str, int]:
 
 
 def contribution_kernel(view: View) -> dict[str, Tensor]:
-    """Sum the relative norms and cosines of each sublayer's output, and their squares, over tokens.
+    """Sum the relative norms and cosines of each sublayer's output over tokens.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the activations.
 
@@ -196,16 +170,14 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
     sublayers = sublayer_sites(view.sites)
     streams = _streams(view.sites, sublayers)
     none = torch.zeros(len(streams), dtype=torch.float64, device=view.activations.device)
-    names = [f"{quantity}{part}" for quantity in ("ratio", "cosine", "final") for part in ("", "^2", " known")]
+    names = [f"{quantity}{part}" for quantity in ("ratio", "cosine", "final") for part in ("", " known")]
     out = {name: none.clone() for name in names}
     for start in range(0, view.activations.shape[1], CHUNK):
         x = view.activations[:, start : start + CHUNK]
         for number, places in enumerate(streams):
             for quantity, values in _quantities(*(x[place].double() for place in places)).items():
                 known = ~values.isnan()
-                values = values.where(known, 0.0)
-                out[quantity][number] += values.sum()
-                out[f"{quantity}^2"][number] += values.square().sum()
+                out[quantity][number] += values.where(known, 0.0).sum()
                 out[f"{quantity} known"][number] += known.sum()
     return {"count": torch.tensor(view.activations.shape[1])} | out
 

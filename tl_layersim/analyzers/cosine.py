@@ -15,12 +15,14 @@ from torch import Tensor
 from ..activations.norms import beyond_rounding, norms, unit_vectors
 from ..activations.view import Kernel, View
 from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, result_class, typed, warn
-from ..core.arguments import Bins
 from ..core.intervals import QUANTILES
 from ..sources.model_description import Model
 from ._samples import check_finite
 from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
+
+# Bins of the histograms over [-1, 1], whose quantiles are off by a thousandth at most.
+BINS = 2000
 
 
 @result_class
@@ -33,11 +35,11 @@ class CosineResult(LayerMatrix):
             layer's row and column are NaN if no token is left. A `LayersimWarning` names such layers.
         std: `residual residual`, standard deviation over tokens (divided by N).
         below_zero: `residual residual`, fraction of tokens with a negative cosine.
-        to_last: `quantile residual`, quantiles over tokens of COS(l, L), exact to one histogram bin.
+        to_last: `quantile residual`, quantiles over tokens of COS(l, L), exact to one of 2000 histogram bins over [-1, 1].
         to_last_minimum: `residual`, smallest COS(l, L) of a token, rounded down to the edge of its histogram bin (figure 10).
         to_last_outliers: `residual`, fraction of tokens whose COS(l, L) is an outlier of a box plot: more than 1.5
             interquartile ranges below the first or above the third quartile, by whole histogram bins.
-        adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), exact to one histogram bin.
+        adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), exact to one such bin.
         norm_ratio: `layer`, mean over tokens of |x| / |f(x)| for each block with input x and update f(x). Infinite if a token's
             update is 0; NaN if a site and the one before it are not the input and the output of one block.
         norm_ratio_quantiles: `quantile layer`, quantiles over tokens of the same ratio, from histograms with bins of a
@@ -248,7 +250,6 @@ class Cosine(Analyzer):
     Args:
         center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2), which takes a first pass
             over the data; "none" subtracts nothing; a tensor `residual d_model` is subtracted as it is.
-        histogram_bins: number of histogram bins over [-1, 1] for the quantiles, whose error is below 2 / bins; 2 to 100,000.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4, 10 and 11. Angular distance: Gromov
@@ -268,7 +269,6 @@ class Cosine(Analyzer):
     one_pass: ClassVar[str] = 'Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result'
 
     center: Literal["dataset", "none"] | Float[Tensor, "residual d_model"] = "dataset"
-    histogram_bins: Bins = 2000
 
     def __post_init__(self) -> None:
         if isinstance(self.center, Tensor):
@@ -291,7 +291,7 @@ class Cosine(Analyzer):
         return mean_kernel if isinstance(self.center, str) and self.center == "dataset" else None
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(cosine_kernel, mean=self._mean(first), bins=self.histogram_bins)
+        return partial(cosine_kernel, mean=self._mean(first))
 
     def _mean(self, first: Sums) -> Tensor | None:
         if isinstance(self.center, Tensor):
@@ -350,8 +350,8 @@ def _minimum_and_outliers(histogram: Tensor) -> tuple[Tensor, Tensor]:
 
     Outliers lie more than 1.5 interquartile ranges outside the quartiles.
     """
-    bins, total = histogram.shape[-1], histogram.sum(-1)
-    edges = torch.linspace(-1, 1, bins + 1, dtype=torch.float64)
+    total = histogram.sum(-1)
+    edges = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64)
     low, high = quantiles_from_histogram(histogram, -1.0, 1.0, (0.25, 0.75))
     reach = 1.5 * (high - low)
     outside = (edges[1:] <= (low - reach)[:, None]) | (edges[:-1] >= (high + reach)[:, None])
@@ -385,7 +385,7 @@ def mean_kernel(view: View) -> dict[str, Tensor]:
     }
 
 
-def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
+def cosine_kernel(view: View, *, mean: Tensor | None) -> dict[str, Tensor]:
     """Sums, counts and histograms of the cosines between layers, over the tokens of a batch.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
@@ -393,7 +393,6 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
     Args:
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
-        bins: number of bins of each histogram.
     """
     # The widths may be known only now, and a view pads narrower sites with zeros.
     odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
@@ -412,8 +411,8 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         "sum": torch.zeros(layers, layers, dtype=torch.float64, device=device),
         "square": torch.zeros(layers, layers, dtype=torch.float64, device=device),
         "negative": torch.zeros(layers, layers, dtype=torch.int64, device=device),
-        "to_last": torch.zeros(layers, bins, dtype=torch.int64, device=device),
-        "adjacent": torch.zeros(layers - 1, bins, dtype=torch.int64, device=device),
+        "to_last": torch.zeros(layers, BINS, dtype=torch.int64, device=device),
+        "adjacent": torch.zeros(layers - 1, BINS, dtype=torch.int64, device=device),
         "norm_ratio": torch.zeros(layers - 1, dtype=torch.float64, device=device),
         "monotone": torch.tensor(0, device=device),
         "steps": torch.zeros(2, layers - 1, dtype=torch.int64, device=device),
@@ -448,8 +447,8 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         out["monotone"] += (rises.all(1) & known.all(1)).sum()
         out["steps"] += torch.stack([(rises & both).sum(0), both.sum(0)])
         out["triples"] += _ordered_triples(cosine, known)
-        out["to_last"] += _histogram(last, known & known[:, -1:], bins)
-        out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1], bins)
+        out["to_last"] += _histogram(last, known & known[:, -1:])
+        out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1])
         if mean is not None:
             known = (norm > 0).T
             cosine = _cosines(raw, known)
@@ -497,9 +496,9 @@ def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
     return torch.stack([ordered, pairs])
 
 
-def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
+def _histogram(values: Tensor, known: Tensor) -> Tensor:
     """Histogram of each column over [-1, 1], from `token series` to `series bin`. Values that are not `known` are left out."""
-    index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
+    index = ((values + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
     series = values.shape[1]
-    index = index + bins * torch.arange(series, device=values.device)
-    return torch.bincount(index[known], minlength=series * bins).reshape(series, bins)
+    index = index + BINS * torch.arange(series, device=values.device)
+    return torch.bincount(index[known], minlength=series * BINS).reshape(series, BINS)

@@ -383,7 +383,7 @@ def _part_of_row(view: View) -> Tensor:
     if view.row is None:
         return by_tokens.long()
     number = view.row.cpu()
-    return torch.where(number >= 0, held_out(number, 0.5, 0, None), by_tokens).long()
+    return torch.where(number >= 0, held_out(number, 0.5, 0), by_tokens).long()
 
 
 def _speedup(exits: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core import LayersimError, Sums, axes, result_class, typed
-from ..core.arguments import NonNegativeInt, OpenFraction, PositiveFloat
+from ..core.arguments import OpenFraction, PositiveFloat
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix
 from ._samples import held_out
@@ -102,7 +102,6 @@ class LinearPredictivity(CrossProductAnalyzer):
             d needs 48 L (L + 1) / 2 d^2 bytes.
         ridge: strength of the penalty relative to the variance of each dimension of the predicting site, above 0.
         test_fraction: fraction of the rows that are held out, spread evenly over the data.
-        first_test_row: index of the first held-out row; all rows after it are held out too. Replaces `test_fraction`.
 
     Source:
         Yamins et al. 2014 and Schrimpf et al. 2018 for linear predictivity of neural responses; Kornblith et al. 2019, table 1,
@@ -126,11 +125,10 @@ class LinearPredictivity(CrossProductAnalyzer):
 
     ridge: PositiveFloat = 0.01
     test_fraction: OpenFraction = 0.2
-    first_test_row: NonNegativeInt | None = None
 
     @property
     def split(self) -> partial[Tensor]:
-        return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
+        return partial(held_out, fraction=float(self.test_fraction), seed=self.seed)
 
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
         train, test = Covariances(sums, "train."), Covariances(sums, "test.")

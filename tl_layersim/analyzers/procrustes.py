@@ -19,14 +19,13 @@ from .analyzer import Run, Weight
 
 @result_class
 class ProcrustesResult(CalibratedMatrix):
-    """Orthogonal Procrustes similarities between sites, with distances and angles.
+    """Orthogonal Procrustes similarities between sites, with angles.
 
     Float64; NaN at sites whose samples are all equal.
 
     Attributes:
         values: `row column`, similarity: the nuclear norm of X'Y, for centred X and Y of Frobenius norm 1. 1 if one site is a
             rotation of the other, up to translation and scale; 0 if all dimensions are uncorrelated.
-        squared_distance: `row column`, 2 - 2 values: the smallest squared Frobenius distance between X and a rotated Y.
         angle: `row column`, arccos of the similarity, in radians. It satisfies the triangle inequality.
         samples: number of tokens (or sequences).
     """
@@ -41,9 +40,6 @@ class ProcrustesResult(CalibratedMatrix):
         "dimensions (Williams et al. 2021). It is above 0 for unrelated sites too, by about sqrt(d / n) at width d with n "
         "samples.",
         within=(0, 1),
-    )
-    squared_distance: Float64[Tensor, "row column"] = axes(
-        "row", "column", label="Squared Procrustes distance", title="Squared Procrustes distance between layers", within=(0, 2)
     )
     angle: Float64[Tensor, "row column"] = axes(
         "row",
@@ -131,7 +127,6 @@ class Procrustes(CrossProductAnalyzer):
             null = self.null(run, known, [own], lambda parts, permuted: _similarities(parts[0], own, itself=permuted))
         return ProcrustesResult(
             values=values,
-            squared_distance=2 - 2 * values,
             angle=values.arccos(),
             samples=count,
             **null,

@@ -19,12 +19,13 @@ from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES, with_margin
 from ..sources.model_description import Model
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, mean_and_std, need_head, omitted_at
+from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, need_head, omitted_at
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
 DECADES = (-6.0, 8.0)
 # Quantities of a token's whole path, whose means over each row of the data are fields too.
 PROMPT_FIELDS = ("lss", "expodistance", "equidistance")
+QUANTITIES = ("norm", "update", "growth", *PROMPT_FIELDS, "windowed", "curvature", "deviation")
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,8 @@ class TrajectoryResult(Result):
         values: `residual`, the same as `norm`: mean over tokens of |x^l|. Growth and expodistance omit tokens whose residual
             is zero, and the line-shape score omits tokens whose update is zero; a `LayersimWarning` names the layers. NaN if no
             token is left.
-        norm_std: `residual`, standard deviation of the norm over tokens.
         norm_quantiles: `quantile residual`, quantiles of the norm over tokens.
         update_norm: `layer`, mean over tokens of |x^l - x^{l-1}|, the norm of the update of block l.
-        update_norm_std: `layer`, standard deviation over tokens.
         update_norm_quantiles: `quantile layer`, quantiles over tokens.
         geodesic_deviation: `residual`, mean over tokens of the distance of x^l from the point of the straight path of L equal
             steps, (1 - l / L) x^0 + (l / L) x^L, divided by |x^L - x^0|; 0 at both ends. Tokens with x^L = x^0 are omitted.
@@ -69,12 +68,10 @@ class TrajectoryResult(Result):
         equidistance_std: standard deviation of the equidistance over tokens.
         equidistance_quantiles: `quantile`, quantiles of the equidistance over tokens.
         windowed_lss: `centre`, mean line-shape score of the `window` steps around each layer; empty without a window.
-        windowed_lss_std: `centre`, standard deviation over tokens.
         curvature: `residual`, mean angle in radians between consecutive steps from token to token at a layer: between v_k and
             v_{k+1}, with v_k = x_{k+1} - x_k, over all positions k whose next two positions are counted too. 0 for a straight
             path, pi / 2 for a random walk, and 2 pi / 3 for independent positions. Angles with a step of length zero are
             omitted. NaN without angles, for example with one position in each row.
-        curvature_std: `residual`, standard deviation over these angles.
         prompt_lss: `prompt_row`, mean line-shape score over the tokens of each row of the data; NaN if no token of the row has
             one. Empty with `per_prompt=False`.
         prompt_expodistance: `prompt_row`, mean expodistance over the tokens of each row.
@@ -93,12 +90,6 @@ class TrajectoryResult(Result):
     values: Float64[Tensor, " residual"] = axes(
         "residual", label="Norm of the residual", title="Norm of the residual stream at each layer", within=(0, math.inf)
     )
-    norm_std: Float64[Tensor, " residual"] = axes(
-        "residual",
-        label="Standard deviation of the norm",
-        title="Spread of the residual stream's norm over tokens",
-        within=(0, math.inf),
-    )
     norm_quantiles: Float64[Tensor, "quantile residual"] = axes(
         "quantile",
         "residual",
@@ -109,9 +100,6 @@ class TrajectoryResult(Result):
     )
     update_norm: Float64[Tensor, " layer"] = axes(
         "layer", label="Norm of the update", title="Norm of the update of each block", within=(0, math.inf)
-    )
-    update_norm_std: Float64[Tensor, " layer"] = axes(
-        "layer", label="Standard deviation of the norm", title="Spread of the update's norm over tokens", within=(0, math.inf)
     )
     update_norm_quantiles: Float64[Tensor, "quantile layer"] = axes(
         "quantile",
@@ -164,12 +152,6 @@ class TrajectoryResult(Result):
         "Trajectory(window=...) " + AUBRY.format("figures 24 and 25"),
         within=(1, math.inf),
     )
-    windowed_lss_std: Float64[Tensor, " centre"] = axes(
-        "centre",
-        label="Standard deviation of the line-shape score",
-        title="Spread of the line-shape score over tokens",
-        within=(0, math.inf),
-    )
     curvature: Float64[Tensor, " residual"] = axes(
         "residual",
         label="Angle between steps",
@@ -180,13 +162,6 @@ class TrajectoryResult(Result):
         "along a straighter path (Hosseini and Fedorenko 2023; Skean et al. 2025, section 3). Independent positions have 2 "
         "pi / 3.",
         within=(0, math.pi),
-    )
-    curvature_std: Float64[Tensor, " residual"] = axes(
-        "residual",
-        label="Standard deviation of the angle",
-        unit="radians",
-        title="Spread of the curvature over tokens",
-        within=(0, math.pi / 2),
     )
     prompt_lss: Float64[Tensor, " prompt_row"] = axes(
         "prompt_row", label="Line-shape score", title="Line-shape score of each row of the data", within=None
@@ -370,9 +345,11 @@ class Trajectory(Analyzer):
                 "the last layer."
             )
 
+        mean = {name: sums[name] / sums[f"{name} known"] for name in QUANTITIES}
         whole: dict[str, Any] = {}
         for name in PROMPT_FIELDS:
-            whole[f"{name}_mean"], whole[f"{name}_std"] = mean_and_std(sums, name)
+            whole[f"{name}_mean"] = mean[name]
+            whole[f"{name}_std"] = (sums[f"{name}^2"] / sums[f"{name} known"] - mean[name] ** 2).clamp(min=0).sqrt()
             whole[f"{name}_quantiles"] = quantiles_of_logs(sums[f"{name} bins"])
         prompts: dict[str, Any] = {}
         for name in PROMPT_FIELDS:
@@ -382,22 +359,15 @@ class Trajectory(Analyzer):
         layers = run.layers
         if self.final_norm:
             layers = (*layers[:-1], site_name("ln_final", 0, layers[-1].rpartition("blocks.")[0]))
-        (norm, norm_std), (update, update_std), (windowed, windowed_std), (curvature, curvature_std) = (
-            mean_and_std(sums, name) for name in ("norm", "update", "windowed", "curvature")
-        )
         return TrajectoryResult(
-            values=norm,
-            norm_std=norm_std,
+            values=mean["norm"],
             norm_quantiles=quantiles_of_logs(sums["norm bins"]),
-            update_norm=update,
-            update_norm_std=update_std,
+            update_norm=mean["update"],
             update_norm_quantiles=quantiles_of_logs(sums["update bins"]),
-            growth=mean_and_std(sums, "growth")[0],
-            geodesic_deviation=mean_and_std(sums, "deviation")[0],
-            windowed_lss=windowed,
-            windowed_lss_std=windowed_std,
-            curvature=curvature,
-            curvature_std=curvature_std,
+            growth=mean["growth"],
+            geodesic_deviation=mean["deviation"],
+            windowed_lss=mean["windowed"],
+            curvature=mean["curvature"],
             turns=int(sums["turns"]),
             window=self.window or 0,
             final_norm=self.final_norm,
@@ -443,10 +413,12 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
         "flat": (of["mean growth"] == 0).sum(),
         "turns": torch.tensor(of["curvature"].shape[1]),
     }
-    for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed", "curvature", "deviation"):
+    for name in QUANTITIES:
         known = ~of[name].isnan()
         values = of[name].where(known, 0)
-        out |= {name: values.sum(-1), f"{name}^2": values.square().sum(-1), f"{name} known": known.sum(-1)}
+        out |= {name: values.sum(-1), f"{name} known": known.sum(-1)}
+        if name in PROMPT_FIELDS:
+            out[f"{name}^2"] = values.square().sum(-1)
         if name not in ("growth", "windowed", "curvature", "deviation"):
             out[f"{name} bins"] = log_histogram(of[name], known)
     if rows is not None:

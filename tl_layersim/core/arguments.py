@@ -3,8 +3,8 @@
 A check costs tens of microseconds per call. It belongs on public functions and on results, never inside a kernel:
 kernels run on servers that have neither jaxtyping nor beartype.
 
-Numbers within bounds: `PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `ThreeOrMore`, `Bins`, `RowCount`, `Seed`,
-`PermutationCount`, `PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`.
+Numbers within bounds: `PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `ThreeOrMore`, `RowCount`, `Seed`, `PermutationCount`,
+`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,6 @@ PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: 1 <= n 
 NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: 0 <= n < 2**63)]]
 TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: 2 <= n < 2**63)]]
 ThreeOrMore = Annotated[int, Is[_Within("an int of 3 or more", lambda n: 3 <= n < 2**63)]]
-Bins = Annotated[int, Is[_Within("an int from 2 to 100,000", lambda n: 2 <= n <= 100_000)]]
 RowCount = Annotated[int, Is[_Within("an int from 1 to 2^20", lambda n: 1 <= n <= 2**20)]]
 Seed = Annotated[int, Is[_Within("an int from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)]]
 # With fewer than 19 permutations, no p-value can be 0.05 or less.

@@ -75,7 +75,7 @@ def axes(
             start at a bound of the values.
         default: default value of the field; none by default.
         within: bounds of the values, such as (0, 1) for fractions; intervals stay inside them. None for a field without
-            interval: what a first pass over the data determines, values of single prompts, draws of a null, and p-values.
+            interval: what a first pass over the data determines, values of single prompts, and p-values.
         by_chance: bounds that a fraction may reach only because there are few samples, such as (0, 1) for an accuracy. At such
             a bound the interval still has a width.
         out_of: for counts, which grow with the data, the attribute whose sum is the total of the counts, such as the field

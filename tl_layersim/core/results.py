@@ -326,8 +326,7 @@ class Result(ABC):
 
         Raises:
             LayersimError: the run kept no blocks, or the shape of the field differs from block to block; or the jackknife does
-                not apply, as to p-values, draws of a null, maxima, counts, values of one prompt, and values of the first pass
-                over the data.
+                not apply, as to p-values, maxima, counts, values of one prompt, and values of the first pass over the data.
 
         Source:
             Wolter 2007, Introduction to Variance Estimation, chapter 4.

@@ -29,10 +29,8 @@ from ..core.arguments import PositiveFloat, PositiveInt, typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, shown, warn
 from ..core.sums import Sums
-from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
-from ..data.labels import NO_LABEL, as_labels
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
 from ..sources.source import position_counter
@@ -179,7 +177,6 @@ def linear_probe(
     probe: ProbeAnalyzer | None = None,
     *,
     test_data: Any = None,
-    test_labels: Any = None,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
     intervals: bool = False,
@@ -196,8 +193,8 @@ def linear_probe(
         probe: `LinearProbe` fits in closed form from sums, in two passes over the data, and runs on servers. `LogisticProbe`
             keeps the activations of training samples in memory, for models in this process. Default:
             `LinearProbe(labels="data")`, which reads the classes from the data's own column.
-        test_data: held-out data of the same kind; the probes are then fitted on all of `data`.
-        test_labels: labels of `test_data`, unless the probe's labels are "data" or "next_token".
+        test_data: held-out data of the same kind; the probes are then fitted on all of `data`. The probe's labels are then
+            "next_token", or "data": both parts have a column of labels, such as {"input_ids": tokens, "labels": classes}.
         at: see `analyze`; all further options are the same.
         per_head: see `analyze`.
         intervals: see `analyze`; intervals hold the fitted probes fixed and vary the held-out rows.
@@ -234,46 +231,21 @@ def linear_probe(
                     f"LogisticProbe cannot run with {words}: it keeps activations in the memory of one process. Use "
                     "LinearProbe."
                 )
-    if test_data is None:
-        if test_labels is not None:
-            raise LayersimError("`test_labels` holds the labels of `test_data`, which is not given. Pass `test_data` too.")
-    else:
+    if test_data is not None:
+        if isinstance(probe.labels, Tensor):
+            raise LayersimError(
+                '`labels` of the probe holds no labels of `test_data`. Pass labels="data", and the labels as a column of '
+                '`data` and of `test_data`, such as {"input_ids": tokens, "labels": classes}.'
+            )
         parts = [data, data.like(test_data)]
         # An iterator would be gone after its rows are counted.
         parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
         # `analyze` verifies the model.
         source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
         described, counter = with_tokenizer(source.model, data.tokenizer), position_counter([source])
-        count, test_count = (Batches(part, described, count_positions=counter).count_rows() for part in parts)
-        probe = replace(probe, labels=_labels_of_both(probe.labels, test_labels, count, test_count), first_test_row=count)
+        count = Batches(parts[0], described, count_positions=counter).count_rows()
+        probe = replace(probe, first_test_row=count)
         data = replace(data, source=[part.source for part in parts])
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
     result: LinearProbeResult = report["linear_probe"]
     return result
-
-
-def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
-    """The labels of `data`, followed by the labels of `test_data`."""
-    if isinstance(labels, str):
-        if test_labels is not None:
-            raise LayersimError(
-                f"`test_labels` cannot be combined with labels={labels!r}, which also sets the labels of `test_data`. Leave "
-                "`test_labels` out."
-            )
-        return labels
-    held_out = as_labels(test_labels) if test_labels is not None else None
-    if (
-        not isinstance(held_out, Tensor)
-        or held_out.dim() != labels.dim()
-        or [count, test_count] != [len(labels), len(held_out)]
-    ):
-        given = f"of shape {tuple(held_out.shape)}" if isinstance(held_out, Tensor) else brief(held_out)
-        raise LayersimError(
-            f"`labels` is of shape {tuple(labels.shape)} and `test_labels` is {given}; they must have {count} and {test_count} "
-            "entries, one for each row of `data` and of `test_data`."
-        )
-    if labels.dim() == 1:
-        return torch.cat([labels.long(), held_out.long()])
-    both = torch.full((count + test_count, max(labels.shape[1], held_out.shape[1])), NO_LABEL)
-    both[:count, : labels.shape[1]], both[count:, : held_out.shape[1]] = labels, held_out
-    return both

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ def difference(
     relative_depth: bool = False,
     level: OpenFraction = 0.95,
     adjust: Correction = "holm",
-    adjust_over: Literal["field", "call"] = "field",
 ) -> Any:
     """Difference of two runs, second minus first, with an interval and a p-value for every field.
 
@@ -74,10 +73,9 @@ def difference(
             other one. Without it, results at different sites raise an error. On the diagonal of a similarity matrix,
             interpolated values are below 1 between two sites, so that differences there mean nothing.
         level: confidence level of the intervals.
-        adjust: correction of p-values for their number: "holm" bounds the probability of any false finding (Holm 1979);
-            "fdr_bh" bounds the expected fraction of false findings (Benjamini and Hochberg 1995).
-        adjust_over: the tests that are corrected together: of each "field", or of all fields of the "call". The two halves of
-            a symmetric matrix count once. Headline numbers are corrected over all headline numbers of the call.
+        adjust: correction of p-values for their number in each field: "holm" bounds the probability of any false finding (Holm
+            1979); "fdr_bh" bounds the expected fraction of false findings (Benjamini and Hochberg 1995). The two halves of a
+            symmetric matrix count once. Headline numbers are corrected over all headline numbers of the call.
 
     Returns:
         For two results, an `xarray.Dataset` with a variable for each field that both have with the same labels, over the axes
@@ -131,7 +129,7 @@ def difference(
     families: dict[Any, list[Any]] = {}
     for name, table in tables.items():
         for variable, array in table.items():
-            family = "headline" if variable == "headline" else adjust_over == "call" or (name, variable)
+            family = "headline" if variable == "headline" else (name, variable)
             families.setdefault(family, []).append(array)
     for arrays_together in families.values():
         # Symmetry is seen in the values: small p-values of both halves may differ by more than rounding.

@@ -13,7 +13,6 @@ AXES = {
     "batch": "Batch",
     "centre": "After block",
     "direction": "Number of the direction",
-    "draw": "Permutation",
     "label": "Class",
     "layer": "Block",
     "length": "Prompt length (tokens)",
