@@ -225,14 +225,19 @@ class ExitCurveResult(Result):
             return self.agreement, self.accuracy
         return self.part_agreement[0], self.part_accuracy[0]
 
+    @property
+    def wanted(self) -> float:
+        """Agreement of the headline's threshold, as the analyzer asks for it."""
+        return float(self.provenance.options.get("agreement", 0.95))
+
     def headline(self) -> dict[str, float]:
-        threshold = self.lowest_threshold(0.95)
+        threshold = self.lowest_threshold(self.wanted)
         if threshold is None:
             return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         point = self.at(threshold, held_out=True)
         return without_nan(
             {
-                "threshold with 95 % agreement": threshold,
+                f"threshold with {100 * self.wanted:g} % agreement": threshold,
                 "its agreement on held-out rows": point.agreement,
                 "its speed-up in blocks": point.speedup,
                 "its accuracy": point.accuracy,
@@ -241,7 +246,7 @@ class ExitCurveResult(Result):
         )
 
     def finding(self) -> str:
-        threshold = self.lowest_threshold(0.95)
+        threshold = self.lowest_threshold(self.wanted)
         if threshold is None or math.isnan(self.at(threshold, held_out=True).agreement):
             return ""
         agreement = with_margin(self, lambda result: result.at(threshold, held_out=True).agreement, percent=True)
@@ -269,6 +274,8 @@ class ExitCurve(LensAnalyzer):
         labels: the targets; see `LogitLens`.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
         heads: `ExitHeads` of the layers below the last, or their file; see `LogitLens`.
+        agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended: the
+            headline numbers are those at this threshold.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3, figure 7.
@@ -287,6 +294,7 @@ class ExitCurve(LensAnalyzer):
 
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
     labels: Any = "next_token"
+    agreement: Probability = 0.95
 
     def __post_init__(self) -> None:
         super().__post_init__()
