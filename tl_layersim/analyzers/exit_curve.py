@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -70,6 +70,7 @@ class ExitCurveResult(Result):
         positions: number of positions.
         targets: number of positions with a target.
         unembedding: the map from the residual x to logits.
+        chosen: threshold of the headline numbers; None for the lowest one with the agreement that the analyzer asks for.
     """
 
     # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
@@ -137,6 +138,7 @@ class ExitCurveResult(Result):
     positions: int
     targets: int
     unembedding: str
+    chosen: float | None = None
 
     @property
     def pictures(self) -> tuple[Declaration, ...]:
@@ -230,8 +232,17 @@ class ExitCurveResult(Result):
         """Agreement of the headline's threshold, as the analyzer asks for it."""
         return float(self.provenance.options.get("agreement", 0.95))
 
+    def _threshold(self) -> float | None:
+        """Threshold of the headline numbers."""
+        return self.lowest_threshold(self.wanted) if self.chosen is None else self.chosen
+
+    def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
+        # Intervals are those at the threshold of all rows.
+        fixed = tuple(replace(one, chosen=self._threshold()) for one in replicates)
+        return super().with_replicates(fixed, block_tokens)
+
     def headline(self) -> dict[str, float]:
-        threshold = self.lowest_threshold(self.wanted)
+        threshold = self._threshold()
         if threshold is None:
             return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         point = self.at(threshold, held_out=True)
@@ -241,12 +252,12 @@ class ExitCurveResult(Result):
                 "its agreement on held-out rows": point.agreement,
                 "its speed-up in blocks": point.speedup,
                 "its accuracy": point.accuracy,
-                "accuracy at the highest threshold": self.at(self.thresholds[-1], held_out=True).accuracy,
+                f"accuracy at threshold {self.thresholds[-1]:g}": self.at(self.thresholds[-1], held_out=True).accuracy,
             }
         )
 
     def finding(self) -> str:
-        threshold = self.lowest_threshold(self.wanted)
+        threshold = self._threshold()
         if threshold is None or math.isnan(self.at(threshold, held_out=True).agreement):
             return ""
         agreement = with_margin(self, lambda result: result.at(threshold, held_out=True).agreement, percent=True)
