@@ -12,6 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.activations import View
 from tl_layersim.activations.view import reduce
 from tl_layersim.architectures.unembed import Unembed
+from tl_layersim.core.intervals import headline_intervals, headline_texts
 from tl_layersim.data.labels import NO_LABEL
 
 from .. import oracles
@@ -226,3 +227,17 @@ def test_one_row_has_no_held_out_half():
     assert found.threshold_for(agreement=1.0) <= 1
     assert np.isnan(found.at(1.0, held_out=True).agreement)
     assert found.finding() == ""
+
+
+def test_the_headline_has_the_interval_of_the_threshold_of_all_rows():
+    asked = lsim.ExitCurve(thresholds=tuple(i / 10_000 for i in range(340, 400, 4)), agreement=0.6)
+    data = lsim.Data(random_tokens(40, 9), batch_size=1)
+    found = lsim.analyze(tiny_llama(), data, asked, intervals=True)["exit_curve"]
+    threshold = found.headline()["threshold with 60 % agreement"]
+    assert {one.lowest_threshold(0.6) for one in found.replicates} - {threshold}
+    intervals = headline_intervals(found)
+    for name, field in (("its agreement on held-out rows", "agreement"), ("its speed-up in blocks", "speedup")):
+        expected = found.interval(lambda one, field=field: getattr(one.at(threshold, held_out=True), field))
+        assert torch.equal(torch.stack(intervals[name][1:3]), torch.stack(expected[1:3]))
+    assert headline_texts(found)["its speed-up in blocks"] in found.finding()
+    assert "threshold with 60 % agreement" not in intervals

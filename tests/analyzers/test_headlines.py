@@ -75,7 +75,7 @@ def test_the_headline_of_an_exit_curve():
         "its agreement on held-out rows": 0.95,
         "its speed-up in blocks": 1.5,
         "its accuracy": pytest.approx(0.3),
-        "accuracy at the highest threshold": pytest.approx(0.4),
+        "accuracy at threshold 1": pytest.approx(0.4),
     }
 
 

@@ -393,6 +393,7 @@ def test_the_figure_has_the_most_frequent_class_as_a_line_and_the_headline_says_
     assert said["Accuracy on held-out samples at the embedding"] == float(found.accuracy[0])
     assert said["Accuracy on held-out samples at the last site"] == float(found.accuracy[-1])
     assert said["accuracy of the most frequent class"] == float(found.majority)
+    assert len(said) == 4
     table = found.to_frame("confusion")
     assert set(table.columns) >= {"layer", "label", "prediction", "confusion"}
 

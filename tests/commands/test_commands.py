@@ -56,9 +56,10 @@ def test_exits(tmp_path):
     point = curve.at(chosen)
     assert row.split()[:3] == [f"{chosen:g}", f"{point.speedup:.4g}", f"{point.agreement:.4g}"]
     assert re.search(rf"\* .*threshold {chosen:g}\b", found.stdout)
+    assert read(tmp_path)["exit_curve"].headline()["threshold with 90 % agreement"] == chosen
     again = done("exits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "again")
     assert again.stdout.splitlines()[:-4] == found.stdout.splitlines()[:-4]
-    assert refused("exits", "--agreement", 95, "--out", tmp_path / "no").startswith("`--agreement` is 95")
+    assert refused("exits", "--agreement", 95, "--out", tmp_path / "no").startswith("`--agreement` of ExitCurve is 95")
     none = done("exits", "demo", *SHORT, "--thresholds", "0.1,0.2", "--out", tmp_path)
     assert "No measured threshold reaches an agreement of 0.95" in none.stdout
 

@@ -82,6 +82,9 @@ def test_pivots_keep_the_order_of_layers():
 def test_a_result_says_in_short_what_it_is(report):
     assert repr(report["cka"]).startswith("CKAResult(4 x 4, LlamaForCausalLM, 160 tokens)")
     assert "tensor" not in repr(report["cosine"])
+    # A minibatch of 64 leaves out 8 of 72 tokens.
+    drawn = lsim.analyze(tiny_llama(), random_tokens(8, 9), lsim.CKA(minibatch=64))["cka"]
+    assert all("64 samples" in words for words in (repr(drawn), drawn.plot().layout.title.subtitle.text))
 
 
 def test_not_a_number_and_infinity_survive(tmp_path):

@@ -137,6 +137,7 @@ def test_exits_are_fractions_of_positions_and_none_is_told_from_few():
     assert heat.z[1][:2].tolist() == [pytest.approx(0.0003), pytest.approx(0.0025)]
     assert np.isnan(heat.z).tolist() == (values == 0).tolist()
     assert (heat.zmin, heat.zmax) == (0, 1)
+    assert "(fraction)" in heat.colorbar.title.text
     assert [[bool(cell) for cell in row] for row in heat.text] == (values > 0).tolist()
     assert list(fig.layout.yaxis.ticktext) == ["0", "0.5", "1"]
     assert list(fig.layout.xaxis.ticktext) == ["0", "1", "2", "3"]

@@ -53,6 +53,10 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     page = one.to_html(tmp_path / "r.html").read_text()
     assert "Measured at 2 sites: model.layers.1.mlp.up_proj, blocks.0.hook_mlp_out." in page
     assert "Relations between sites of the model" in page
+    # One site has no pairs of sites, and no headline numbers.
+    alone = lsim.analyze(a, random_tokens(), "cosine", at="blocks.0.hook_mlp_out").to_html(tmp_path / "r.html").read_text()
+    assert "Headline numbers" in page
+    assert "Headline numbers" not in alone
 
 
 def test_a_page_has_its_figures_and_plotly(report, tmp_path):

@@ -56,6 +56,7 @@ class TestResult:
         names = [trace.name for trace in result.plot().data]
         np.testing.assert_allclose(result.plot().data[0].y, result.curve)
         assert f"back alone, held-out: {result.back_loss:.3f}" in names
+        assert all(f"{number:.4g}" in result.finding() for number in result.penalty_interval())
         [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each batch"]
         np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(1, 0), adapter="identity")

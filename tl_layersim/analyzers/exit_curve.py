@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -70,6 +70,7 @@ class ExitCurveResult(Result):
         positions: number of positions.
         targets: number of positions with a target.
         unembedding: the map from the residual x to logits.
+        chosen: threshold of the headline numbers; None for the lowest one with the agreement that the analyzer asks for.
     """
 
     # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
@@ -137,6 +138,7 @@ class ExitCurveResult(Result):
     positions: int
     targets: int
     unembedding: str
+    chosen: float | None = None
 
     @property
     def pictures(self) -> tuple[Declaration, ...]:
@@ -225,23 +227,37 @@ class ExitCurveResult(Result):
             return self.agreement, self.accuracy
         return self.part_agreement[0], self.part_accuracy[0]
 
+    @property
+    def wanted(self) -> float:
+        """Agreement of the headline's threshold, as the analyzer asks for it."""
+        return float(self.provenance.options.get("agreement", 0.95))
+
+    def _threshold(self) -> float | None:
+        """Threshold of the headline numbers."""
+        return self.lowest_threshold(self.wanted) if self.chosen is None else self.chosen
+
+    def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
+        # Intervals are those at the threshold of all rows.
+        fixed = tuple(replace(one, chosen=self._threshold()) for one in replicates)
+        return super().with_replicates(fixed, block_tokens)
+
     def headline(self) -> dict[str, float]:
-        threshold = self.lowest_threshold(0.95)
+        threshold = self._threshold()
         if threshold is None:
             return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
         point = self.at(threshold, held_out=True)
         return without_nan(
             {
-                "threshold with 95 % agreement": threshold,
+                f"threshold with {100 * self.wanted:g} % agreement": threshold,
                 "its agreement on held-out rows": point.agreement,
                 "its speed-up in blocks": point.speedup,
                 "its accuracy": point.accuracy,
-                "accuracy at the highest threshold": self.at(self.thresholds[-1], held_out=True).accuracy,
+                f"accuracy at threshold {self.thresholds[-1]:g}": self.at(self.thresholds[-1], held_out=True).accuracy,
             }
         )
 
     def finding(self) -> str:
-        threshold = self.lowest_threshold(0.95)
+        threshold = self._threshold()
         if threshold is None or math.isnan(self.at(threshold, held_out=True).agreement):
             return ""
         agreement = with_margin(self, lambda result: result.at(threshold, held_out=True).agreement, percent=True)
@@ -269,6 +285,8 @@ class ExitCurve(LensAnalyzer):
         labels: the targets; see `LogitLens`.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
         heads: `ExitHeads` of the layers below the last, or their file; see `LogitLens`.
+        agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended: the
+            headline numbers are those at this threshold.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3, figure 7.
@@ -287,6 +305,7 @@ class ExitCurve(LensAnalyzer):
 
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
     labels: Any = "next_token"
+    agreement: Probability = 0.95
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -80,7 +80,7 @@ class LinearProbeResult(Result):
     selectivity: Float64[Tensor, " residual"] = axes(
         "residual", label="Selectivity (difference of fractions)", title="Selectivity of a linear probe", within=(-1, 1)
     )
-    majority: Float64[Tensor, ""] = axes(within=None)
+    majority: Float64[Tensor, ""] = axes(label="accuracy of the most frequent class", within=None)
     confusion: Float64[Tensor, "residual label prediction"] = axes(
         "residual", "label", "prediction", within=(0, math.inf), out_of="confusion"
     )
@@ -110,7 +110,7 @@ class LinearProbeResult(Result):
         chosen = {f"highest accuracy, at {self.layers[best]}": float(self.values[best])}
         if not bool(self.selectivity.isnan().any()):
             chosen[f"selectivity at {self.layers[best]}"] = float(self.selectivity[best])
-        return super().headline() | chosen | {"accuracy of the most frequent class": float(self.majority)}
+        return super().headline() | chosen
 
 
 @typed

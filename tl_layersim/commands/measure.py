@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import LayersimError
 from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data
 from .options import CommandCall, command
 from .output import analyzer_settings, make_folder, prepare, print_files, print_run, print_table, write_report, written
@@ -105,20 +104,12 @@ def compare_models(call: CommandCall) -> None:
     write_report(call, result, analyzers)
 
 
-def recommended(*, agreement: float = 0.95) -> None:
-    """Declares the option `agreement`, which sets the recommended threshold.
-
-    Args:
-        agreement: minimum agreement with the full model, 0 to 1. The lowest threshold with this agreement is recommended.
-    """
-
-
 @command(
     "exits",
     {
         "Model": (named_model, "open_model"),
         "Data": (named_data, "Data"),
-        "Measures": (recommended, "ExitCurve", "analyze"),
+        "Measures": ("ExitCurve", "analyze"),
         "Run": (run_file,),
         "Output": (written,),
     },
@@ -134,15 +125,12 @@ def measure_exits(call: CommandCall) -> None:
     """
     from .. import ExitCurve, analyze
 
-    agreement = call.options["agreement"]
-    if not 0 <= agreement <= 1:
-        raise LayersimError(f"`agreement` is {agreement:g}; it must be between 0 and 1.")
     curve = ExitCurve(**call.of("ExitCurve"))
     prepare(call)
     data = read_data(call)
     result: Any = analyze(opened(call), data, [curve], **call.of("analyze"))
     print_run(result)
-    _print_curve(result["exit_curve"], agreement)
+    _print_curve(result["exit_curve"], curve.agreement)
     write_report(call, result)
 
 

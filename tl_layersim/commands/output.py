@@ -103,7 +103,7 @@ def print_headlines(report: Any) -> None:
     from ..core.wording import MEANING_OF_MARGINS
 
     texts = [(name, number, text) for name, result in report.items() for number, text in headline_texts(result).items()]
-    rows = [(name, number.strip(), *text.partition(" ± ")[::2]) for name, number, text in texts]
+    rows = [(name, number, *text.partition(" ± ")[::2]) for name, number, text in texts]
     with_margins = any(row[3] for row in rows)
     columns = HEADLINES if with_margins else HEADLINES[:3]
     if rows:

@@ -16,8 +16,8 @@ from .errors import LayersimError
 from .result_declarations import declarations
 from .wording import equation, number_text, p_value_text, rounded_to_margin
 
-# Words in the names of headline numbers that are extremes, or that belong to a threshold which the data choose.
-EXTREME = re.compile(r"\b(largest|smallest|highest|lowest|maximum)\b|^threshold|^its ")
+# Words in the names of headline numbers that are extremes, or thresholds which the data choose.
+EXTREME = re.compile(r"\b(largest|smallest|highest|lowest|maximum)\b|^threshold")
 
 Term = TypeVar("Term")
 

@@ -41,7 +41,7 @@ from .report_tables import (
 from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, result_class, without_nan
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
-from .wording import headed
+from .wording import amount, headed
 
 if TYPE_CHECKING:
     import pandas
@@ -103,7 +103,8 @@ class Result(ABC):
 
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.values.shape))
-        title = f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"
+        measured = self.measured_on("values") or f"{self.provenance.tokens} tokens"
+        title = f"{type(self).__name__}({size}, {self.provenance.model}, {measured})"
         return headed(title, [f"  {line}" for line in headline_lines(self)])
 
     def _repr_html_(self) -> str:
@@ -373,9 +374,11 @@ class Result(ABC):
     def measured_on(self, field: str) -> str:
         """Number and kind of a field's samples, such as "40 queries", for its figure.
 
-        If it is empty, the figure shows the run's tokens or rows.
+        By default it is the number in the attribute `samples` if these are fewer than the run's tokens. If it is empty, the
+        figure shows the run's tokens or rows.
         """
-        return ""
+        samples = getattr(self, "samples", None)
+        return amount(samples, "sample") if isinstance(samples, int) and samples < self.provenance.tokens else ""
 
     def first_layer(self) -> str:
         """The first site in words, such as "embedding" or "blocks.1 input"."""

@@ -24,7 +24,7 @@ from ..core.result_declarations import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.results import Report, Result
 from ..core.site_names import site_in_words
 from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
-from ..core.wording import brief
+from ..core.wording import amount, brief
 from ..sources.model_description import Model
 
 # docs/traps.md has the measurements behind both.
@@ -242,12 +242,14 @@ def notes_on_blocks(blocks: Mapping[str, Sequence[JackknifeBlock]]) -> list[Note
     few = {name: len(own) for name, own in blocks.items() if len(own) < FEW_BLOCKS}
     if not few:
         return []
-    fewest = min(few.values())
-    words = f"{fewest} jackknife block{'s' * (fewest > 1)}"
+    each = [
+        f"{', '.join(repr(name) for name in few if few[name] == count)} rest on {amount(count, 'jackknife block')}"
+        for count in dict.fromkeys(few.values())
+    ]
     text = (
-        f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
-        f"{FEW_BLOCKS} or more are good. Pass more rows, a smaller seq_len for packed text, or fewer rows in each forward pass "
-        "in attach. For measures over pairs of samples, such as CKA, a block has at least 16 rows and minibatch= samples."
+        f"Intervals of {', those of '.join(each)}; {FEW_BLOCKS} or more are good, and fewer than 2 give no interval. Pass more "
+        "rows, a smaller seq_len for packed text, or fewer rows in each forward pass in attach. For measures "
+        "over pairs of samples, such as CKA, a block has at least 16 rows and minibatch= samples."
     )
     return [(text, list(few))]
 

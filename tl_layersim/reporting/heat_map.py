@@ -321,7 +321,7 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
         result: the result.
         field: name of the field.
         axes: names of the field's axes.
-        titles: titles of the figure and of the colour bar.
+        titles: title of the figure, and what is counted.
     """
 
     def fractions(one: Any) -> Any:
@@ -330,8 +330,9 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
 
     values, ends = fractions(result).numpy(), interval_ends(result, fractions)
     scale, shown = ColourScale(SEQUENTIAL, 0.0, 1.0), np.where(values > 0, values, np.nan)
-    fig = heat_map(shown, _series_sides(result, axes), scale, titles, ends=ends, decimals=2, square=False)
-    return with_subtitle(fig, "white: none")
+    words = (titles[0], f"{titles[1]} (fraction)")
+    fig = heat_map(shown, _series_sides(result, axes), scale, words, ends=ends, decimals=2, square=False)
+    return with_subtitle(fig, "White: none")
 
 
 def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:

@@ -248,12 +248,17 @@ class StitchResult(Result):
         low, high = self.penalty_interval()[1:]
         return {
             f"penalty, nats per {self.unit}": self.penalty,
-            "  from (95 %)": low,
-            "  to": high,
+            "penalty, lower end of the 95 % interval": low,
+            "penalty, upper end of the 95 % interval": high,
             "loss": self.loss,
             "loss of the back alone": self.back_loss,
             "accuracy penalty": self.accuracy_penalty,
         }
+
+    def finding(self) -> str:
+        value, low, high = self.penalty_interval()
+        ends = f" (95 % interval: {low:.4g} to {high:.4g})" if math.isfinite(low) else ""
+        return f"Penalty: {value:.4g} nats per {self.unit}{ends}."
 
 
 @result_class
