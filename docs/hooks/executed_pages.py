@@ -138,7 +138,8 @@ def _run(name: str, code: list[str], environment: dict[str, str], folder: str) -
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the outputs of each cell below its code."""
+    """Lead links to notebooks, which work in a clone, to their pages, and put the outputs of each cell below its code."""
+    markdown = re.sub(r"(\]\(notebooks/\w+)\.ipynb", r"\1.md", markdown)
     if page.file.src_uri not in _executed:
         return markdown
     done = iter(_executed[page.file.src_uri].result())

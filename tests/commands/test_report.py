@@ -212,7 +212,7 @@ def test_sites_are_listed_without_weights(tmp_path):
 def test_refusals_are_printed_not_traced(tmp_path):
     for arguments, text in (
         (["--analyzers", "cosin"], "`--analyzers` names 'cosin'"),
-        (["--data", "./nothing.txt"], "`--data` is ./nothing.txt"),
+        (["--data", "./nothing.txt"], "`--data` is ./nothing.txt, which is no file"),
         (["--model", tmp_path], "Error:"),
     ):
         done = run("report", *arguments, "--out", tmp_path)

@@ -216,7 +216,7 @@ def test_a_mask_column_of_ragged_rows_is_cut_along():
     ("data", "rule", "says"),
     [
         (TEXTS, "own", "`positions` is 'own'"),
-        (TEXTS, "frist", "`positions` is 'frist'.*'first'"),
+        (TEXTS, "frist", r"`positions` is 'frist'.*'first'.* 2:10 "),
         ({"input_ids": [[3, 4]]}, "own", "`positions` is 'own'"),
         ({"input_ids": [[3, 4]], "own": [[1, 2]]}, "own", "`own`.* 1 to 2"),
         ({"input_ids": [[3, 4]], "own": [[1, 0, 1]]}, "own", r"`own`.*\(3,\).* 2 "),

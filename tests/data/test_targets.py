@@ -77,9 +77,8 @@ def test_labels_that_do_not_fit_are_refused(labels, data, message):
         with pytest.raises(lsim.LayersimError, match=r"`labels` is torch.(float|int)"):
             lsim.LogitLens(labels=bad)
     for names in (["a", "b"], np.array(["a", "b"]), object(), [[1, 2], [3]]):
-        with pytest.raises(lsim.LayersimError, match="`labels` is ") as error:
+        with pytest.raises(lsim.LayersimError, match=r"`labels` is .* integers, in rows of equal shape\.$"):
             lsim.LogitLens(labels=names)
-        assert "shape (0" not in str(error.value)
     with pytest.raises(lsim.LayersimError, match="`labels` is 'label'"):
         lsim.LogitLens(labels="label")
 
@@ -127,8 +126,8 @@ def test_labels_follow_the_rows_and_positions_of_the_users_data():
     model.tokenizer = tiny_tokenizer()
     texts, label = ["w3 w4 w5", "w6 w7", "w8 w9 w10 w11", "w3 w9"] * 3, torch.tensor([0, 1, 0, 1] * 3)
     plain = lsim.analyze(model, texts, lsim.NeuralCollapse(labels=label))["neural_collapse"]
-    empty = torch.cat([torch.tensor([5]), label])
-    assert worst(lsim.analyze(model, ["", *texts], lsim.NeuralCollapse(labels=empty))["neural_collapse"], plain) == 0
+    labels, data = torch.cat([label[:5], torch.tensor([5]), label[5:]]), [*texts[:5], "", *texts[5:]]
+    assert worst(lsim.analyze(model, data, lsim.NeuralCollapse(labels=labels))["neural_collapse"], plain) == 0
 
     tokens = random_tokens(3, 8)
     shifted = torch.full_like(tokens, NO_LABEL)

@@ -55,9 +55,7 @@ def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
-            # The page of a notebook is made from it.
-            found = page.parent / target
-            assert found.exists() or found.with_suffix(".ipynb").exists(), target
+            assert (page.parent / target).exists(), target
 
 
 def test_every_error_that_is_explained_is_raised():

@@ -67,6 +67,9 @@ class TestRefusals:
         early, long = EarlyExit(model), " ".join(["w3"] * 200)
         with pytest.raises(lsim.LayersimError, match=r"`prompt` has 2 texts, 1 of them"):
             early.generate(["w3 w4", ""])
+        for _ in range(8):
+            with pytest.raises(lsim.LayersimError, match=r"`prompt`.*\['w3', 3\]"):
+                early.generate(["w3", 3])
         with pytest.raises(lsim.LayersimError, match=r"`prompt`.* 201 tokens"):
             early.generate(["w3 w4", long])
 

@@ -25,6 +25,8 @@ def test_texts_and_images_for_the_other_kind_of_model():
         lsim.analyze(image_vit(), random_tokens(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"`data`.*\(6, 3, 8, 8\).*BertForSeq.*`input_ids`"):
         lsim.analyze(pair_bert(), pixels(), "cosine")
+    with pytest.raises(lsim.LayersimError, match=r"torch\.float32 of shape \(6, 20\).*no token ids.*`input_ids`"):
+        lsim.analyze(tiny_llama(), {"input_ids": torch.rand(6, 20)}, "cosine")
     with pytest.raises(lsim.LayersimError, match=r"`data`.*\['x'\].*`pixel_values`"):
         lsim.analyze(image_vit(), {"x": pixels()}, "cosine")
     with pytest.raises(lsim.LayersimError, match=r"`data`.*\['pixel_values'\]"):

@@ -136,8 +136,9 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
         return datasets.load_dataset(name, split=split, streaming=True)
     # Libraries raise errors of many kinds for data that they cannot read.
     except Exception as error:
+        where = "cannot be read" if path.exists() else "is no file or folder here, and cannot be read from the hub"
         raise LayersimError(
-            f"`{option}` is {name}, which cannot be read: {first_line(error)}. It must be a text file in UTF-8, a table, the "
+            f"`{option}` is {name}, which {where}: {first_line(error)}. It must be a text file in UTF-8, a table, the "
             f"folder of a saved data set, or a data set of the hub with a split {split}."
         ) from error
 

@@ -126,6 +126,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path = Path(path)
     if not _replaceable(path):
         raise OSError(f"Could not write {path}: it exists and is not a file. Pass another path.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"Could not write {path}: the folder {path.parent} does not exist.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         with open(temporary, "xb") as file:
@@ -134,9 +136,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise OSError(
-            f"Could not write {path}: {error}. An older file at this path is unchanged; free some space or pass another path.",
-        ) from error
+        raise OSError(f"Could not write {path}: {error.strerror or error}. An older file at this path is unchanged.") from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -170,7 +170,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
         else:
             os.rename(temporary, folder)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"Could not write {folder}: {error}. Free some space or pass another path.") from error
+        raise OSError(f"Could not write {folder}: {error}.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -239,6 +239,8 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         LayersimError: the file is truncated, changed since it was written, of another program or kind, or of another format.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist.")
     if not path.is_file():
         inside = path / REPORT_FILE
         what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"

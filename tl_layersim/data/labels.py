@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
-from ..core.wording import brief, first_line
+from ..core.wording import brief
 
 if TYPE_CHECKING:
     from ..core.result_declarations import Provenance
@@ -38,7 +38,7 @@ def number_tensor(values: Any, name: str = "data", allowed: str = "numbers, in r
     try:
         return _joined(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise LayersimError(f"`{name}` is {brief(values)}; it must hold {allowed}: {first_line(error)}.") from error
+        raise LayersimError(f"`{name}` is {brief(values)}; it must hold {allowed}.") from error
 
 
 def _joined(values: Any) -> Tensor:
@@ -88,7 +88,8 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
                 f"`labels` is {labels!r}; it must be 'next_token', 'data'{other}, or a tensor or list of labels."
             )
         return labels
-    table = number_tensor(labels if isinstance(labels, Tensor | list | tuple) else np.array(labels), "labels")
+    given = labels if isinstance(labels, Tensor | list | tuple) else np.array(labels)
+    table = number_tensor(given, "labels", "integers, in rows of equal shape")
     if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
         raise LayersimError(
             f"`labels` is {table.dtype} of shape {tuple(table.shape)}; it must be integers, one for each row or each position, "
@@ -103,7 +104,7 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
         warn(
             f"`labels` has {len(labels)} rows, but {run.sequences} non-empty rows of data were read. Row i of the "
-            "labels belongs to row i of the data."
+            "labels belongs to row i of the data, in which empty rows count too."
         )
 
 
@@ -118,7 +119,7 @@ def whole_numbers(labels: Any) -> Tensor:
         labels = [NO_LABEL if is_missing(x) else x for x in labels]
     elif is_missing(labels):
         labels = NO_LABEL
-    numbers = number_tensor(labels, "labels")
+    numbers = number_tensor(labels, "labels", "integers, in rows of equal shape")
     if numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise LayersimError(
             f"`labels` in the data is {brief(labels)}; it must be integers, one for each row or each token. Scores for a "

@@ -89,7 +89,8 @@ class Positions:
             if marks is None:
                 raise LayersimError(
                     f"`positions` is {self.rule!r}, but `data` has no mask column of this name and no chats. `positions` "
-                    f"must be {', '.join(map(repr, RULES))}, a slice, a function, or the name of a column."
+                    f"must be {', '.join(map(repr, RULES))}, a slice (on the command line, 2:10 or -5:), a function, or the "
+                    "name of a column."
                 )
             chosen = left[marks[left]]
         elif callable(self.rule):

@@ -307,8 +307,9 @@ def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, lis
         unlike_ids = table.is_floating_point() or table.dtype == torch.bool
         if table.numel() and (unlike_ids or table.dim() not in ((1,) if ragged else (1, 2))):
             raise LayersimError(
-                f"`data` holds {table.dtype} of shape {tuple(table.shape)}, but {model.name} takes `{model.main_input}`. Token "
-                "ids are integers of shape (batch, pos) or (pos,). Pass other inputs by name, as {name: values}."
+                f"`data` holds {table.dtype} of shape {tuple(table.shape)}, which are no token ids: these are integers of "
+                f"shape (batch, pos) or (pos,). The main input of {model.name} is `{model.main_input}`; others are passed "
+                "under their own names, as {name: values}."
             )
         rows += table.long() if table.dim() > 1 else [table.long()]
     return not ragged and table.dim() == 1, rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
-from ..core.wording import amount
+from ..core.wording import amount, brief
 from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
 from ..data.padding_masks import RunsAtEnds, as_mask, mask_of, masked_warning
@@ -236,6 +236,9 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
 def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompts that are texts."""
     texts = [prompt] if isinstance(prompt, str) else prompt
+    # The annotation is checked on one random item of a list.
+    if not all(isinstance(text, str) for text in texts):
+        raise LayersimError(f"`prompt` is {brief(prompt)}; it must be a text, texts alone, or a tensor of token ids.")
     # Without a head and a context, Data does not cut texts. Long ones are refused by `prompt_rows`.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None, context=None)
     batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=1 << 62), described)

@@ -137,10 +137,15 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
         words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
         if words_a != words_b:
-            odd = next(w for w in (*words_a, *words_b) if words_a.get(w) != words_b.get(w))
+            # The order of a vocabulary differs from call to call.
+            odd, _ = min(words_a.items() ^ words_b.items(), key=lambda pair: (pair[1], pair[0]))
+            places = [
+                f"has id {words[odd]} in {name}" if odd in words else f"is not in the vocabulary of {name}"
+                for words, name in ((words_a, a.name), (words_b, b.name))
+            ]
             raise LayersimError(
-                f"The two models have different tokenizers, so their samples do not match: the id of token {odd!r} is "
-                f"{words_a.get(odd)} in {a.name} and {words_b.get(odd)} in {b.name}."
+                "The two models have different tokenizers, so their samples do not match: token "
+                f"{odd!r} {' and '.join(places)}."
             )
     if a.token_input != b.token_input:
         raise LayersimError(

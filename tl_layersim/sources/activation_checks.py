@@ -90,7 +90,7 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
             raise LayersimError(
                 f"Activations are NaN or infinite in {where}{f', model {number + 1}' if len(layers) > 1 else ''}: "
                 + ", ".join(f"{count} values at {name}" for name, count in list(bad.items())[:4])
-                + ". Load the model in float32 or bfloat16."
+                + ". Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
             )
 
 
@@ -106,7 +106,7 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
         raise LayersimError(
             "Logits are NaN or infinite, "
             + ", ".join(f"at {n} positions of {name}" for name, n in list(where.items())[:4])
-            + ". Load the model in float32 or bfloat16."
+            + ". Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
         )
 
 

@@ -191,8 +191,9 @@ def refusing_failed_forward(module: torch.nn.Module) -> Iterator[None]:
         parameters = inspect.signature(type(module).forward).parameters.values()
         reads = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
         parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
-        raise LayersimError(
-            f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}. "
-            f"Give all inputs that the model needs by name ({', '.join(reads[:6])})"
-            + (f", or measure {' or '.join(parts)} alone." if parts else ".")
-        ) from error
+        text = f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}."
+        # Errors of shapes, dtypes and indices concern inputs that are there.
+        if not isinstance(error, RuntimeError | IndexError):
+            text += f" Give all inputs that the model needs by name ({', '.join(reads[:6])})"
+            text += f", or measure {' or '.join(parts)} alone." if parts else "."
+        raise LayersimError(text) from error

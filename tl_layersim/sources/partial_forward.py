@@ -215,7 +215,7 @@ class SplitModel(ABC):
         if ours != ours and theirs != theirs:
             raise LayersimError(
                 f"The loss of {self.model.name} in {self.model.dtype} on the first row is NaN, before anything is stitched. "
-                "Load the model in float32 or bfloat16."
+                "Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
             )
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         same = abs(ours - theirs) <= tolerance

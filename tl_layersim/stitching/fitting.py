@@ -239,7 +239,7 @@ def least_squares(
         if not bool(total[name].isfinite().all()):
             raise LayersimError(
                 f"Activations of {side.model.name} at {side.model.layers[number]} are not finite, so least squares has no "
-                "solution. Load the model in float32 or bfloat16."
+                "solution. Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
             )
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:

@@ -327,8 +327,8 @@ class StitchExperiment:
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. Load the "
-                "model in float32 or bfloat16."
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. Either "
+                "weights are broken, or float16 overflows: load the model in float32 or bfloat16."
             )
         return scores
 

@@ -256,7 +256,7 @@ def detection_kernel(
     if not bool(logits.isfinite().all() and boxes.isfinite().all()):
         raise LayersimError(
             f"{int((~logits.isfinite()).sum())} logits and {int((~boxes.isfinite()).sum())} coordinates of boxes are NaN or "
-            "infinite. float16 overflows above 65504; load the model in float32 or bfloat16."
+            "infinite. Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
         )
     names = ("correct", "l1", "giou", "no_object", "cross_entropy", "class_weight")
     sums = {name: torch.zeros(len(logits), dtype=torch.float64) for name in names}
