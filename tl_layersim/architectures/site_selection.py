@@ -325,7 +325,7 @@ def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -
         more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
         raise LayersimError(
             f"`at` names {', '.join(parted[:3])}{more}, but tensor parallelism splits these activations over the ranks "
-            f"{sorted(peers)}; it must name outputs of attention, MLPs or blocks, which each rank holds whole."
+            f"{sorted(peers)}. `at` must name outputs of attention, MLPs or blocks, which each rank holds whole."
         )
 
 

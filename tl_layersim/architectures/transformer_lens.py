@@ -220,7 +220,7 @@ def _centred(model: Any) -> bool:
 
 
 def basis_of(model: Any) -> str:
-    """Description of the basis of the residual stream, which weight processing changes."""
+    """Description of the residual stream's basis; weight processing changes this basis."""
     if type(model).__name__ == "TransformerBridge":
         wrapped = model.original_model
         if is_post_norm(wrapped, find_blocks(wrapped, None)[0]):

@@ -176,7 +176,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether a path does not exist, or is a file or a link."""
+    """True if nothing is at a path, or only a file or a link."""
     return path.is_symlink() or path.is_file() or not path.exists()
 
 

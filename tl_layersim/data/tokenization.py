@@ -141,7 +141,7 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
 
 
 def _refuse_unreadable(text: Any, number: int) -> None:
-    """Raise an error if a text of row `number` is no text, or holds a code point that no tokenizer reads."""
+    """Raise an error if an entry of row `number` is no string, or holds a code point that no tokenizer reads."""
     if not isinstance(text, str):
         raise LayersimError(f"`data` has {brief(text)} in row {number}; a pair must hold two texts.")
     try:

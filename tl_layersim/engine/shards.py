@@ -270,8 +270,8 @@ def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
     if others := [part for part in parts if part.identity.get("version") != here]:
         then = others[0].identity.get("version")
         raise LayersimError(
-            f"These shards were written by tl_layersim {then}, and this version is {here}: {_shard_names(others)}. Sums "
-            f"of other versions may have another meaning; install version {then}."
+            f"tl_layersim {then} wrote the shards {_shard_names(others)}, and {here} is installed. Sums of other versions may "
+            f"have another meaning; install version {then}."
         )
     if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
         words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"

@@ -396,8 +396,8 @@ def load_run(
         here, then = version("tl_layersim"), notes.get("version")
         if then != here:
             raise LayersimError(
-                f"The run in {path} was sent by tl_layersim {then}, and this version is {here}. Sums of other versions may "
-                f"have another meaning; install version {then}."
+                f"tl_layersim {then} sent the run in {path}, and {here} is installed. Sums of other versions may have another "
+                f"meaning; install version {then}."
             )
         run = parsed(notes, tensors)
         return run, restored_analyzers(run[0].analyzers, analyzers)

@@ -334,8 +334,8 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
         name = cfg.tokenizer_name if known else ""
     if not name or not hasattr(kind, "from_pretrained"):
         raise LayersimError(
-            f"`verify` is 'hf', but the checkpoint that {cfg.model_name!r} was loaded from is not known. Pass verify=model, "
-            "a Hugging Face model with the same weights: copy.deepcopy(model) before it is bridged."
+            f"`verify` is 'hf', but the checkpoint that {cfg.model_name!r} was loaded from is not known. Copy the "
+            "Hugging Face model before it is bridged, hf_model = copy.deepcopy(model), and pass verify=hf_model."
         )
     given = {"attn_implementation": "eager"} | {key: value for key, value in options.items() if value is not None}
 

@@ -129,7 +129,7 @@ def model_without_weights(config: Any) -> Any:
         known = {*cls().to_dict(), *cls.attribute_map, *OLDER_FIELDS}
         unknown = [name for name in given if name not in known and not name.startswith("_") and not name.endswith("_token_id")]
         if unknown:
-            warn(f"`model_or_config` has fields that {cls.__name__} does not know and ignores: {', '.join(unknown)}.")
+            warn(f"{cls.__name__} has no fields {', '.join(unknown)}; those of `model_or_config` are ignored.")
     if not isinstance(config, transformers.PreTrainedConfig):
         raise LayersimError(
             f"`model_or_config` is {brief(config)}; it must be a model, a configuration of transformers, its fields as a "

@@ -106,7 +106,7 @@ def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], li
 
 
 def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
-    """Index of the first document in each row, and that of the last (two tensors `row`)."""
+    """Indices of the first and of the last document in each row: two tensors `row`."""
     first, last, packed = list[int](), list[int](), 0
     for batch in batches:
         for number, source in enumerate(batch.sources[0][:, 0].tolist()):

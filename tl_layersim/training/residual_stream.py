@@ -271,8 +271,8 @@ def open_residual_stream(model: Any, either_stack: bool = False) -> ResidualStre
     opened = OpenedModel.of(model)
     if is_detr(getattr(opened.model, "config", None)):
         raise LayersimError(
-            "`model` is a DETR, which is trained with the auxiliary loss of transformers. Set model.config.auxiliary_loss = "
-            "True and use transformers' Trainer, see docs/detection.md."
+            "`model` is a DETR, which needs the auxiliary loss of transformers and cannot be trained here. Set "
+            "model.config.auxiliary_loss = True and use transformers' Trainer, see docs/detection.md."
         )
     source = open_source(opened, either_stack=either_stack)
     if not isinstance(source, HookedSource) or isinstance(source, StitchedSource):

@@ -148,7 +148,7 @@ class Probe:
         raise NotImplementedError
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
-        """Descriptions of the models, by analyzer, and further fields of the provenance, by name."""
+        """Two dicts for the provenance: the models of each analyzer, and further fields."""
         raise NotImplementedError
 
     def _checked(
