@@ -231,7 +231,7 @@ class TestRefusals:
         short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
         unread = lsim.open_model(Unread(), layers=["steps.0", "steps.1"])
         for front, back, data, at, match in (
-            (plain, other, rows(), (0, 0), r"'w9\d' is 9\d .* None in "),
+            (plain, other, rows(), (0, 0), r"'w9\d' has id 9\d in "),
             (tiny_gpt2(), short, rows(), (0, 0), r"\b16\b.* 8\b"),
             (short, tiny_gpt2(), rows(), (0, 0), r"\b16\b.* 8\b"),
             *((plain, plain, nothing, (0, 0), "`data`") for nothing in ([], torch.zeros(3, 1, dtype=torch.int64), [[5]])),
