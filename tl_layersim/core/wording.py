@@ -15,6 +15,7 @@ MOST_DECIMALS = 6
 # Smaller p-values are printed as "< 0.0001": t tests with 16 blocks say nothing about them.
 SMALLEST_P = 1e-4
 MEANING_OF_MARGINS = "± is half of the 95 % interval"
+WHY_NOT_FINITE = "Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
 
 
 def brief(value: object) -> str:

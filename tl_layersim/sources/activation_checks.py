@@ -19,7 +19,7 @@ from ..architectures.hook_points import distinct_points
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
 from ..architectures.unembed import rounding
 from ..core.errors import LayersimError
-from ..core.wording import first_line, with_article
+from ..core.wording import WHY_NOT_FINITE, first_line, with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
 from .hooked_module import HookedSource
@@ -90,7 +90,7 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
             raise LayersimError(
                 f"Activations are NaN or infinite in {where}{f', model {number + 1}' if len(layers) > 1 else ''}: "
                 + ", ".join(f"{count} values at {name}" for name, count in list(bad.items())[:4])
-                + ". Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
+                + f". {WHY_NOT_FINITE}"
             )
 
 
@@ -106,7 +106,7 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
         raise LayersimError(
             "Logits are NaN or infinite, "
             + ", ".join(f"at {n} positions of {name}" for name, n in list(where.items())[:4])
-            + ". Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
+            + f". {WHY_NOT_FINITE}"
         )
 
 

@@ -17,6 +17,7 @@ from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import rounding, tensor_of
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError
+from ..core.wording import WHY_NOT_FINITE
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
 from .activation_checks import need_stream
@@ -215,7 +216,7 @@ class SplitModel(ABC):
         if ours != ours and theirs != theirs:
             raise LayersimError(
                 f"The loss of {self.model.name} in {self.model.dtype} on the first row is NaN, before anything is stitched. "
-                "Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
+                f"{WHY_NOT_FINITE}"
             )
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         same = abs(ours - theirs) <= tolerance

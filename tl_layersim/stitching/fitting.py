@@ -23,6 +23,7 @@ from ..core.errors import LayersimError, warn
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums
 from ..core.training_loop import Descent, Shuffle, refuse_long_warmup, run_steps
+from ..core.wording import WHY_NOT_FINITE
 from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
@@ -239,7 +240,7 @@ def least_squares(
         if not bool(total[name].isfinite().all()):
             raise LayersimError(
                 f"Activations of {side.model.name} at {side.model.layers[number]} are not finite, so least squares has no "
-                "solution. Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
+                f"solution. {WHY_NOT_FINITE}"
             )
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:

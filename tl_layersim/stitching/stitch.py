@@ -26,7 +26,7 @@ from ..core.file_format import refuse_unwritable, refuse_unwritable_folder
 from ..core.result_declarations import Provenance
 from ..core.resumable_file import Snapshot
 from ..core.sums import Tally
-from ..core.wording import amount, brief
+from ..core.wording import WHY_NOT_FINITE, amount, brief
 from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -327,8 +327,8 @@ class StitchExperiment:
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. Either "
-                "weights are broken, or float16 overflows: load the model in float32 or bfloat16."
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. "
+                f"{WHY_NOT_FINITE}"
             )
         return scores
 

@@ -23,7 +23,7 @@ from ..core.errors import LayersimError, warn
 from ..core.result_declarations import result_class
 from ..core.results import Result, axes
 from ..core.sums import Sums
-from ..core.wording import amount, brief
+from ..core.wording import WHY_NOT_FINITE, amount, brief
 from ..data.batches import Batch
 from ..data.data import Data
 from ..data.labels import LABELS
@@ -256,7 +256,7 @@ def detection_kernel(
     if not bool(logits.isfinite().all() and boxes.isfinite().all()):
         raise LayersimError(
             f"{int((~logits.isfinite()).sum())} logits and {int((~boxes.isfinite()).sum())} coordinates of boxes are NaN or "
-            "infinite. Either weights are broken, or float16 overflows: load the model in float32 or bfloat16."
+            f"infinite. {WHY_NOT_FINITE}"
         )
     names = ("correct", "l1", "giou", "no_object", "cross_entropy", "class_weight")
     sums = {name: torch.zeros(len(logits), dtype=torch.float64) for name in names}
