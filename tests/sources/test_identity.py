@@ -12,9 +12,10 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import file_format
+from tl_layersim.core.tensor_digests import WORDS, digest_of_tensor
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources import untrained
-from tl_layersim.sources.identity import WORDS, digest_of_tensor, hash_weights, hooks_on
+from tl_layersim.sources.identity import hash_weights, hooks_on
 from tl_layersim.sources.nnsight import NNsightSource
 
 from ..options import called

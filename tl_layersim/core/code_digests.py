@@ -1,17 +1,24 @@
-"""Digests of functions and values, which show whether two runs used the same code."""
+"""Digests of functions, classes and values, which show whether two runs used the same code and the same settings."""
 
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import hashlib
+import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+
+from .tensor_digests import digest_of_tensor
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
@@ -56,6 +63,17 @@ def digest_of_code(starts: Iterable[FunctionType]) -> str:
     return digest.hexdigest()[:12]
 
 
+# Packages that load, place, run and read models. Hooks that they add belong to how a model is used, and do not change it. The
+# last entry has the placeholder of a pickled `ProbeHook`.
+OWN_PACKAGES = (
+    *("tl_layersim.", "nnsight.", "accelerate.", "transformers.", "transformer_lens.", "peft.", "bitsandbytes.", "deepspeed."),
+    *("torch.nn.utils.", "torch.nn.parallel.", "torch.distributed.", "torch.ao.", "torch.utils.", "torch._dynamo."),
+    "contextlib.",
+)
+# Packages whose functions and classes are identified by their names and by the version of the package.
+LIBRARIES = {package.partition(".")[0] for package in OWN_PACKAGES} | {"torch", "numpy", "scipy", "einops", "timm", "jaxtyping"}
+
+
 def defined_in(function: Any) -> str:
     """Name of the module that defines a function or an object's class.
 
@@ -64,14 +82,41 @@ def defined_in(function: Any) -> str:
     """
     while isinstance(function, functools.partial):
         function = function.func
+    # `functools.wraps` copies `__module__` from the function inside, but not the globals.
+    own = getattr(function, "__func__", function)
+    if isinstance(own, FunctionType) and "__name__" in own.__globals__:
+        return str(own.__globals__["__name__"])
     return getattr(function, "__module__", None) or type(function).__module__
 
 
+def is_of_library(item: Any) -> bool:
+    """Whether Python, PyTorch or a library that loads and runs models defines a function, a class or an object's class."""
+    return _is_library(defined_in(item))
+
+
+def _is_library(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root in LIBRARIES or root in sys.stdlib_module_names
+
+
+@functools.cache
+def version_of(module: str) -> str:
+    """Version of the package that holds a module, without the build ("2.7.0" for "2.7.0+cpu"); "" if it is not installed.
+
+    Args:
+        module: name of the module.
+    """
+    with suppress(PackageNotFoundError):
+        return version(module.partition(".")[0]).partition("+")[0]
+    return ""
+
+
 class ValueNames:
-    """Makes names for functions and values from their code and contents. Equal contents have equal names in every process.
+    """Makes names for functions, classes and values from their code and contents, which are equal in every process.
 
     A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
-    is named by its dtype, shape and bytes, a module by its class and its weights.
+    is named by its dtype, shape and bytes, a module by its class, its settings and its weights. Functions and classes of
+    libraries are named by the version of the package.
 
     Args:
         known: names of other objects, by `id`.
@@ -82,6 +127,8 @@ class ValueNames:
 
     def __init__(self, known: Mapping[int, str] = MappingProxyType({})) -> None:
         self._known = dict(known)
+        # Objects whose `id` is a key: no other object may get it.
+        self._held: list[Any] = []
         self.unknown: list[str] = []
 
     def function(self, function: Callable[..., Any]) -> str:
@@ -91,36 +138,44 @@ class ValueNames:
             function: a function, a method, a `functools.partial`, or an object with `__call__`.
 
         Examples:
-            >>> ValueNames().function(defined_in).split(" ")[0]
-            'tl_layersim.core.code_digests.defined_in'
+            >>> ValueNames().function(len).split(" ")[0]
+            'builtins.len'
         """
         values: list[Any] = []
         while isinstance(function, functools.partial):
             values += [function.args, function.keywords]
             function = function.func
-        # Decorators such as torch.no_grad() hold objects of their own, so only their code counts.
-        while (inner := getattr(function, "__wrapped__", None)) is not None:
-            values += [digest_of_code([function])] if isinstance(function, FunctionType) else []
+        # Decorators of libraries such as torch.no_grad() hold objects of their own, so only their code counts.
+        while (inner := getattr(function, "__wrapped__", None)) is not None and is_of_library(function):
+            values += self._decorator(function)
             function = inner
         bound = getattr(function, "__self__", None)
         own: Any = getattr(function, "__func__", function)
         name = f"{defined_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-        code = ""
+        is_alone = bound is None and not values
         if isinstance(own, FunctionType):
             # A function that reaches itself is digested once.
-            self._known[id(own)] = name
-            code = digest_of_code([own])
+            self._know(own, name)
             if bound is not None:
                 known = id(bound) in self._known or isinstance(bound, type | torch.nn.Module)
                 values.append(bound if known else [type(bound), getattr(bound, "__dict__", {})])
-            values += [_closure(own), own.__defaults__, own.__kwdefaults__, *map(_globals, called_by([own]))]
+            values += [closure_of(own), own.__defaults__, own.__kwdefaults__]
+            module = defined_in(own)
+            code = version_of(module) if _is_library(module) else digest_of_code([own])
+            if not _is_library(module) and not _is_installed(sys.modules.get(module)):
+                values.append(self._globals(own))
         else:
             # An object that can be called, or a function of C, which has no code to digest.
             self.unknown.append(name)
             call = vars(type(own)).get("__call__")
             code = digest_of_code([call]) if isinstance(call, FunctionType) else ""
             values.append(getattr(own, "__dict__", {}))
-        return f"{name} sha256 {self.digest(code, values)}"
+        text = f"{name} sha256 {self.digest(code, values)}"
+        if is_alone:
+            self._know(own, text)
+        else:
+            self._known.pop(id(own), None)
+        return text
 
     def digest(self, text: str, values: Any) -> str:
         """Digest (12 hex digits) of a text and of values."""
@@ -128,6 +183,8 @@ class ValueNames:
 
     def named(self, value: Any) -> Any:
         """A value as nested lists of numbers and texts. The `repr` of these lists is equal in every process."""
+        if isinstance(value, enum.Enum):
+            return [type(value).__qualname__, value.name]
         if value is None or isinstance(value, str | bytes | bool | int | float | complex):
             return value
         if id(value) in self._known:
@@ -138,19 +195,20 @@ class ValueNames:
             return [self.named(item) for item in value]
         if isinstance(value, set | frozenset):
             return sorted(map(self.named, value), key=repr)
-        if isinstance(value, slice | torch.dtype | torch.device):
+        if isinstance(value, slice | range | torch.dtype | torch.device | os.PathLike | re.Pattern):
             return repr(value)
+        if isinstance(value, torch.autocast):
+            return ["autocast", value.device, repr(value.fast_dtype), value._enabled]
         if isinstance(value, torch.nn.Module):
-            return [type(value).__qualname__, self.named(value.state_dict())]
+            return self._module(value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject:
             return self.named(value.tolist())
         if isinstance(value, torch.Tensor) and not value.is_meta:
-            plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return [str(value.dtype), tuple(value.shape), hashlib.sha256(plain.numpy().tobytes()).hexdigest()]
+            return [str(value.dtype), tuple(value.shape), digest_of_tensor(value).hex()]
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, type):
-            return f"{value.__module__}.{value.__qualname__}"
+            return self._class(value)
         if isinstance(value, FunctionType | MethodType | functools.partial):
             return self.function(value)
         if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | type | None):
@@ -162,8 +220,75 @@ class ValueNames:
         self.unknown.append(type(value).__qualname__)
         return type(value).__qualname__
 
+    def _know(self, value: Any, name: str) -> None:
+        """Name an object by `name` from now on."""
+        self._known[id(value)] = name
+        self._held.append(value)
 
-def _closure(function: FunctionType) -> list[Any]:
+    def _decorator(self, function: Callable[..., Any]) -> list[Any]:
+        """Code of a wrapper that a library's decorator made, and the precision that it sets."""
+        if not isinstance(function, FunctionType):
+            return []
+        return [digest_of_code([function]), [item for item in closure_of(function) if isinstance(item, torch.autocast)]]
+
+    def _module(self, module: torch.nn.Module) -> str:
+        """Name of a module: its class, and a digest of the settings of all submodules and of its weights."""
+        name = type(module).__qualname__
+        self._know(module, name)
+        texts, weights = ObjectTexts(self), module.state_dict()
+        settings = [texts.settings(sub) for sub in module.modules()]
+        held = {key: value for key, value in weights.items() if isinstance(value, torch.Tensor)}
+        self._know(module, f"{name} {self.digest(repr(settings), held)}")
+        return self._known[id(module)]
+
+    def _class(self, kind: type) -> str:
+        """Name of a class, with a digest of its code if it is the user's."""
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if _is_library(kind.__module__):
+            return name
+        self._know(kind, name)
+        # What a class holds beside code may have no name; only values that a function holds itself are reported.
+        inside = ObjectTexts(ValueNames(self._known))
+        self._know(kind, f"{name} {hashlib.sha256(inside.class_text(kind).encode()).hexdigest()[:12]}")
+        return self._known[id(kind)]
+
+    def _globals(self, function: FunctionType) -> dict[str, Any]:
+        """Names of the global values that a function reads, and of those that it reads from modules of the user."""
+        read = _names_of_globals(function.__code__)
+        found = {name: function.__globals__[name] for name in sorted(read) if name in function.__globals__}
+        attributes = {name for code in codes_in(function.__code__) for name in code.co_names}
+        return {
+            name: self._of_module(value, attributes, 2) if isinstance(value, ModuleType) else self.named(value)
+            for name, value in found.items()
+        }
+
+    def _of_module(self, module: ModuleType, attributes: set[str], depth: int) -> Any:
+        """Name of a module with those of its attributes that code may read; the name alone for a module of a library.
+
+        Args:
+            module: the module.
+            attributes: names of attributes in the code.
+            depth: number of levels of modules inside modules.
+        """
+        if _is_library(module.__name__) or _is_installed(module):
+            return f"{module.__name__} {version_of(module.__name__)}"
+        inside, named = ValueNames(self._known), dict[str, Any]()
+        for name in sorted(attributes & vars(module).keys()):
+            value = vars(module)[name]
+            if not isinstance(value, ModuleType):
+                named[name] = inside.named(value)
+            elif depth:
+                named[name] = inside._of_module(value, attributes, depth - 1)
+        return [module.__name__, sorted(named.items(), key=repr)]
+
+
+def _is_installed(module: ModuleType | None) -> bool:
+    """Whether a module belongs to an installed package, which its version identifies."""
+    file = getattr(module, "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def closure_of(function: FunctionType) -> list[Any]:
     """Values of a function's closure; variables that are not set yet are left out."""
     values = []
     for cell in function.__closure__ or ():
@@ -172,17 +297,177 @@ def _closure(function: FunctionType) -> list[Any]:
     return values
 
 
-def _globals(function: FunctionType) -> dict[str, Any]:
-    """Global values that a function reads. Functions of its own module are left out: `digest_of_code` covers them."""
-    read = {
+@functools.lru_cache(4096)
+def _names_of_globals(code: CodeType) -> frozenset[str]:
+    """Names of the globals that a code object and the code inside it read."""
+    return frozenset(
         step.argval
-        for code in codes_in(function.__code__)
-        for step in dis.get_instructions(code)
+        for inner in codes_in(code)
+        for step in dis.get_instructions(inner)
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
-    found = {name: function.__globals__[name] for name in read if name in function.__globals__}
+    )
+
+
+@functools.lru_cache(4096)
+def _stored_attributes(code: CodeType) -> frozenset[str]:
+    """Names of the attributes that a code object and the code inside it assign."""
+    return frozenset(
+        step.argval for inner in codes_in(code) for step in dis.get_instructions(inner) if step.opname == "STORE_ATTR"
+    )
+
+
+# Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
+PASSING = {"gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
+PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
+PASSING |= {*vars(torch.nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "_compiled_call_impl"}
+# Private attributes by which layers of PEFT compute; others of libraries are of how a model was made.
+PRIVATE = {"_active_adapter", "_disable_adapters"}
+# Classes whose methods are of how a model is loaded and called.
+BASES = ("torch.nn.modules.module", "transformers.modeling_utils", "transformers.generation.utils", "builtins")
+# Entries of a configuration of Hugging Face of how a model was loaded and is trained. Weights have a dtype of their own.
+LOADING = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "problem_type"}
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A configuration of Hugging Face as a dict, without entries of how the model was loaded."""
+    return _without_loading(config.to_dict())
+
+
+def _without_loading(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: value
-        for name, value in found.items()
-        if not (isinstance(value, FunctionType) and value.__module__ == function.__module__)
+        name: _without_loading(value) if isinstance(value, dict) else value
+        for name, value in entries.items()
+        if name not in LOADING
     }
+
+
+def forward_methods(kind: type) -> dict[str, FunctionType]:
+    """The methods of a module's class that its forward pass runs: `forward`, and the methods that these call, by name."""
+    found: dict[str, FunctionType] = {}
+    waiting = ["forward"]
+    while waiting:
+        name = waiting.pop()
+        item = getattr(kind, name, None)
+        if name in found or not isinstance(item, FunctionType):
+            continue
+        found[name] = item = _undecorated(item)
+        if defined_in(item) not in BASES:
+            waiting += [other for code in codes_in(item.__code__) for other in code.co_names if other not in found]
+    return found
+
+
+# Values that `ValueNames` describes in full.
+PLAIN = (str, bool, int, float, complex, enum.Enum, np.generic, np.ndarray, torch.dtype)
+PLAIN += (FunctionType, BuiltinFunctionType, functools.partial)
+
+
+class ObjectTexts:
+    """Describes modules and other objects as texts, so that equal classes, code and settings have equal texts.
+
+    Args:
+        names: names of functions and values.
+    """
+
+    def __init__(self, names: ValueNames) -> None:
+        self._names = names
+        # Texts by `id`, with the objects. The text of an object inside itself is None.
+        self._texts = dict[int, tuple[Any, str | None]]()
+        self._classes = dict[type, tuple[str, set[str]]]()
+
+    def settings(self, value: Any) -> list[Any]:
+        """Texts of an object's class, of the user's code in the class, and of the object's attributes.
+
+        Attributes that the forward pass of a module assigns, such as activations that it keeps, are left out.
+
+        Args:
+            value: a module or another object.
+        """
+        kind = type(value)
+        if kind not in self._classes:
+            methods = forward_methods(kind).values() if issubclass(kind, torch.nn.Module) else ()
+            stored = {name for method in methods for name in _stored_attributes(method.__code__)}
+            self._classes[kind] = self.class_text(kind), stored
+        text, stored = self._classes[kind]
+        private = PRIVATE if _is_library(kind.__module__) else vars(value)
+        kept = {name for name in vars(value) if name in private or not name.startswith("_")} - PASSING - stored
+        # Methods that are replaced are changes of a model (`sources.identity.hooks_on`).
+        kept -= {name for name in kept if callable(getattr(kind, name, None))}
+        texts = [(name, self.text(vars(value)[name])) for name in sorted(kept)]
+        return [text, *(pair for pair in texts if pair[1] is not None)]
+
+    def class_text(self, kind: type) -> str:
+        """The name of a class, with names of the user's functions and constants in it, and of functions that the user replaced.
+
+        Args:
+            kind: the class.
+        """
+        parts = [f"{kind.__module__}.{kind.__qualname__}"]
+        for base in kind.__mro__:
+            is_users = not _is_library(base.__module__)
+            for name, item in vars(base).items():
+                function = getattr(item, "fget", getattr(item, "__func__", item))
+                if isinstance(function, FunctionType):
+                    parts += [] if is_of_library(_undecorated(function)) else [f"{name} {self._names.function(function)}"]
+                elif is_users and not name.startswith(("__", "_abc_")):
+                    text = self.text(item)
+                    parts += [] if text is None else [f"{name} {text}"]
+        if issubclass(kind, torch.nn.Module):
+            parts += [f"{name} {self._names.function(function)}" for name, function in _replaced_functions(kind).items()]
+        return " ".join(parts)
+
+    def text(self, value: Any) -> str | None:
+        """Describe a value as text; None for modules, whose settings count on their own, and for objects of libraries.
+
+        Args:
+            value: the value of an attribute.
+        """
+        if isinstance(value, torch.Tensor):
+            return None if value.is_meta or hasattr(value, "placements") else digest_of_tensor(value).hex()
+        if value is None or isinstance(value, PLAIN):
+            return repr(self._names.named(value))
+        if isinstance(value, MethodType):
+            # The object of a method counts on its own where it is a part of the model.
+            return f"{defined_in(value)}.{value.__qualname__}"
+        if id(value) in self._texts:
+            return self._texts[id(value)][1]
+        self._texts[id(value)] = value, None
+        text = None
+        if isinstance(value, dict | list | tuple | set | frozenset):
+            items = [list(item) for item in value.items()] if isinstance(value, dict) else value
+            # Of a collection with other objects too, those with a text.
+            texts = [inside for item in items if (inside := self.text(item)) is not None]
+            if texts or not items:
+                text = str(texts if isinstance(value, list | tuple) else sorted(texts))
+        elif isinstance(value, torch.nn.Module | type):
+            text = None
+        elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            text = repr(self._names.named(plain_config(value)))
+        elif not is_of_library(type(value)) and hasattr(value, "__dict__"):
+            text = str(self.settings(value))
+        self._texts[id(value)] = value, text
+        return text
+
+
+def _undecorated(function: FunctionType) -> FunctionType:
+    """The function inside decorators of libraries."""
+    while is_of_library(function) and isinstance(getattr(function, "__wrapped__", None), FunctionType):
+        function = function.__wrapped__  # type: ignore[attr-defined]  # set by functools.wraps
+    return function
+
+
+def _replaced_functions(kind: type) -> dict[str, FunctionType]:
+    """Functions of the user, by name, that the forward pass of a library's class calls, because they replace the library's."""
+    methods = [item for item in forward_methods(kind).values() if is_of_library(item) and defined_in(item) not in BASES]
+    found = dict[str, FunctionType]()
+    for function in called_by(methods):
+        attributes = {name for code in codes_in(function.__code__) for name in code.co_names}
+        places = {name: function.__globals__[name] for name in attributes & function.__globals__.keys()}
+        # Functions of a module's submodules too, such as torch.nn.functional.silu.
+        for _ in range(3):
+            users = {name: item for name, item in places.items() if isinstance(item, FunctionType) and not is_of_library(item)}
+            found |= users
+            modules = [item for item in places.values() if isinstance(item, ModuleType) and _is_library(item.__name__)]
+            places = {
+                f"{item.__name__}.{name}": vars(item)[name] for item in modules for name in attributes & vars(item).keys()
+            }
+    return dict(sorted(found.items()))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import sys
 from collections.abc import Iterator
-from functools import cache, cached_property, partial
-from types import BuiltinFunctionType, FunctionType
+from functools import cached_property
+from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from ..core.code_digests import ValueNames, defined_in
+from ..core.code_digests import OWN_PACKAGES, ObjectTexts, ValueNames, closure_of, defined_in, forward_methods
 from ..core.errors import LayersimError
+from ..core.tensor_digests import digest_of_tensor
 from .hooks import every_module
 
 
@@ -77,12 +76,6 @@ KINDS_OF_HOOKS = {
     "backward hook": "_backward_hooks",
     "backward pre-hook": "_backward_pre_hooks",
 }
-# Packages whose hooks belong to how a model is loaded, divided and read. The last has the placeholder of a pickled `ProbeHook`.
-OWN_PACKAGES = (
-    *("tl_layersim.", "nnsight.", "accelerate.", "transformers.", "transformer_lens.", "peft.", "bitsandbytes.", "deepspeed."),
-    *("torch.nn.utils.", "torch.nn.parallel.", "torch.distributed.", "torch.ao.", "torch.utils.", "torch._dynamo."),
-    "contextlib.",
-)
 EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
 
@@ -109,17 +102,18 @@ def hooks_on(module: torch.nn.Module) -> str:
     paths = _paths(module)
     known = {id(sub): f"module {path}" for sub, path in paths.items()}
     places = [
-        (f"{kind} of {path}", _user_function(hook))
+        (f"{kind} of {path}", hook)
         for sub, path in [*paths.items(), (None, "every module")]
         for kind, name in KINDS_OF_HOOKS.items()
         for hook in (getattr(torch_module, f"_global{name}") if sub is None else getattr(sub, name)).values()
     ]
-    places += [(f"forward of {path}", _replaced_forward(sub)) for sub, path in paths.items()]
+    changes = [(place, function) for place, hook in places if not _is_own(function := _user_function(hook))]
+    for sub, path in paths.items():
+        changes += [(f"{name} of {path}", function) for name, function in _replaced_methods(sub).items()]
     found = []
-    for place, function in places:
-        if function is not None and not _is_own(function):
-            names = ValueNames(known)
-            found.append(_marked(f"{place}: {names.function(function)}", names))
+    for place, function in changes:
+        names = ValueNames(known)
+        found.append(_marked(f"{place}: {names.function(function)}", names))
     return "; ".join(found)
 
 
@@ -179,23 +173,37 @@ def _user_function(hook: Any) -> Any:
         if inner is None:
             break
         hook = inner
-    return inspect.unwrap(hook, stop=lambda one: not _is_wrapper(one))
+    return inspect.unwrap(hook, stop=lambda inner: not _is_wrapper(inner))
 
 
-def _replaced_forward(module: torch.nn.Module) -> Any:
-    """The function that replaces a module's forward; None if there is none."""
-    forward = vars(module).get("forward")
-    # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
-    forward = getattr(getattr(forward, "state", None), "body", forward)
+def _replaced_methods(module: torch.nn.Module) -> dict[str, Any]:
+    """The functions that replace a module's `forward`, or methods that its forward calls, by the name of the method."""
+    methods = forward_methods(type(module))
+    found = {}
+    for name in ("forward", *(name for name in methods if name != "forward")):
+        function = _replacement(module, name)
+        if function is not None:
+            found[name] = function
+    return found
 
-    def is_from_class(one: Any) -> bool:
-        return getattr(one, "__func__", one) is type(module).forward
 
-    if forward is None or is_from_class(forward):
+def _replacement(module: torch.nn.Module, name: str) -> Any:
+    """The function that replaces a method of a module; None if there is none."""
+    function, method = vars(module).get(name), getattr(type(module), name, None)
+    # nnsight puts an object in the place of forward, whose body is that of the class, or a function that calls the other one.
+    function = getattr(getattr(function, "state", None), "body", function)
+
+    def is_from_class(function: Any) -> bool:
+        # A method of another module computes with that module's weights.
+        return getattr(function, "__func__", function) is method and getattr(function, "__self__", module) is module
+
+    if not callable(function) or is_from_class(function):
         return None
-    held = inspect.getclosurevars(forward).nonlocals if defined_in(forward).startswith("nnsight.") else {}
-    forward = inspect.unwrap(held.get("forward", forward), stop=lambda one: is_from_class(one) or not _is_wrapper(one))
-    return None if is_from_class(forward) else forward
+    held = inspect.getclosurevars(function).nonlocals if defined_in(function).startswith("nnsight.") else {}
+    function = held.get("forward", function)
+    function = inspect.unwrap(function, stop=lambda inner: is_from_class(inner) or not _is_wrapper(inner))
+    of_another = isinstance(getattr(function, "__self__", None), torch.nn.Module) and function.__self__ is not module
+    return None if is_from_class(function) or (_is_own(function) and not of_another) else function
 
 
 def _is_own(function: Any) -> bool:
@@ -203,24 +211,14 @@ def _is_own(function: Any) -> bool:
 
 
 def _is_wrapper(function: Any) -> bool:
-    """Whether a function is a wrapper that a library defines."""
-    # `functools.wraps` changes `__module__`, but not the globals.
-    return f"{getattr(function, '__globals__', {}).get('__name__', '')}.".startswith(OWN_PACKAGES)
+    """Whether a function is a wrapper of a library that leaves the numbers as they are. Autocast changes them."""
+    inner = getattr(function, "__func__", function)
+    changes = isinstance(inner, FunctionType) and any(isinstance(value, torch.autocast) for value in closure_of(inner))
+    return _is_own(function) and not changes
 
 
 def _marked(change: str, names: ValueNames) -> str:
     return f"{change} with {', '.join(dict.fromkeys(names.unknown))}, {UNKNOWN}" if names.unknown else change
-
-
-# Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each
-# thread stay in the cache of a processor; a GPU takes more rows at a time.
-WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
-# Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
-PASSING = {"gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
-PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
-PASSING |= {*vars(torch.nn.Module()), "_is_hf_initialized", "_output_capturing_hooks_installed", "_compiled_call_impl"}
-# Private attributes by which layers of PEFT compute; others of libraries are of how a model was made.
-PRIVATE = {"_active_adapter", "_disable_adapters"}
 
 
 class StoredWeights:
@@ -267,10 +265,6 @@ def hash_weights(module: torch.nn.Module) -> str:
     count, names do not. For quantised weights, the stored integers and scales count. Weights that accelerate has offloaded are
     read one by one from the memory or the disk that holds them. The checksum guards against mistakes, not attackers.
 
-    Each row of `WORDS` words is multiplied with constants and added modulo 2^64, the lower and the upper half of each word
-    with constants of their own: the multilinear hashing of Carter and Wegman (1979), "Universal classes of hash functions".
-    Two tensors that differ have the same sum with a probability of at most 2^-32. SHA-256 joins the sums of all rows.
-
     Args:
         module: the model. Sharded tensors (`DTensor`) and weights that were not loaded give "".
 
@@ -290,111 +284,14 @@ def hash_weights(module: torch.nn.Module) -> str:
         known |= {id(tensor): digest} if is_own else {}
         whole.update(digest)
         count += 1
-    texts = dict[int, tuple[Any, str | None]]()
-    whole.update(repr([_settings_of(sub, texts) for sub in every_module(module)]).encode())
+    modules = every_module(module)
+    numbers = {id(sub): f"module {number}" for number, sub in enumerate(modules)}
+    texts = ObjectTexts(ValueNames(numbers))
+    for sub in modules:
+        # Modules that are used twice count twice.
+        children = [numbers[id(child)] for child in sub._modules.values() if child is not None]
+        whole.update(repr([texts.settings(sub), children]).encode())
     return whole.hexdigest()[:12] if count else ""
-
-
-def digest_of_tensor(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's dtype, shape and bytes.
-
-    The bytes enter as weighted sums, see `hash_weights`.
-
-    Args:
-        tensor: a tensor of any dtype, on any device.
-    """
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    # A tensor of one element counts as contiguous with any stride.
-    flat = (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
-    per_row = 8 * WORDS
-    rows = ROWS_ON_GPU if flat.is_cuda else ROWS_ON_CPU * torch.get_num_threads()
-    whole = len(flat) - len(flat) % per_row
-    sums = [_sums_of_rows(flat[start : min(start + rows * per_row, whole)]) for start in range(0, whole, rows * per_row)]
-    if whole < len(flat):
-        last = flat.new_zeros(per_row)
-        last[: len(flat) - whole] = flat[whole:]
-        sums.append(_sums_of_rows(last))
-    if sums:
-        digest.update(torch.cat(sums).cpu().numpy().astype("<i8").tobytes())
-    return digest.digest()
-
-
-def _sums_of_rows(flat: Tensor) -> Tensor:
-    """A weighted sum (int64) of each row of `WORDS` 64-bit words in a tensor of bytes."""
-    if flat.storage_offset() % 8:
-        # Words begin at multiples of their size.
-        flat = flat.clone()
-    words = flat.view(torch.int64).view(-1, WORDS)
-    lower, upper = (constants.to(words.device) for constants in _multipliers())
-    sums: Tensor = (words * lower).add_((words >> 32).mul_(upper)).sum(-1)
-    return sums
-
-
-@cache
-def _multipliers() -> tuple[Tensor, Tensor]:
-    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64)."""
-    numbers, state = [], 0
-    for _ in range(2 * WORDS):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-        z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        z = (z ^ (z >> 31)) | 1
-        numbers.append(z - 2**64 if z >= 2**63 else z)
-    lower, upper = torch.tensor(numbers).view(2, WORDS)
-    return lower, upper
-
-
-def _settings_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> list[Any]:
-    """Texts that describe an object: its class, the user's code in the class, and its attributes.
-
-    Args:
-        value: the object.
-        known: objects and classes with their texts, by `id`. The text of an object inside itself is None.
-    """
-    kind = type(value)
-    if id(kind) not in known:
-        inside = [getattr(item, "fget", getattr(item, "__func__", item)) for one in kind.__mro__ for item in vars(one).values()]
-        own = [item for item in inside if isinstance(item, FunctionType) and not _is_of_library(item)]
-        known[id(kind)] = kind, f"{kind.__module__}.{kind.__qualname__} {' '.join(map(ValueNames().function, own))}"
-    private = PRIVATE if _is_of_library(kind) else vars(value)
-    kept = {name for name in vars(value) if name in private or not name.startswith("_")} - PASSING
-    # Libraries that place a model wrap its methods, such as `to`. `hooks_on` names a `forward` that is replaced.
-    kept -= {name for name in kept if callable(getattr(kind, name, None))}
-    texts = [(name, _text_of(vars(value)[name], known)) for name in sorted(kept)]
-    return [known[id(kind)][1], *(one for one in texts if one[1] is not None)]
-
-
-def _is_of_library(function: Any) -> bool:
-    root = defined_in(function).partition(".")[0]
-    return _is_own(function) or root == "torch" or root in sys.stdlib_module_names
-
-
-def _text_of(value: Any, known: dict[int, tuple[Any, str | None]]) -> str | None:
-    """Describe a value as text, so that equal values have equal texts.
-
-    Modules, whose settings count on their own, and objects of libraries have none.
-    """
-    if isinstance(value, Tensor):
-        return None if value.is_meta or hasattr(value, "placements") else digest_of_tensor(value).hex()
-    if value is None or isinstance(
-        value, str | bool | int | float | complex | np.generic | np.ndarray | FunctionType | BuiltinFunctionType | partial
-    ):
-        return repr(ValueNames().named(value))
-    if id(value) in known:
-        return known[id(value)][1]
-    known[id(value)] = value, None
-    text = None
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        items = [list(item) for item in value.items()] if isinstance(value, dict) else value
-        # Of a collection with other objects too, those with a text.
-        texts = [one for item in items if (one := _text_of(item, known)) is not None]
-        if texts or not items:
-            text = str(texts if isinstance(value, list | tuple) else sorted(texts))
-    elif not isinstance(value, torch.nn.Module | type) and not _is_of_library(type(value)) and hasattr(value, "__dict__"):
-        text = str(_settings_of(value, known))
-    known[id(value)] = value, text
-    return text
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
