@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import combinations_with_replacement, product
-from types import FunctionType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,9 +21,10 @@ from ..architectures.layouts import NO_HEAD
 from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import Head
 from ..core import LayersimError, Provenance, Result, Sums, typed, warn
-from ..core.code_digests import digest_of_code
+from ..core.code_digests import ObjectTexts, ValueNames
 from ..core.registry import Registry
 from ..core.sums import need_memory
+from ..core.tensor_digests import digest_of_tensor
 from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import as_labels, label_source
@@ -419,7 +419,7 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
 
 
 def code_digest(analyzer: Analyzer) -> str:
-    """Digest of an analyzer's bytecode and of the functions that it calls.
+    """Digest of the code of an analyzer's class and of the functions that it calls, with the values that the code reads.
 
     Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
 
@@ -432,13 +432,12 @@ def code_digest(analyzer: Analyzer) -> str:
     cls = type(analyzer)
     if cls.__module__.split(".")[0] == __name__.split(".")[0]:
         return ""
-    return digest_of_code(item for item in vars(cls).values() if isinstance(item, FunctionType))
+    return hashlib.sha256(ObjectTexts(ValueNames()).class_text(cls).encode()).hexdigest()[:12]
 
 
 def _plain(option: str, value: Any) -> Any:
     if isinstance(value, Tensor):
-        digest = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
-        return f"tensor {tuple(value.shape)} sha256 {digest}"
+        return f"tensor {tuple(value.shape)} sha256 {digest_of_tensor(value).hex()[:12]}"
     if isinstance(value, ExitHeads):
         return str(value)
     if isinstance(value, list | tuple):

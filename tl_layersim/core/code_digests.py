@@ -143,7 +143,7 @@ class ValueNames:
         """
         values: list[Any] = []
         while isinstance(function, functools.partial):
-            values += [function.args, function.keywords]
+            values.append(_arguments(function))
             function = function.func
         # Decorators of libraries such as torch.no_grad() hold objects of their own, so only their code counts.
         while (inner := getattr(function, "__wrapped__", None)) is not None and is_of_library(function):
@@ -158,8 +158,11 @@ class ValueNames:
             self._know(own, name)
             if bound is not None:
                 known = id(bound) in self._known or isinstance(bound, type | torch.nn.Module)
-                values.append(bound if known else [type(bound), getattr(bound, "__dict__", {})])
-            values += [closure_of(own), own.__defaults__, own.__kwdefaults__]
+                held = dict(getattr(bound, "__dict__", {}))
+                for changed in held.keys() & _written_names(own.__code__):
+                    del held[changed]
+                values.append(bound if known else [type(bound), held])
+            values += [closure_of(own), _defaults(own)]
             module = defined_in(own)
             code = version_of(module) if _is_library(module) else digest_of_code([own])
             if not _is_library(module) and not _is_installed(sys.modules.get(module)):
@@ -254,7 +257,7 @@ class ValueNames:
 
     def _globals(self, function: FunctionType) -> dict[str, Any]:
         """Names of the global values that a function reads, and of those that it reads from modules of the user."""
-        read = _names_of_globals(function.__code__)
+        read = _names_of_globals(function.__code__) - _written_names(function.__code__)
         found = {name: function.__globals__[name] for name in sorted(read) if name in function.__globals__}
         attributes = {name for code in codes_in(function.__code__) for name in code.co_names}
         return {
@@ -289,12 +292,31 @@ def _is_installed(module: ModuleType | None) -> bool:
 
 
 def closure_of(function: FunctionType) -> list[Any]:
-    """Values of a function's closure; variables that are not set yet are left out."""
+    """Values of a function's closure; variables that are not set yet, or that the function changes, are left out."""
     values = []
-    for cell in function.__closure__ or ():
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):
-            values.append(cell.cell_contents)
+            values += [] if name in _written_names(function.__code__) else [cell.cell_contents]
     return values
+
+
+def _defaults(function: FunctionType) -> list[Any]:
+    """Default values of a function's arguments, without those that it changes."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    named = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    more = (function.__kwdefaults__ or {}).items()
+    return [value for name, value in (*named, *more) if name not in _written_names(code)]
+
+
+def _arguments(function: functools.partial[Any]) -> list[Any]:
+    """Arguments that a `functools.partial` holds, without those that its function changes."""
+    inner = getattr(function.func, "__func__", function.func)
+    if not isinstance(inner, FunctionType):
+        return [function.args, function.keywords]
+    names, written = inner.__code__.co_varnames, _written_names(inner.__code__)
+    args = [value for name, value in zip(names, function.args, strict=False) if name not in written]
+    args += function.args[len(names) :]
+    return [args, {name: value for name, value in function.keywords.items() if name not in written}]
 
 
 @functools.lru_cache(4096)
@@ -308,12 +330,40 @@ def _names_of_globals(code: CodeType) -> frozenset[str]:
     )
 
 
+# Methods that change a collection.
+CHANGING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "pop", "popleft", "clear"}
+LOADS = ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_ATTR", "LOAD_CLASSDEREF")
+
+
 @functools.lru_cache(4096)
-def _stored_attributes(code: CodeType) -> frozenset[str]:
-    """Names of the attributes that a code object and the code inside it assign."""
-    return frozenset(
-        step.argval for inner in codes_in(code) for step in dis.get_instructions(inner) if step.opname == "STORE_ATTR"
-    )
+def _written_names(code: CodeType) -> frozenset[str]:
+    """Names of the variables and attributes that code assigns, or whose items it assigns.
+
+    They hold what the code found, such as activations that a hook keeps, and are no settings of it.
+    """
+    written = set[str]()
+    for inner in codes_in(code):
+        steps = [step for step in dis.get_instructions(inner) if step.opname != "CACHE"]
+        for number, step in enumerate(steps):
+            before = steps[number - 1] if number else step
+            if step.opname in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"):
+                written.add(step.argval)
+            elif step.opname in ("LOAD_METHOD", "LOAD_ATTR") and step.argval in CHANGING and before.opname in LOADS:
+                written.add(before.argval)
+            elif step.opname == "STORE_SUBSCR":
+                written |= _container_names(steps[:number])
+    return frozenset(written)
+
+
+def _container_names(steps: list[dis.Instruction]) -> set[str]:
+    """The variable or attribute in whose item the code after these steps stores; the key is on top of the container."""
+    height = 0
+    for number in range(len(steps) - 1, 0, -1):
+        height += dis.stack_effect(steps[number].opcode, steps[number].arg, jump=False)
+        if height == 1:
+            container = steps[number - 1]
+            return {container.argval} if container.opname in LOADS else set()
+    return set()
 
 
 # Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
@@ -357,8 +407,10 @@ def forward_methods(kind: type) -> dict[str, FunctionType]:
 
 
 # Values that `ValueNames` describes in full.
-PLAIN = (str, bool, int, float, complex, enum.Enum, np.generic, np.ndarray, torch.dtype)
-PLAIN += (FunctionType, BuiltinFunctionType, functools.partial)
+PLAIN = (
+    *(str, bool, int, float, complex, enum.Enum, np.generic, np.ndarray, torch.dtype),
+    *(FunctionType, BuiltinFunctionType, functools.partial),
+)
 
 
 class ObjectTexts:
@@ -385,7 +437,7 @@ class ObjectTexts:
         kind = type(value)
         if kind not in self._classes:
             methods = forward_methods(kind).values() if issubclass(kind, torch.nn.Module) else ()
-            stored = {name for method in methods for name in _stored_attributes(method.__code__)}
+            stored = {name for method in methods for name in _written_names(method.__code__)}
             self._classes[kind] = self.class_text(kind), stored
         text, stored = self._classes[kind]
         private = PRIVATE if _is_library(kind.__module__) else vars(value)

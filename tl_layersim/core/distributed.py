@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,8 @@ class Deal:
 
 
 ALONE = Deal(0, 1, True)
+# Whether this thread is inside `failing_together`.
+_local = threading.local()
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -81,6 +85,69 @@ def refuse_parts(module: torch.nn.Module) -> None:
         )
 
 
+def gathered(own: Any) -> list[Any]:
+    """The values of all ranks, in the order of the ranks. Every rank of the group must call this function.
+
+    Args:
+        own: the value of this rank; it is pickled.
+
+    Raises:
+        LayersimError: another rank failed before its call, see `failing_together`.
+    """
+    size = rank_and_size()[1]
+    if size == 1:
+        return [own]
+    values: list[Any] = [None] * size
+    try:
+        dist.all_gather_object(values, own)
+    except RuntimeError as error:
+        raise OtherRankFailed(f"Another rank of the torch.distributed group ended or did not answer: {error}") from error
+    for rank, value in enumerate(values):
+        if isinstance(value, FailedRank):
+            raise OtherRankFailed(f"Rank {rank} of the torch.distributed group failed: {value.message}")
+    return values
+
+
+@dataclass(frozen=True)
+class FailedRank:
+    """What a rank that failed tells the other ranks.
+
+    Attributes:
+        message: its error.
+    """
+
+    message: str
+
+
+class OtherRankFailed(LayersimError):
+    """Another rank of the group failed, so this one stops too."""
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Context manager for a call that all ranks make: if one rank raises an error, all ranks raise an error.
+
+    A rank that fails takes part in the next exchange of the other ranks (`gathered`), and tells them its error. All ranks meet
+    once more at the end, in case that a rank fails after its last exchange. Inside another such context it does nothing.
+    """
+    if rank_and_size()[1] == 1 or getattr(_local, "together", False):
+        yield
+        return
+    _local.together = True
+    try:
+        yield
+        gathered(None)
+    except OtherRankFailed:
+        raise
+    except Exception as error:
+        # The other ranks may have ended.
+        with suppress(Exception):
+            gathered(FailedRank(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        _local.together = False
+
+
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
     """Assign batches to processes, and return this process's `Deal`. Processes that share a model copy get the same batches.
 
@@ -96,9 +163,7 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
     if size == 1:
         return ALONE
     mine = sorted(frozenset({rank}).union(*peers))
-    gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, mine)
-    groups = sorted({tuple(group) for group in gathered})
+    groups = sorted({tuple(group) for group in gathered(mine)})
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(size)) or len({len(group) for group in groups}) > 1:
         raise LayersimError(
@@ -123,8 +188,7 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
     # NCCL communicates CUDA tensors only.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     mine = {name: {key: (tuple(t.shape), t.dtype) for key, t in s.fields.items()} for name, s in sums.items()}
-    shapes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shapes, mine)
+    shapes = gathered(mine)
     total: dict[str, Sums] = {}
     for name in sums:
         known: dict[str, Any] = next((rank[name] for rank in shapes if rank[name]), {})
@@ -151,11 +215,8 @@ def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tu
     """
     if rank_and_size()[1] == 1:
         return tree.blocks()
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, tree.size)
-    own = tree.coarser(max(sizes)).blocks()
-    counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, [(block.rows, block.tokens) if deal.leads else (0, 0) for block in own])
+    own = tree.coarser(max(gathered(tree.size))).blocks()
+    counts = gathered([(block.rows, block.tokens) if deal.leads else (0, 0) for block in own])
     total = []
     for number in range(max(map(len, counts))):
         mine = own[number].sums if number < len(own) else {name: Sums() for name in names}

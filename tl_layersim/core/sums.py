@@ -378,6 +378,7 @@ class Tally:
         seconds: wall time.
         done: whether the pass has reached the end of the data.
         tree: the sums of the batches that this process ran.
+        inputs: digest of these rows with their counted positions, labels and texts, see `data.batches.RowDigests`.
     """
 
     batches: int = 0
@@ -387,6 +388,7 @@ class Tally:
     seconds: float = 0.0
     done: bool = False
     tree: SumTree = SumTree()
+    inputs: str = ""
 
     def sums(self, names: Iterable[str]) -> dict[str, Sums]:
         """Dict from the name of each kernel to its sums over all rows.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.code_digests import ValueNames
 from ..core.errors import LayersimError, in_words
 from .data import MOST_KEPT, Data, KeptRows, Notes
 from .labels import NO_LABEL
@@ -50,6 +51,47 @@ def row_bytes(batch: Batch, number: int) -> bytes:
         plain = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         found += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + plain + b"|"
     return found
+
+
+class RowDigests:
+    """Digests of the rows that a pass over the data has read so far. They do not depend on the batch size.
+
+    Args:
+        marked: whether the data marks the counted positions, which `rows` then includes.
+    """
+
+    def __init__(self, marked: bool = False) -> None:
+        self._marked = marked
+        self._rows, self._beside = new_digest(), new_digest()
+
+    def add(self, batch: Batch) -> None:
+        """Update the digests with the rows of a batch."""
+        fingerprint(self._rows, batch, self._marked)
+        for number in range(len(batch.tokens)):
+            self._beside.update(bytes_beside(batch, number))
+
+    @property
+    def rows(self) -> str:
+        """SHA-256 of tokens, masks and further inputs of the model."""
+        return str(self._rows.hexdigest())
+
+    @property
+    def inputs(self) -> str:
+        """SHA-256 of everything in the rows that changes a number: `rows`, counted positions, labels and texts."""
+        return hashlib.sha256(f"{self._rows.hexdigest()} {self._beside.hexdigest()}".encode()).hexdigest()
+
+
+def bytes_beside(batch: Batch, number: int) -> bytes:
+    """What belongs to a row of a batch beside its inputs: counted positions, labels, and the text that it comes from."""
+    counted = batch.counted[number]
+    length = int((batch.attention[number] | counted).nonzero()[-1]) + 1
+    found = counted[:length].numpy().tobytes() + b"|"
+    if batch.labels is not None:
+        labels = batch.labels[number, :length]
+        # A row without labels has missing labels beside rows with labels.
+        found += labels.numpy().tobytes() if bool((labels != NO_LABEL).any()) else b""
+    origin = batch.origins[number] if batch.origins else (batch.first + number, 0)
+    return found + f"|{origin} {batch.pooled} {batch.has_tokens} {sorted(batch.positional)}|".encode()
 
 
 def new_digest() -> Any:
@@ -204,6 +246,24 @@ class Batch:
         return replace(self, tokens=tokens, attention=attention, counted=counted, labels=labels)
 
 
+def state_of(tool: Any) -> str:
+    """Digest of the settings of a tokenizer or an image processor, which may be changed in place; "" for None.
+
+    The vocabulary counts by its size.
+
+    Args:
+        tool: the tokenizer or the processor.
+    """
+    if tool is None:
+        return ""
+    names, backend = ValueNames(), getattr(tool, "backend_tokenizer", None)
+    steps = [getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "post_processor")]
+    # Steps of a fast tokenizer have their settings as JSON.
+    texts = [step.__getstate__() if type(step).__module__.startswith("tokenizers") else step for step in steps]
+    size = len(tool) if hasattr(tool, "__len__") else 0
+    return names.digest(f"{type(tool).__qualname__} {size}", [vars(tool) if hasattr(tool, "__dict__") else {}, texts])
+
+
 @dataclass(frozen=True)
 class Batches:
     """Batches of the data, in the same order at each iteration.
@@ -270,11 +330,11 @@ class Batches:
     def _kept_key(self) -> Hashable:
         """Key of the kept rows: the properties of the model and the options on which the rows depend."""
         own = self.model
-        tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
+        tools = (id(own.tokenizer), state_of(own.tokenizer), id(own.processor), state_of(own.processor))
+        reading = (self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
         names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
-        rule = self.data.positions
-        return tools, sizes, names, repr(rule) if isinstance(rule, slice) else rule
+        return tools, reading, sizes, names, self.data.selection.record(), self.data.skip_first
 
     def record(self) -> dict[str, Any]:
         """A dict of the reading options, tokenizer, processor and main input, for the provenance."""
@@ -329,6 +389,8 @@ class Batches:
         self.notes.begin()
         texts = TextRows(self.data, self.model, self.notes)
         for row in self._limited(texts.rows(self._items())):
+            # An iterable may use the memory of a row again for the next one.
+            row = row.copied()
             kept.add(row)
             yield row
         texts.warn_of_cut()

@@ -7,14 +7,13 @@ from collections.abc import Hashable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
-import torch
-
 from ..core.arguments import NonNegativeInt, PositiveInt, RowCount, TwoOrMore, typed
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
 from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
 from .row import Row
+from .source_content import content_digest
 
 
 @dataclass
@@ -96,6 +95,21 @@ class KeptRows:
         return self.size <= MOST_KEPT
 
 
+@dataclass
+class Reading:
+    """What calls have read of a source, and the content of the source at that time.
+
+    Attributes:
+        content: digest of the source (`content_digest`); None if its content cannot be known.
+        rows: tokenised rows, by properties of the model that they depend on.
+        items: number of items that were read of an iterable without a length.
+    """
+
+    content: str | None = None
+    rows: dict[Hashable, KeptRows] = field(default_factory=dict)
+    items: int = 0
+
+
 # The name of a column, or the names of two columns of texts that form pairs.
 Column = str | tuple[str, str]
 # Longest chat template that is recorded as text.
@@ -117,7 +131,8 @@ class Data:
     Functions that take data accept a `Data`, or raw data, which gets the default options.
 
     The rows are tokenised by the first call that needs them and kept for later calls of models with the same tokenizer, up to
-    256 MB. `print(data)` then shows how many rows and positions they have.
+    256 MB. `print(data)` then shows how many rows and positions they have. A later call reads the source again if its content
+    has changed, or if it is an iterable whose content is not known, such as a `DataLoader`.
 
     Args:
         source: a list of texts, a token tensor `batch pos`, a mapping of the model's inputs by name (`input_ids`,
@@ -169,8 +184,9 @@ class Data:
     prepend_bos: bool = True
     chat_template: str | None = None
     add_generation_prompt: bool = False
-    # By model properties that the rows depend on.
-    _kept: dict[Hashable, KeptRows] = field(default_factory=dict, init=False)
+    _reading: Reading = field(default_factory=Reading, init=False)
+    # Whether this is the data of one call, whose source was compared with what earlier calls have read.
+    _is_of_call: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.seq_len and self.skip_first >= self.seq_len:
@@ -180,11 +196,29 @@ class Data:
     def of(cls, given: Any, **defaults: Any) -> Data:
         """Convert the argument `data` of a call to a `Data`; raw data gets the default options.
 
+        The rows that earlier calls have kept are used only if the content of the source is the same.
+
         Args:
             given: a `Data`, or raw data.
             **defaults: options for raw data in which the call differs from the defaults of `Data`.
         """
-        return given if isinstance(given, Data) else cls(given, **defaults)
+        if not isinstance(given, Data):
+            return cls(given, **defaults)._of_call(Reading())
+        if given._is_of_call:
+            return given
+        # An iterator that was read cannot be read again, so its rows are those that were kept.
+        if not given.read_once:
+            content = content_digest(given.source)
+            if content is None or content != given._reading.content:
+                object.__setattr__(given, "_reading", Reading(content))
+        return given._of_call(given._reading)
+
+    def _of_call(self, reading: Reading) -> Data:
+        """A copy for one call, which shares the rows that were read."""
+        copy = replace(self)
+        object.__setattr__(copy, "_reading", reading)
+        object.__setattr__(copy, "_is_of_call", True)
+        return copy
 
     def like(self, given: Any) -> Data:
         """Convert further data of the same call, such as `eval_data`, to a `Data`; raw data gets the options of this data.
@@ -192,7 +226,7 @@ class Data:
         Args:
             given: a `Data`, or raw data.
         """
-        return given if isinstance(given, Data) else replace(self, source=given)
+        return Data.of(given if isinstance(given, Data) else replace(self, source=given))
 
     def counting(self, rule: PositionRule) -> Data:
         """A copy of the data with another rule for `positions` and the same tokenised rows.
@@ -200,9 +234,7 @@ class Data:
         Args:
             rule: the rule, see `positions`.
         """
-        settled = replace(self, positions=rule)
-        object.__setattr__(settled, "_kept", self._kept)
-        return settled
+        return replace(self, positions=rule)._of_call(self._reading)
 
     def kept(self, key: Hashable) -> KeptRows | None:
         """The `KeptRows` of the last pass with this key; None before the first pass.
@@ -210,7 +242,7 @@ class Data:
         Args:
             key: properties of the model that the rows depend on.
         """
-        return self._kept.get((key, self._state))
+        return self._reading.rows.get(key)
 
     def keep(self, key: Hashable, rows: KeptRows) -> None:
         """Store the `KeptRows` of a new pass under a key. Passes that run at the same time each fill their own rows.
@@ -219,14 +251,20 @@ class Data:
             key: properties of the model that the rows depend on.
             rows: empty container of the pass's rows.
         """
-        self._kept[key, self._state] = rows
+        self._reading.rows[key] = rows
 
     @property
-    def _state(self) -> int | None:
-        """A tensor's version or a list's length, to detect changes; None for other sources."""
-        if isinstance(self.source, torch.Tensor) and not self.source.is_inference():
-            return self.source._version
-        return len(self.source) if isinstance(self.source, list | tuple) else None
+    def items_read(self) -> int:
+        """Number of items that were read of a source without a length."""
+        return self._reading.items
+
+    def note_items(self, count: int) -> None:
+        """Note that items of the source were read.
+
+        Args:
+            count: number of items from the beginning of the source.
+        """
+        self._reading.items = max(self._reading.items, count)
 
     @property
     def read_once(self) -> bool:
@@ -236,7 +274,7 @@ class Data:
     @property
     def is_used_up(self) -> bool:
         """Whether the source is an iterator that an earlier pass has started to read."""
-        return self.read_once and bool(self._kept)
+        return self.read_once and bool(self._reading.rows)
 
     @property
     def selection(self) -> Positions:
@@ -257,7 +295,7 @@ class Data:
         options = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init and f.name != "source"]
         given = [f"{name}={brief(value)}" for name, value, default in options if value != default]
         title = f"Data({', '.join([brief(self.source), *given])})"
-        read = next((kept for kept in self._kept.values() if kept.notes is not None), None)
+        read = next((kept for kept in self._reading.rows.values() if kept.notes is not None), None)
         if read is None or not read.rows:
             return f"{title}\n  not read yet, or not kept: a call with a model reads it"
         counted = sum(int((row.attention if row.counted is None else row.counted).sum()) for row in read.rows)

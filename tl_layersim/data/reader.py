@@ -121,6 +121,8 @@ class Reader:
             for number, item in enumerate(data):
                 if number == 0:
                     refuse_path(item)
+                if data is self.data.source:
+                    self.data.note_items(number + 1)
                 if is_missing(item):
                     yield Text(None)
                     continue

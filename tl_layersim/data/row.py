@@ -49,6 +49,22 @@ class Row:
         held = (self.tokens, self.attention, self.labels, self.marks, self.counted, *self.inputs.values())
         return sum(values.nbytes for values in held if values is not None)
 
+    def copied(self) -> Row:
+        """The row with tensors of its own, which do not change with the data."""
+
+        def copy(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.clone()
+
+        return replace(
+            self,
+            tokens=self.tokens.clone(),
+            attention=self.attention.clone(),
+            labels=copy(self.labels),
+            marks=copy(self.marks),
+            counted=copy(self.counted),
+            inputs={name: values.clone() for name, values in self.inputs.items()},
+        )
+
     def __getitem__(self, span: slice) -> Row:
         def cut(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[span]

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.arguments import typed
-from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, rank_and_size, weight_peers
+from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, failing_together, rank_and_size, weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import refuse_unwritable
 from ..core.results import Report, Result
@@ -39,6 +39,7 @@ from .run_arguments import (
 )
 from .run_description import Analysis, DataPart
 from .run_files import tallies_of
+from .run_identity import refuse_other_data_on_ranks, refuse_other_ranks
 from .shards import FilesArgument, merged_first, paths_of, run_shard
 from .site_plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from .submitted_runs import RemoteRun, start
@@ -59,16 +60,24 @@ def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None)
         LayersimError: a model or the data does not suit an analyzer, or the data differs from the data of the checkpoint.
     """
     analysis.check()
-    deal = agree([weight_peers(one.module) if isinstance(one, HasModule) else frozenset() for one in analysis.sources])
+    peers = [weight_peers(source.module) if isinstance(source, HasModule) else frozenset() for source in analysis.sources]
+    deal = agree(peers)
     rank, size = rank_and_size()
     own = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
     refuse_unwritable(own, "checkpoint")
-    identity = {} if path is None else analysis.identity("checkpoint") | {"processes": size, "copies": deal.copies}
+    identity = {}
+    if path is not None or size > 1:
+        identity = analysis.identity(None if path is None else "checkpoint") | {"processes": size, "copies": deal.copies}
+        # Ranks that share a model hold different parts of its weights.
+        models = zip(identity["models"], peers, strict=True)
+        of_all = [model | {"weights": ""} if sharers else model for model, sharers in models]
+        refuse_other_ranks("run", identity | {"models": of_all})
     file = ResumableFile(own, "checkpoint", identity)
     tallies = file.resume(tallies_of) or {}
     analysis.read_ahead()
     done = run(analysis, DataPart(deal), file, tallies)
     tally, tree = done.state.tally, done.state.tally.tree
+    refuse_other_data_on_ranks(tally)
     total = add_over_ranks(tally.sums(done.kernels), deal)
     blocks = () if tree.size is None else add_blocks_over_ranks(tree, done.kernels, deal)
     return make_report(
@@ -229,25 +238,26 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
-    data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
-    how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
-    refuse_contradictions(how, blocking, opened[0])
-    first_pass = None if first is None else merged_first(paths_of(first, "first"))
-    prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
-    if not blocking:
-        return start(prepare(opened))
-    if shard is None or save_to is None:
-        return run_with_baseline(opened, data, prepare, baseline, checkpoint)
-    analysis = prepare(opened)
-    path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), first_pass)
-    if first_pass is None and analysis.first_needs_model:
-        names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
-        tqdm.write(
-            f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. After the first pass over "
-            "all shards, call analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
-            file=sys.stderr,
-        )
-    return path
+    with failing_together():
+        data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
+        how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
+        refuse_contradictions(how, blocking, opened[0])
+        first_pass = None if first is None else merged_first(paths_of(first, "first"))
+        prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
+        if not blocking:
+            return start(prepare(opened))
+        if shard is None or save_to is None:
+            return run_with_baseline(opened, data, prepare, baseline, checkpoint)
+        analysis = prepare(opened)
+        path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), first_pass)
+        if first_pass is None and analysis.first_needs_model:
+            names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
+            tqdm.write(
+                f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. After the first pass "
+                "over all shards, call analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
+                file=sys.stderr,
+            )
+        return path
 
 
 def opened_analysis(
@@ -334,8 +344,9 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
-    data, chosen, pair = Data.of(data), choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
-    refuse_no_comparison(chosen)
-    prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
-    report = run_with_baseline(pair, data, prepare, baseline, checkpoint)
-    return report if is_several(analyzers) else next(iter(report.values()))
+    with failing_together():
+        data, chosen, pair = Data.of(data), choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
+        refuse_no_comparison(chosen)
+        prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
+        report = run_with_baseline(pair, data, prepare, baseline, checkpoint)
+        return report if is_several(analyzers) else next(iter(report.values()))

@@ -144,7 +144,9 @@ class Workers:
         if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
             raise LayersimError(f"{given} other models, analyzers or options than this run: {words}.")
         if part.counts != self.counts:
-            raise LayersimError(f"{given} other rows than this run, which has {self.counts.tokens} tokens.")
+            raise LayersimError(
+                f"{given} other rows, counted positions, labels or texts than this run, which has {self.counts.tokens} tokens."
+            )
         files[part.number] = path
         bar.update(sum(node.tokens for node in part.tally.tree.nodes))
         return part.of

@@ -28,13 +28,14 @@ from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
 from ..core.wording import brief, with_article
-from ..data.batches import Batch, BatchSize, batch_sizes, fingerprint, new_digest
+from ..data.batches import Batch, BatchSize, RowDigests, batch_sizes
 from ..data.data import Data
 from ..sources.activation_checks import check_lens, check_stream_sums, refuse_not_finite
 from ..sources.model_description import Model
 from ..sources.source import CanReadSites, OnServer, PartialSums
 from .report_assembly import refuse_empty
 from .run_description import FIRST, MAIN, Analysis, DataPart
+from .run_identity import refuse_other_data_on_ranks
 from .two_models import crossing, one_after_another, side_by_side
 
 # Leaves of a run whose number is not known, for the memory of its sums.
@@ -52,12 +53,14 @@ class Step(NamedTuple):
         batches: number of batches read so far, this one included.
         tokens: number of counted positions in each row.
         digest: SHA-256 of all rows read so far, the batch's own included.
+        inputs: digest of these rows with their counted positions, labels and texts.
     """
 
     measured: bool
     batches: int
     tokens: tuple[int, ...]
     digest: str
+    inputs: str
 
 
 @dataclass
@@ -116,6 +119,7 @@ def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
         sequences=tally.sequences + sum(len(step.tokens) for step in steps),
         tokens=tally.tokens + sum(sum(step.tokens) for step in steps),
         digest=steps[-1].digest if steps else tally.digest,
+        inputs=steps[-1].inputs if steps else tally.inputs,
         seconds=seconds,
     )
 
@@ -204,8 +208,9 @@ class DataPass:
         held, read = self.state.tally, 0
         for step, batch in self._numbered():
             read = step.batches
-            if read == held.batches and step.digest != held.digest:
-                raise _other_data(f"other rows among the first {read} batches")
+            if read == held.batches and step.inputs != held.inputs:
+                what = "rows" if step.digest != held.digest else "counted positions, labels or texts"
+                raise _other_data(f"other {what} among the first {read} batches")
             if read <= held.batches:
                 continue
             if held.done:
@@ -220,18 +225,19 @@ class DataPass:
 
     def _numbered(self) -> Iterator[tuple[Step, Batch]]:
         """Yields all batches with their counts. Rank and shard decide which batches this process measures."""
-        batches, deal, digest = self.analysis.batches, self.part.deal, new_digest()
+        batches, deal = self.analysis.batches, self.part.deal
+        digests = RowDigests(batches.data.selection.marked)
         # Number of batches so far with a counted position, and number of rows before the next measured batch.
         with_counted, row = 0, self.state.tally.tree.start
         for number, batch in enumerate(batches):
-            fingerprint(digest, batch, batches.data.selection.marked)
+            digests.add(batch)
             measured = bool(batch.counted.any())
             if measured:
                 self._settle(batch)
                 measured = number % deal.copies == deal.copy and (self.within is None or with_counted in self.within)
                 with_counted += 1
             tokens = tuple(batch.counted.sum(1).tolist())
-            yield Step(measured, number + 1, tokens, digest.hexdigest()), self._with_leaf(batch, row)
+            yield Step(measured, number + 1, tokens, digests.rows, digests.inputs), self._with_leaf(batch, row)
             row += batch.capacity * measured
 
     def _with_leaf(self, batch: Batch, row: int) -> Batch:
@@ -337,6 +343,7 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
             last.run()
         if part.last_pass == MAIN:
             if kernels:
+                refuse_other_data_on_ranks(tallies[FIRST])
                 first_sums = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
                 if not any(first_sums.values()):
                     refuse_empty(tallies[FIRST].tokens, tallies[FIRST].sequences)
@@ -345,7 +352,7 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
                 last.run()
     expected = part.counts or tallies.get(FIRST)
     for tally in tallies.values():
-        if expected is not None and tally.done and tally.digest != expected.digest:
+        if expected is not None and tally.done and tally.inputs != expected.inputs:
             raise LayersimError(
                 f"`data` gave different rows on the second data pass: {expected.tokens} tokens on the first pass, and "
                 f"{tally.tokens} on the second. Pass list(data)."

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -19,10 +18,11 @@ from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
 from ..core.sums import MOST_BLOCKS, Tally
 from ..core.wording import duration_in_words
-from ..data.batches import Batches, fingerprint, new_digest
+from ..data.batches import Batches, RowDigests
 from ..sources.source import OnServer, Source, running
 from .run_arguments import refuse_large_heads
 from .run_files import model_notes, recipe_of, tallies_snapshot
+from .run_identity import identity_of, modules_here
 from .site_plan import SitePlan
 
 # Names of the passes over the data, as files hold them.
@@ -41,6 +41,7 @@ class DataCounts:
         digest: SHA-256 of all rows.
         rows: number of rows in the measured batches.
         capacity: number of rows in each batch but the last.
+        inputs: digest of all rows with their counted positions, labels and texts, see `data.batches.RowDigests`.
     """
 
     batches: int
@@ -50,6 +51,7 @@ class DataCounts:
     digest: str
     rows: int
     capacity: int
+    inputs: str = ""
 
     def within(self, number: int, of: int) -> range:
         """Indices of the batches of one shard, as a range. Batches without a counted position have no index.
@@ -156,19 +158,18 @@ class Analysis:
         return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
 
     def identity(self, argument: str | None) -> dict[str, Any]:
-        """Models, sites, analyzers, data options and package version of a run.
+        """Models, sites, analyzers, data options and versions of a run; `run_identity` lists all inputs.
 
         A call continues a saved run only if all are equal.
 
         Args:
             argument: see `Model.identity`.
         """
-        return {
-            "models": [source.model.identity(argument) for source in self.sources],
+        models = [source.model for source in self.sources]
+        return identity_of(models, modules_here(self.sources), argument) | {
             "sites": [list(source.sites) for source in self.sources],
             "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
             "data": self.settings,
-            "version": version("tl_layersim"),
         }
 
     @cached_property
@@ -241,15 +242,16 @@ def count_data(batches: Batches) -> DataCounts:
     Args:
         batches: the data.
     """
-    digest, marked = new_digest(), batches.data.selection.marked
+    digests = RowDigests(batches.data.selection.marked)
     number = measured = sequences = tokens = rows = capacity = 0
     bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
     with bar:
         for batch in batches:
-            fingerprint(digest, batch, marked)
+            digests.add(batch)
             counted, size = int(batch.counted.sum()), len(batch.tokens)
             number, sequences, tokens, capacity = number + 1, sequences + size, tokens + counted, batch.capacity
             measured, rows = measured + (counted > 0), rows + size * (counted > 0)
             bar.update(counted)
     # As a pass over the data counts: no row, no digest.
-    return DataCounts(number, measured, sequences, tokens, digest.hexdigest() if number else "", rows, capacity)
+    digest, inputs = (digests.rows, digests.inputs) if number else ("", "")
+    return DataCounts(number, measured, sequences, tokens, digest, rows, capacity, inputs)

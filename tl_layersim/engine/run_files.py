@@ -19,7 +19,7 @@ from ..sources.model_description import Model
 from .run_arguments import AnalyzersArgument, choose_analyzers
 
 # Fields of a tally that JSON holds; the others are sums.
-PLAIN = ("batches", "sequences", "tokens", "digest", "seconds", "done")
+PLAIN = ("batches", "sequences", "tokens", "digest", "inputs", "seconds", "done")
 
 
 def sums_snapshot(prefix: str, sums: Mapping[str, Sums]) -> dict[str, Tensor]:

@@ -99,11 +99,13 @@ class ShardPart:
             given: the argument and its value, as the beginning of a sentence.
             counts: counts of the data of this call.
         """
-        if self.counts != counts:
-            raise LayersimError(
-                f"{given}: {self.counts.tokens} tokens in {self.counts.sequences} rows, which differ from the expected "
-                f"{counts.tokens} tokens in {counts.sequences} rows."
-            )
+        if self.counts == counts:
+            return
+        own, expected = (f"{each.tokens} tokens in {each.sequences} rows" for each in (self.counts, counts))
+        if own != expected:
+            raise LayersimError(f"{given}: {own}, which differ from the expected {expected}.")
+        what = "tokens or inputs" if self.counts.digest != counts.digest else "counted positions, labels or texts"
+        raise LayersimError(f"{given}: {own} as expected, but with other {what}.")
 
 
 def run_shard(
@@ -216,7 +218,7 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
     passes = [part.tally for part in parts]
     passes += [part.tallies[FIRST] for part in (parts[:1] if head.identity["first"] else parts) if FIRST in part.tallies]
     seconds = sum(one.seconds for one in passes)
-    tally = Tally(counts.batches, counts.sequences, counts.tokens, counts.digest, seconds, True, tree)
+    tally = Tally(counts.batches, counts.sequences, counts.tokens, counts.digest, seconds, True, tree, counts.inputs)
     places = [place for part in parts for place in part.notes["provenance"].get("remote", [])]
     how = head.notes["provenance"] | ({"remote": places} if places else {})
     models = {name: [model_of(own)] for name, own in head.notes["models"].items()}

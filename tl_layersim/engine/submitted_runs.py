@@ -357,7 +357,7 @@ def start(analysis: Analysis) -> RemoteRun:
         state.add_unmeasured()
         refuse_empty(state.tally.tokens, state.tally.sequences)
     jobs[-1].steps += state.waiting
-    if FIRST in data_pass.tallies and jobs[-1].steps[-1].digest != data_pass.tallies[FIRST].digest:
+    if FIRST in data_pass.tallies and jobs[-1].steps[-1].inputs != data_pass.tallies[FIRST].inputs:
         raise LayersimError("`data` gave different rows on the second data pass. Pass list(data).")
     models = {name: own[0] for name, own in analysis.plan.models().items()}
     header = RunHeader(
@@ -415,11 +415,11 @@ def load_run(
     source = on_server(open_source(opened, either_stack=True, at=header.sites))
     if tuple(header.sites) != source.sites:
         source.read_at(source.hook_points(header.sites, False))
-    now, then = ((m.name, m.config_hash, m.dtype, m.source) for m in (source.model, next(iter(models.values()))))
+    now, then = ((m.name, m.config_hash, m.dtype, m.source, m.changes) for m in (source.model, next(iter(models.values()))))
     if now != then or without_secrets(source.ndif.model_key) != header.model_key:
         raise LayersimError(
-            f"`model` is {without_secrets(source.ndif.model_key)} with name, configuration, dtype and class {now}; it must be "
-            f"the model of the saved run, {header.model_key} with {then}."
+            f"`model` is {without_secrets(source.ndif.model_key)} with name, configuration, dtype, class and changes {now}; it "
+            f"must be the model of the saved run, {header.model_key} with {then}."
         )
     choices = {name: (SiteChoice(tuple(map(header.sites.index, models[name].layers))),) for name in chosen}
     return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first_sums))

@@ -17,6 +17,7 @@ from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
 from ..core.arguments import typed
+from ..core.distributed import failing_together
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.result_declarations import Declaration, result_class
 from ..core.results import Report, Result, axes
@@ -418,16 +419,19 @@ def compare_grid(
         >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
-    data, names = Data.of(data), tuple(models)
-    if len(names) < 2:
-        raise LayersimError(f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name.")
-    labels = () if groups is None else group_labels(groups, names)
-    chosen = choose_analyzers(analyzer)
-    refuse_no_comparison(chosen)
-    many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
+    with failing_together():
+        data, names = Data.of(data), tuple(models)
+        if len(names) < 2:
+            raise LayersimError(
+                f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name."
+            )
+        labels = () if groups is None else group_labels(groups, names)
+        chosen = choose_analyzers(analyzer)
+        refuse_no_comparison(chosen)
+        many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
 
-    def prepare(opened: Sequence[OpenedModel]) -> Analysis:
-        return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=many)
+        def prepare(opened: Sequence[OpenedModel]) -> Analysis:
+            return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=many)
 
-    report = run_with_baseline([OpenedModel.of(models[name]) for name in names], data, prepare, baseline, checkpoint)
-    return report if is_several(analyzer) else next(iter(report.values()))
+        report = run_with_baseline([OpenedModel.of(models[name]) for name in names], data, prepare, baseline, checkpoint)
+        return report if is_several(analyzer) else next(iter(report.values()))

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -17,47 +17,116 @@ import torch
 from torch.nn import Module
 from tqdm.auto import tqdm
 
-from ..analyzers.analyzer import Analyzer, code_digest
+from ..analyzers.analyzer import Analyzer
 from ..core.arguments import typed
 from ..core.code_digests import ValueNames
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
-from ..core.resumable_file import ResumableFile
+from ..core.resumable_file import ResumableFile, differences, plain
 from ..core.wording import amount, brief
-from ..data.data import OPTIONS, Data
+from ..data.batches import state_of
+from ..data.data import Data
+from ..data.source_content import content_digest
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
+from ..engine.run_files import recipe_of
+from ..engine.run_identity import identity_of, modules_here
 from ..engine.site_plan import DEFAULT, AtArgument
-from ..sources.open_local import is_nnsight
+from ..remote.open_model import open_source
+from ..sources.computation import computation_of
+from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.out_of_memory import release_memory
 
-# Number of rows that identify the data, together with its length.
-CHECKED_ROWS = 1000
 
+class SweepRecord:
+    """The file in the folder of a sweep that identifies the sweep: its analyzers, options, data and models.
 
-def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, options: Mapping[str, Any]) -> None:
-    """Make the folder of a sweep, or check that an existing folder holds this sweep.
+    Args:
+        folder: the folder; it is made if its parent exists.
+        analyzers: the analyzers, by name.
+        data: the data.
+        options: options of `analyze`.
 
     Raises:
         LayersimError: the folder cannot be written to, or holds another sweep.
     """
-    if path.parent.is_dir() and not path.exists():
-        path.mkdir()
-    refuse_unwritable_folder(path, "checkpoint")
-    reading = {name: getattr(data, name) for name in (*OPTIONS, "tokenizer")}
-    identity = {
-        "analyzers": {
-            name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)] for name, analyzer in analyzers.items()
-        },
-        "options": {name: ValueNames().named(value) for name, value in sorted({**options, **reading}.items())},
-        "data": data_digest(data.source),
-        "version": version("tl_layersim"),
-    }
-    record = ResumableFile(path / "sweep.safetensors", "sweep_folder", identity)
-    if record.resume(lambda notes, tensors: True) is None and rank_and_size()[0] == 0:
-        record.write({}, {})
+
+    def __init__(self, folder: Path, analyzers: Mapping[str, Analyzer], data: Data, options: Mapping[str, Any]) -> None:
+        if folder.parent.is_dir() and not folder.exists():
+            folder.mkdir(exist_ok=True)
+        refuse_unwritable_folder(folder, "checkpoint")
+        # Of a stream that `max_tokens` ends, only what the models have read counts.
+        self._is_cut = data.max_tokens is not None and _is_stream(data.source)
+        reading = data.record() | {"tokenizer": state_of(data.tokenizer)}
+        identity = {
+            "analyzers": {name: recipe_of(analyzer) for name, analyzer in analyzers.items()},
+            "options": {name: ValueNames().named(value) for name, value in sorted(options.items())} | reading,
+            "data": "a stream" if self._is_cut else data_digest(data.source)[:12],
+            # Models that functions load are not loaded again to be compared.
+            "computation": computation_of([]),
+            "version": version("tl_layersim"),
+        }
+        self._data = data
+        self._file = ResumableFile(folder / "sweep.safetensors", "sweep_folder", identity)
+        # Number of items that were read of a stream, and their digest.
+        self._items, self._digest = 0, ""
+        # By the text of a key, the identity of a model that was given loaded.
+        self._models = dict[str, Any]()
+        if self._file.resume(self._restore) is None:
+            self._write()
+        elif self._is_cut and data_digest(data.source, self._items)[:12] != self._digest:
+            raise LayersimError(
+                f"`data` has other items among the first {self._items}; it must be the data of the sweep in {folder}. Pass another "
+                "folder as `checkpoint`."
+            )
+
+    def _restore(self, notes: Mapping[str, Any], _tensors: Any) -> bool:
+        self._items, self._digest = notes["items"], notes["digest"]
+        self._models = dict(notes["models"])
+        return True
+
+    def _write(self) -> None:
+        if rank_and_size()[0] == 0:
+            self._file.write({"items": self._items, "digest": self._digest, "models": self._models}, {})
+
+    def refuse_other_model(self, key: Any, model: Any) -> None:
+        """Raise an error if a finished model that is given loaded is not the model of its report.
+
+        Args:
+            key: key of the model.
+            model: the model, or a function that loads it, which is assumed to load the same.
+        """
+        then = self._models.get(repr(key))
+        if then is None or is_loader(model):
+            return
+        now = _identity_of_model(model)
+        if then != now:
+            given, expected = differences(now, then)
+            raise LayersimError(f"`models` has {given} for {key!r}; it must have the model of the report, {expected}.")
+
+    def add(self, key: Any, model: Any) -> None:
+        """Record a model that is finished, and how much of a stream was read.
+
+        Args:
+            key: key of the model.
+            model: the model, or a function that loads it.
+        """
+        if not is_loader(model):
+            self._models[repr(key)] = _identity_of_model(model)
+        if self._is_cut and self._data.items_read > self._items:
+            self._items = self._data.items_read
+            self._digest = data_digest(self._data.source, self._items)[:12]
+        self._write()
+
+
+def _identity_of_model(model: Any) -> Any:
+    opened = OpenedModel.of(model)
+    if opened.on_server:
+        return None
+    source = open_source(opened)
+    return plain(identity_of([source.model], modules_here([source]), None))
 
 
 def _report_file(folder: Path, key: Any) -> Path:
@@ -66,19 +135,31 @@ def _report_file(folder: Path, key: Any) -> Path:
     return folder / f"model-{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:6]}.safetensors"
 
 
-def data_digest(data: Any) -> str:
-    """SHA-256 of the length and the first rows of data, 12 hex digits.
+def data_digest(source: Any, items: int | None = None) -> str:
+    """SHA-256 of the content of data, 64 hex digits.
 
     Args:
-        data: data as `analyze` takes it.
+        source: data as `analyze` takes it.
+        items: number of items that count, from the beginning of an iterable; None for all.
     """
+    content = content_digest(source) if items is None and not _is_data_set(source) else None
+    if content is not None:
+        return content
+    is_whole = isinstance(source, str | Mapping | torch.Tensor | np.ndarray) or not isinstance(source, Iterable)
     names, digest = ValueNames(), hashlib.sha256()
-    whole = isinstance(data, str | Mapping | torch.Tensor | np.ndarray)
-    for row in [data] if whole else islice(iter(data), CHECKED_ROWS):
-        digest.update(names.digest("", row).encode())
-    if not whole and hasattr(data, "__len__"):
-        digest.update(str(len(data)).encode())
-    return digest.hexdigest()[:12]
+    for item in [source] if is_whole else islice(iter(source), items):
+        digest.update((content_digest(item) or names.digest("", item)).encode())
+    return digest.hexdigest()
+
+
+def _is_stream(source: Any) -> bool:
+    """Whether data is an iterable whose length is not known."""
+    return isinstance(source, Iterable) and not hasattr(source, "__len__")
+
+
+def _is_data_set(source: Any) -> bool:
+    # The fingerprint of a data set of Hugging Face may differ between processes.
+    return hasattr(source, "column_names") and hasattr(source, "features")
 
 
 class SweepError(LayersimError):
@@ -119,8 +200,8 @@ def sweep(
         intervals: see `analyze`.
         baseline: see `analyze`.
         checkpoint: a folder that keeps the report of each finished model, in a file that `load` reads. The same call continues
-            with the next model, and within a model from its partial sums. Models may be added. The model behind a key is
-            assumed to be the same.
+            with the next model, and within a model from its partial sums. Models may be added. The model that a function loads
+            is assumed to be the same.
 
     Returns:
         The report of each model by its key; `stack` makes one labelled table of them.
@@ -141,45 +222,53 @@ def sweep(
         >>> bool(losses.sel(model="aligned") < losses.sel(model="plain"))
         True
     """
-    chosen, data = choose_analyzers(analyzers), Data.of(data)
-    options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
-    # Keys of NumPy or torch become Python numbers.
-    models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
-    keys = list(models)
-    for key, model in models.items():
-        if isinstance(model, str | os.PathLike):
-            raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must have a model, or a function that loads one.")
-    if data.read_once:
-        raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
-    files: dict[Any, Path | None] = dict.fromkeys(keys)
-    if checkpoint is not None:
-        _open_folder(Path(checkpoint), chosen, data, options)
-        files = {key: _report_file(Path(checkpoint), key) for key in keys}
-    reports = {key: Report.load(file) for key, file in files.items() if file is not None and file.exists()}
-    bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
-    for key, model in zip(bar, models.values(), strict=True):
-        bar.set_postfix_str(str(key))
-        if key in reports:
-            continue
-        try:
-            reports[key] = _measure_model(model, data, chosen, files[key], options)
-            # The report is in memory already: a full disk loses only the file.
-            _keep(reports[key], files[key])
-        except BaseException as error:
-            where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
-            place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
-            kept = f"{place} The reports of {amount(len(reports), 'model')} are kept{where}."
-            if not isinstance(error, Exception):
-                error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
-                raise
-            why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
-            more = " They are in error.reports." if reports else ""
-            failed = SweepError(f"Model {key!r} of the sweep could not be measured: {why}\n{kept}{more}")
-            failed.reports = {k: reports[k] for k in keys if k in reports}
-            raise failed from error
-    found = {key: reports[key] for key in keys}
-    _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
-    return found
+    with failing_together():
+        chosen, data = choose_analyzers(analyzers), Data.of(data)
+        options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
+        # Keys of NumPy or torch become Python numbers.
+        models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
+        keys = list(models)
+        for key, model in models.items():
+            if isinstance(model, str | os.PathLike):
+                raise LayersimError(
+                    f"`models` has {brief(model)} for {key!r}; it must have a model, or a function that loads one."
+                )
+        if data.read_once:
+            raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
+        files: dict[Any, Path | None] = dict.fromkeys(keys)
+        record: SweepRecord | None = None
+        if checkpoint is not None:
+            record = SweepRecord(Path(checkpoint), chosen, data, options)
+            files = {key: _report_file(Path(checkpoint), key) for key in keys}
+        reports = {key: Report.load(file) for key, file in files.items() if file is not None and file.exists()}
+        bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
+        for key, model in zip(bar, models.values(), strict=True):
+            bar.set_postfix_str(str(key))
+            if key in reports:
+                if record is not None:
+                    record.refuse_other_model(key, model)
+                continue
+            try:
+                reports[key] = _measure_model(model, data, chosen, files[key], options)
+                # The report is in memory already: a full disk loses only the file.
+                _keep(reports[key], files[key])
+                if record is not None:
+                    record.add(key, model)
+            except BaseException as error:
+                where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
+                place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
+                kept = f"{place} The reports of {amount(len(reports), 'model')} are kept{where}."
+                if not isinstance(error, Exception):
+                    error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
+                    raise
+                why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
+                more = " They are in error.reports." if reports else ""
+                failed = SweepError(f"Model {key!r} of the sweep could not be measured: {why}\n{kept}{more}")
+                failed.reports = {k: reports[k] for k in keys if k in reports}
+                raise failed from error
+        found = {key: reports[key] for key in keys}
+        _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
+        return found
 
 
 def is_loader(model: Any) -> bool:

@@ -32,6 +32,7 @@ from ..architectures.layouts import NUMBERED_FROM_PAD
 from ..architectures.output_heads import find_head, norms_between_layers, text_config
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
+from ..core.code_digests import plain_config
 from ..core.errors import LayersimError, without_secrets
 from ..data.non_token_inputs import PIXELS
 from ..data.row import ModelInputs
@@ -111,8 +112,8 @@ class Model(ModelInputs):
         """This description with a new checksum of the weights, which may have changed."""
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
-    def identity(self, argument: str | None) -> tuple[str, ...]:
-        """A tuple that identifies the model between runs: checksums, changes, class, basis and dtype.
+    def identity(self, argument: str | None) -> dict[str, str]:
+        """Texts that identify the model between runs: checksums, changes, class, basis, dtype and head.
 
         Args:
             argument: name of the argument that holds the run's file, for messages; None if no later run is compared with this
@@ -127,9 +128,16 @@ class Model(ModelInputs):
                 f"`{argument}` needs a model that a later run can recognise, but {', '.join(unknown)} cannot be compared. "
                 "Write the hook or edit as a function that holds only numbers, texts and tensors."
             )
-        # Another machine may have the same weights in another folder.
-        which = self.weights_hash or self.name
-        return (which, self.config_hash, self.changes, self.source, self.basis, self.dtype)
+        return {
+            # Another machine may have the same weights in another folder.
+            "weights": self.weights_hash or self.name,
+            "configuration": self.config_hash,
+            "changes": self.changes,
+            "source": self.source,
+            "basis": self.basis,
+            "dtype": self.dtype,
+            "head": "" if self.head is None else str(self.head),
+        }
 
     @property
     def reads_rows(self) -> bool:
@@ -175,9 +183,7 @@ def describe(
     config = getattr(module, "config", None)
     text = text_config(config)
     if config is not None and hasattr(config, "to_dict"):
-        # How a model was loaded does not belong to it, and its dtype is a field of its own.
-        loading = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
-        plain = {k: v for k, v in config.to_dict().items() if k not in loading}
+        plain = plain_config(config)
     else:
         plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
     first = next(module.parameters(), None)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..engine.report_assembly import record
 from ..engine.run_arguments import shared_tokens, with_tokenizer
+from ..engine.run_identity import identity_of
 from ..lens.targets import answers, usual_labels
 from ..many.compare_grid import group_labels
 from ..remote.open_model import open_split_model
@@ -191,11 +191,15 @@ class StitchExperiment:
         """
         if checkpoint is None:
             return Progress(None, {})
-        identity = {
-            "models": [each.model.identity("checkpoint") for each in self.models],
+        here = [each for each in self.models if isinstance(each, LocalSplitModel)]
+        with ExitStack() as stack:
+            for each in here:
+                # Split models run outside autocast.
+                stack.enter_context(torch.autocast(each.device.type, enabled=False))
+            shared = identity_of([each.model for each in self.models], [each.module for each in here], "checkpoint")
+        identity = shared | {
             "task": self.options() | {"seed": self.training.seed},
             "data": self.batches.record() | {"digest": self._digest(with_targets=True)},
-            "version": version("tl_layersim"),
         }
         return Progress(checkpoint, identity | where)
 

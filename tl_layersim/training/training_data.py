@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.result_declarations import Provenance
 from ..core.resumable_file import ResumableFile, refuse_other_run
@@ -25,6 +25,7 @@ from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.non_token_inputs import EMBEDDINGS
 from ..data.row import Row
 from ..engine.report_assembly import record
+from ..engine.run_identity import identity_of, refuse_other_ranks
 from ..lens.targets import answers, check_batch_labels, usual_labels
 from ..sources.forward_arguments import forward_arguments
 from ..sources.model_description import Model
@@ -145,21 +146,23 @@ def open_training_file(
         rows: training rows and held-out rows.
         settings: settings of the training, which a resumed run must have too.
     """
-    identity = {
-        "model": () if path is None else model.identity("checkpoint"),
+    argument = None if path is None else "checkpoint"
+    shared = {} if argument is None and rank_and_size()[1] == 1 else identity_of([model], [rows[0].module], argument)
+    identity = shared | {
         "settings": settings,
         "batch_size": rows[0].batches.data.batch_size,
         "pad": None if model.tokenizer is None else model.tokenizer.pad_token_id,
-        "version": version("tl_layersim"),
+        "processes": rank_and_size()[1],
         "trained_on": rows[0].digest,
         "evaluated_on": rows[1].digest,
     }
+    refuse_other_ranks("training", identity)
     return ResumableFile(path, "training", identity, _refuse_other_run)
 
 
 def _refuse_other_run(path: Path, identity: Any, found: Any) -> None:
-    ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
-    if ours == theirs and identity["model"] != found["model"]:
+    ours, theirs = ({key: value for key, value in each.items() if key != "models"} for each in (identity, found))
+    if ours == theirs and identity["models"] != found["models"]:
         raise LayersimError(
             f"`model` has other weights or settings than at the start of the run in {path}. Load the model again, or pass "
             "another `checkpoint`."
