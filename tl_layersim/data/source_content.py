@@ -6,6 +6,7 @@ import hashlib
 import marshal
 from collections import UserDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,10 @@ class _Content:
             self._add_items(value)
         elif isinstance(value, dict | UserDict):
             self._update(f"mapping {len(value)}".encode())
-            for name, item in value.items():
+            # The order of columns changes nothing.
+            for name in sorted(value, key=repr):
                 self.add(name)
-                self.add(item)
+                self.add(value[name])
         elif hasattr(value, "columns") and hasattr(value, "to_dict"):
             # A table of pandas, as `Reader.items` reads it.
             self.add({name: value[name].tolist() for name in value.columns})
@@ -121,12 +123,15 @@ class _Content:
         self._update(f"{type(values).__name__} {len(values)}".encode())
         for start in range(0, len(values), ITEMS_AT_ONCE):
             items = values[start : start + ITEMS_AT_ONCE]
-            try:
+            content = None
+            with suppress(ValueError):
                 # Version 2 writes equal bytes for equal values; it knows texts, numbers and collections of these.
-                self._update(marshal.dumps(items, 2))
-            except ValueError:
-                for item in items:
-                    self.add(item)
+                content = None if any(isinstance(item, dict) for item in items) else marshal.dumps(items, 2)
+            if content is not None:
+                self._update(content)
+                continue
+            for item in items:
+                self.add(item)
 
 
 def _is_plain_data_set(value: Any) -> bool:

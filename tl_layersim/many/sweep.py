@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..analyzers.analyzer import Analyzer
 from ..core.arguments import typed
 from ..core.code_digests import ValueNames
-from ..core.distributed import rank_and_size
+from ..core.distributed import failing_together, rank_and_size
 from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable_folder
 from ..core.results import Report
@@ -78,8 +78,8 @@ class SweepRecord:
             self._write()
         elif self._is_cut and data_digest(data.source, self._items)[:12] != self._digest:
             raise LayersimError(
-                f"`data` has other items among the first {self._items}; it must be the data of the sweep in {folder}. Pass another "
-                "folder as `checkpoint`."
+                f"`data` has other items among the first {self._items}; it must be the data of the sweep in {folder}. Pass "
+                "another folder as `checkpoint`."
             )
 
     def _restore(self, notes: Mapping[str, Any], _tensors: Any) -> bool:
