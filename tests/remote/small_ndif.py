@@ -51,6 +51,16 @@ PLAIN = {
     "deny": "",
     "bad_words": [],
     "bad_results": [],
+    # Python code that changes the results, `kept`, of the requests whose result has the type or the shape that `only` tests.
+    "mutate": "",
+    # Python expression of the bytes of a result, with `kept` and `packed(value)`.
+    "raw_result": "",
+    # Python expression of the last message of a job, with `job` and `data`.
+    "raw_status": "",
+    # Answers to HTTP requests by name: body and status; a body that begins with "eval:" is Python code.
+    "raw_http": {},
+    # What a new websocket does: "close", "silent", or the text that it sends.
+    "socket": "",
 }
 SETTINGS = dict(PLAIN)
 MODELS, SOCKETS, RESPONSES, RESULTS = {}, {}, {}, {}
