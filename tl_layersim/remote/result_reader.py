@@ -242,6 +242,13 @@ def _rebuilt(
     return _StoredTensor(storage, offset, shape, strides)
 
 
+def _encoded(text: Any, encoding: Any) -> bytes:
+    """In place of Python's function, with which old protocols of pickle write bytes."""
+    if type(text) is not str or encoding != "latin1":
+        raise ValueError("bytes of another form")
+    return text.encode("latin1")
+
+
 def _status(name: Any) -> str:
     """In place of nnsight's class of the states of a job: the name of the state."""
     return str(name)
@@ -260,6 +267,7 @@ class _PlainUnpickler(pickle.Unpickler):
             # Of a tensor's hooks, which are always empty.
             ("collections", "OrderedDict"): OrderedDict,
             ("nnsight.schema.response", "Status"): _status,
+            ("_codecs", "encode"): _encoded,
         }
         if (module, name) not in known:
             given = server_text(f"{module}.{name}", most=100)
