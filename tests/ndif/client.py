@@ -19,6 +19,25 @@ def load(name: str, dtype: torch.dtype | None = None):
     return TransformersModel(name, task="text-generation", tokenizer=AutoTokenizer.from_pretrained(name), **here)
 
 
+def counting(model, url: str):
+    """nnsight's own backend, which also counts the bytes of a trace."""
+    from nnsight.intervention.backends.remote import RemoteBackend
+
+    class Counting(RemoteBackend):
+        sent = received = 0
+
+        def _serialize(self, tracer):
+            blob = super()._serialize(tracer)
+            self.sent = len(blob)
+            return blob
+
+        def finalize(self, content):
+            self.received = len(content)
+            return super().finalize(content)
+
+    return Counting(model.to_model_key(), host=url)
+
+
 def rows(count: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Rows of different lengths, padded on the right."""
     made = torch.Generator().manual_seed(seed)

@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..user_loops.test_trace_probe import hooked
-from .client import furthest, load, rows
+from .client import counting, furthest, load, rows
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:UserWarning")]
 ANALYZERS = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.LogitLens(), lsim.Saturation()]
@@ -18,7 +18,7 @@ ANALYZERS = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.LogitLens(
 def test_traces_equal_a_hooked_model(server, trust, scale, capsys):
     model, data = load("tests/llama"), rows(16, 40)
     probe = lsim.attach(lsim.open_model(model, remote=server.url), ANALYZERS)
-    backend = probe._source.ndif.backend()
+    backend = counting(model, server.url)
     with model.trace(backend=backend) as tracer:
         with tracer.invoke(data):
             model.model.layers[1].mlp.output[:] = model.model.layers[1].mlp.output * scale

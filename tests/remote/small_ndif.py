@@ -51,6 +51,16 @@ PLAIN = {
     "deny": "",
     "bad_words": [],
     "bad_results": [],
+    # Python code that changes a result, `kept`; `sums` is whether it holds sums.
+    "mutate": "",
+    # Python expression of the bytes of a result, with `kept` and `packed(value)`.
+    "raw_result": "",
+    # Python expression of the last message of a job, with `job` and `data`.
+    "raw_status": "",
+    # Answers to HTTP requests by name: body and status; a body that begins with "eval:" is Python code.
+    "raw_http": {},
+    # What a new websocket does: "close", "silent", or the text that it sends.
+    "socket": "",
 }
 SETTINGS = dict(PLAIN)
 MODELS, SOCKETS, RESPONSES, RESULTS = {}, {}, {}, {}
@@ -83,16 +93,49 @@ def execute(request, payload):
             for store, old in before:
                 store.clear()
                 store.update(old)
-        buffer = io.BytesIO()
-        torch.save(kept, buffer)
-        data = buffer.getvalue()
-        return zstandard.ZstdCompressor(level=3).compress(data) if request.compress else data
+        known = {"kept": kept, "sums": holds_sums(kept), "torch": torch}
+        known |= {"packed": packed, "zstandard": zstandard, "OLD": OLD, "walk": walk}
+        exec(SETTINGS["mutate"], known)
+        if SETTINGS["raw_result"]:
+            return eval(SETTINGS["raw_result"], known)
+        return packed(known["kept"], request.compress)
+
+
+def holds_sums(kept):
+    """Whether a result holds sums of analyzers; the first request asks for facts about the server."""
+    values = list(kept.values())
+    is_sealed = len(values) == 1 and isinstance(values[0], tuple) and len(values[0]) == 3
+    value = values[0][2] if is_sealed else None
+    return isinstance(value, list) and bool(value) and isinstance(value[0], tuple)
+
+
+# Earlier results, for code in SETTINGS.
+OLD = []
+
+
+def packed(value, compress=True):
+    """The bytes of a result."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return zstandard.ZstdCompressor(level=3).compress(buffer.getvalue()) if compress else buffer.getvalue()
+
+
+def walk(value, change):
+    """Nested containers, with `change` of each tensor in place of the tensor."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: walk(item, change) for name, item in value.items()}
+    return type(value)(walk(item, change) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 async def tell(job, request, status, text="", **more):
+    socket = SOCKETS.get(request.session_id)
+    if SETTINGS["raw_status"] and status == Status.COMPLETED and socket is not None:
+        raw = eval(SETTINGS["raw_status"], {"job": job, "json": json, "torch": torch, "packed": packed, **more})
+        return await (socket.send_bytes(raw) if isinstance(raw, bytes) else socket.send_text(raw))
     response = ResponseModel(id=job, status=status, description=text, **more)
     RESPONSES[job] = response
-    socket = SOCKETS.get(request.session_id)
     if socket is not None:
         if isinstance(response.data, bytes):
             await socket.send_bytes(response.pickle())
@@ -125,7 +168,17 @@ async def work(job, request, payload, fault):
     return await tell(job, request, Status.COMPLETED, data=f"http://127.0.0.1:{PORT}/result/{job}")
 
 
+def raw(name):
+    """The answer in SETTINGS to a kind of HTTP requests, or None."""
+    if name not in SETTINGS["raw_http"]:
+        return None
+    body, code = SETTINGS["raw_http"][name]
+    return Response(eval(body[5:]) if body.startswith("eval:") else body, code, media_type="application/json")
+
+
 async def take(http):
+    if (answer := raw("request")) is not None:
+        return answer
     key = http.headers.get("ndif-api-key")
     if SETTINGS["key"] and key != SETTINGS["key"]:
         if key and len(key) != 36:
@@ -147,6 +200,12 @@ async def take(http):
 
 async def subscribe(socket):
     await socket.accept()
+    if SETTINGS["socket"] == "close":
+        return await socket.close()
+    if SETTINGS["socket"] == "silent":
+        await asyncio.sleep(20)
+    if SETTINGS["socket"]:
+        return await socket.send_text(SETTINGS["socket"])
     session = uuid.uuid4().hex
     SOCKETS[session] = socket
     await socket.send_json({"session_id": session})
@@ -166,12 +225,16 @@ async def word(http):
 
 
 async def result(http):
+    if (answer := raw("result")) is not None:
+        return answer
     if SETTINGS["bad_results"]:
         return Response("no", SETTINGS["bad_results"].pop(0))
     return Response(RESULTS[http.path_params["job"]], media_type="application/octet-stream")
 
 
 async def status(http):
+    if (answer := raw("status")) is not None:
+        return answer
     deployments = {
         key: {
             "model_key": key,
@@ -193,6 +256,8 @@ def local_env():
 
 
 async def environment(http):
+    if (answer := raw("env")) is not None:
+        return answer
     found = local_env()
     return JSONResponse(found | {"packages": found["packages"] | SETTINGS["versions"]})
 

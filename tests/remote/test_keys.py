@@ -98,7 +98,7 @@ def test_what_is_no_address_is_not_repeated(small, remote):
 def test_a_short_key_does_not_cut_words_up(monkeypatch):
     from nnsight.schema.config import CONFIG
 
-    from tl_layersim.remote.server_status import redacted
+    from tl_layersim.remote.failures import server_text
 
     monkeypatch.setattr(CONFIG.API, "APIKEY", "e")
-    assert redacted("here") == "here"
+    assert server_text("here") == "here"

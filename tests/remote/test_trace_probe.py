@@ -7,6 +7,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..ndif.client import counting
 from ..user_loops.test_trace_probe import ANALYZERS, QUICK, TOKENS, differences, hooked
 from .helpers import here
 
@@ -87,7 +88,7 @@ def test_few_bytes_cross(small):
     probe = lsim.attach(model, QUICK)
     sizes = []
     for rows in (8, 24):
-        backend = probe._source.ndif.backend()
+        backend = counting(model.model, small.url)
         with model.model.trace(backend=backend) as tracer:
             with tracer.invoke(TOKENS[:rows]):
                 pass
@@ -113,3 +114,40 @@ def test_a_probe_without_a_name_of_its_own_is_an_error(small):
             held.probe.read()
     with pytest.raises(lsim.LayersimError, match=r"1 trace"):
         held.probe.results()
+
+
+CHANGED = """
+# The seal was made of the sums before the change.
+import copy
+class Sent:
+    def __init__(self, how): self.how = how
+    def __reduce__(self): return self.how
+for name, one in list(kept.items()):
+    if hasattr(one, 'passes'):
+        call, (place, key, ticket, (same, number, passes)) = one.__reduce__()
+        plain = copy.deepcopy(passes)
+        CHANGE
+        kept[name] = Sent((call, (place, key, ticket, (same, number, plain))))
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "plain[0]['tokens'] = -1",
+        "plain[0]['tokens'] = 1000",
+        "plain[0].pop('hash')",
+        "plain[0]['sums'] = walk(plain[0]['sums'], lambda t: t.float())",
+        "plain[0]['sums'] = walk(plain[0]['sums'], lambda t: t + 1)",
+        "plain[0]['sums'][1].pop('saturation')",
+        "plain.append(plain[0])",
+    ],
+)
+def test_sums_that_were_changed_on_the_way_are_refused(small, code):
+    model = opened(small)
+    probe = lsim.attach(model, QUICK)
+    small.set(mutate=CHANGED.replace("CHANGE", code))
+    with pytest.raises(lsim.LayersimError, match=r"probe\.read\(\)"):
+        far(probe, model, TOKENS[:8], 1.0, small)
+    small.set()
+    assert far(probe, model, TOKENS[:8], 1.0, small).results()["saturation"].counts.sum() == 8 * 20

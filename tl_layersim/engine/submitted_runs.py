@@ -23,10 +23,11 @@ from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums, SumTree, Tally
 from ..data.batches import Batch
 from ..remote import client
-from ..remote.client import JobTooLong, NdifClient, TransientFailure, quiet
+from ..remote.client import ATTEMPTS_TO_READ, NdifClient, SentJob, quiet
+from ..remote.failures import DamagedAnswer, JobTooLong, TransientFailure
 from ..remote.open_model import on_server, open_source
 from ..remote.source import RemoteSource
-from ..remote.traces import partial_sums
+from ..remote.traces import FormOfSums, partial_sums
 from ..sources.activation_checks import refuse_not_finite
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
@@ -75,7 +76,7 @@ class Job:
     """A request that was sent to a server, with its state and its sums.
 
     Attributes:
-        id: name of the job on the server.
+        sent: the job on the server.
         batches: batches of the request; empty once its sums have arrived.
         rows: number of rows whose sums the server returns; the last rows of the data are rounded up to a whole leaf.
         steps: counts of the batches of the request.
@@ -83,9 +84,10 @@ class Job:
         state: last state that the server reported; also ERROR if a reply cannot be read.
         failure: the failure of a job in the state ERROR.
         silent_since: time since which the server no longer knows the job.
+        unreadable: number of results that could not be read.
     """
 
-    id: str
+    sent: SentJob
     batches: list[Batch]
     rows: int
     steps: list[Step]
@@ -93,6 +95,7 @@ class Job:
     state: str = "SENT"
     failure: Exception | None = None
     silent_since: float | None = None
+    unreadable: int = 0
 
 
 # Entries of `RunHeader.place` that are also attributes of `NdifClient`.
@@ -116,7 +119,7 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         sums = sums_below(f"part/{number}/{place}", names, tensors)
         parts.append(PartialSums(count, [], {name: own.fields for name, own in sums.items()}))
     steps = [Step._make(step)._replace(tokens=tuple(step[2])) for step in item["steps"]]
-    return Job(item["id"], batches, item["rows"], steps, parts, item["state"])
+    return Job(SentJob(**item["sent"]), batches, item["rows"], steps, parts, item["state"])
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
@@ -240,7 +243,7 @@ class RemoteRun:
                 tensors |= sums_snapshot(f"part/{number}/{place}", sums)
             jobs.append(
                 {
-                    "id": job.id,
+                    "sent": asdict(job.sent),
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
                     "rows": job.rows,
@@ -257,7 +260,12 @@ class RemoteRun:
         """Ask the server for the state of a job, and for its sums if it is complete."""
         now = time.monotonic()
         try:
-            state, found = self._ndif.poll(job.id)
+            state, found = self._ndif.poll(job.sent, self._form(job))
+        except DamagedAnswer as error:
+            job.unreadable += 1
+            if job.unreadable >= ATTEMPTS_TO_READ:
+                job.state, job.failure = "ERROR", error
+            return
         except TransientFailure as error:
             self._unreached = self._unreached or (now, error)
             return
@@ -272,18 +280,18 @@ class RemoteRun:
             job.failure = found
         if state != "COMPLETED":
             return
+        parts = partial_sums(found["found"])
         try:
-            parts = partial_sums((found or {}).get("found") or [])
             for part in parts:
-                refuse_not_finite(part.not_finite, [tuple(self._header.sites)], f"job {job.id}")
-            if sum(part.count for part in parts) != job.rows:
-                raise ValueError("not all rows")
+                refuse_not_finite(part.not_finite, [tuple(self._header.sites)], f"job {job.sent.id}")
         except LayersimError as error:
             job.state, job.failure = "ERROR", error
-        except (AttributeError, TypeError, ValueError) as error:
-            job.state, job.failure = "ERROR", TransientFailure(f"the result of the job has another form ({error})")
         else:
             job.parts, job.batches = parts, []
+
+    def _form(self, job: Job) -> FormOfSums:
+        """The form of the result of a job."""
+        return FormOfSums(job.rows, (len(self._header.sites),), tuple(self._header.kernels), True)
 
     def _measure_again(self, job: Job) -> None:
         """Measure the batches of a failed job again.
@@ -297,8 +305,8 @@ class RemoteRun:
         source = self._source
         if source is None:
             raise LayersimError(
-                f"A job on the server failed, and cannot be sent again without the model: {job.failure} (job {job.id}). Use "
-                "lsim.load_run(path, model=model)."
+                f"A job on the server failed, and cannot be sent again without the model: {job.failure} (job {job.sent.id}). "
+                "Use lsim.load_run(path, model=model)."
             )
         if not source.is_settled:
             # A source that `load_run` opened has run nothing yet.
@@ -308,7 +316,7 @@ class RemoteRun:
             parts = source.stream(iter(job.batches), self._kernels, start, quiet, self._header.first_block)
             job.parts = [part for some in parts for part in some]
         for part in job.parts:
-            refuse_not_finite(part.not_finite, [tuple(self._header.sites)], f"job {job.id}")
+            refuse_not_finite(part.not_finite, [tuple(self._header.sites)], f"job {job.sent.id}")
         job.state, job.batches = "COMPLETED", []
 
     def _report(self) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -15,7 +14,22 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ..core.errors import LOG, LayersimError, without_login
-from .server_status import ServerStatus, host_of, parse_status, redacted, remove_secrets
+from .backend import Expectation, Form, PreparedRequest, sending_backend
+from .connection import fetched
+from .failures import (
+    READ,
+    SHOWN,
+    DamagedAnswer,
+    JobTooLong,
+    ModelNotRunning,
+    RequestFailed,
+    TransientFailure,
+    UnsafeAnswer,
+    is_network_error,
+    last_line,
+    server_text,
+)
+from .server_status import ServerStatus, host_of, parse_status, remove_secrets
 
 # Words that name a failure of the server. In a traceback only NO_SANDBOX does: the request may use the other words.
 TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
@@ -23,24 +37,15 @@ NO_SANDBOX = "waiting for the runner socket"
 TOO_LONG = "exceeded the execution timeout"
 # Last line of the traceback of a LayersimError that a kernel raised on the server.
 REFUSAL = re.compile(r"LayersimError: (?P<message>.+)")
-
-
-class JobTooLong(Exception):
-    """A server ended a job at its time limit."""
-
-
-class TransientFailure(Exception):
-    """A failure of the network or the server; the request may be sent again."""
-
-
-class ModelNotRunning(TransientFailure):
-    """The server does not run the model and cannot start it now."""
-
+# Longest refusal of a kernel in a message: those of this package are one or two sentences.
+LONGEST_REFUSAL = 600
 
 # Seconds between two checks for Ctrl-C.
 SECONDS_PER_CHECK = 1.0
 # Seconds without a message after which the connection is checked.
 SILENCE = 60.0
+# Seconds without a message after which a running job counts as lost. Queued jobs may wait for any time.
+LONGEST_RUN = 24 * 3600.0
 
 
 @dataclass
@@ -50,107 +55,75 @@ class JobDisplay:
     Attributes:
         report: called with each status message of the server.
         ping: raises an error if the server does not respond.
-        enabled: whether nnsight calls `refresh` ten times a second, and shows its download bar.
         abandoned: whether the result of the job is not needed any more.
         seconds: how long the job ran, from status RUNNING to status COMPLETED.
     """
 
     report: Callable[[Any], None]
     ping: Callable[[], Any]
-    enabled: bool = True
     abandoned: bool = False
     seconds: float = 0.0
     _last_message: float = field(default_factory=time.monotonic)
+    _last_sign: float = field(default_factory=time.monotonic)
     _started: float | None = None
 
     def update(self, response: Any) -> None:
         """Pass a status message to `report`, and record its time."""
-        self._last_message = time.monotonic()
+        self._last_message = self._last_sign = time.monotonic()
         status = response.status.value
         if status == "RUNNING" and self._started is None:
             self._started = self._last_message
         if status == "COMPLETED":
-            # Hides nnsight's download bar: the bar of the whole run is shown already.
-            self.enabled = False
             self.seconds = 0.0 if self._started is None else self._last_message - self._started
         self.report(response)
 
-    def refresh(self) -> None:
-        """Check the connection after `SILENCE` seconds without a message.
+    def refresh(self) -> bool:
+        """Check the server after `SILENCE` seconds without a message. Returns whether it was checked.
 
         Raises:
-            ConnectionError: the server does not respond, or the result of the job is not needed any more.
+            ConnectionError: the server does not respond, a running job is lost, or the result of the job is not needed any
+                more.
         """
         if self.abandoned:
             raise ConnectionError("the result of the job is not needed any more")
-        if time.monotonic() - self._last_message < SILENCE:
-            return
+        now = time.monotonic()
+        if self._started is not None and now - self._last_message > LONGEST_RUN:
+            raise ConnectionError(f"a job has been running for {LONGEST_RUN:.0f} s without a message")
+        if now - self._last_sign < SILENCE:
+            return False
         try:
             # A queued job may be silent for hours, but a running server responds to a ping.
             self.ping()
         except (LayersimError, TransientFailure) as error:
             raise ConnectionError(f"no message for {SILENCE:.0f} s, and no response to /ping") from error
-        self._last_message = time.monotonic()
-
-
-def counting_backend() -> Any:
-    """Return a subclass of nnsight's remote backend that counts bytes."""
-    # In a function, because nnsight is imported only when needed.
-    from nnsight.intervention.backends.remote import RemoteBackend
-    from nnsight.schema.request import RequestModel
-
-    class CountingBackend(RemoteBackend):  # type: ignore[misc]  # nnsight has no types
-        sent = 0
-        received = 0
-        # Whether a trace is serialised only; `exchange` sends it later.
-        prepares = False
-        payload: bytes | None = None
-
-        def __call__(self, tracer: Any = None) -> Any:
-            if not self.prepares:
-                return super().__call__(tracer)
-            self.payload = self._serialize(tracer)
-            return None
-
-        def exchange(self) -> Any:
-            """Send the serialised trace and return its result. Any thread may call this method."""
-            return self.request(RequestModel(model_key=self.model_key, compress=self.compress, env=self.env), None)
-
-        def _serialize(self, tracer: Any) -> bytes:
-            if self.payload is not None:
-                self.sent = len(self.payload)
-                return self.payload
-            try:
-                payload: bytes = super()._serialize(tracer)
-            except Exception as error:
-                raise LayersimError(
-                    f"The request cannot be serialized: {redacted(f'{type(error).__name__}: {error}')[:300]}. Options of the "
-                    "analyzer and globals of its module must not hold models, locks or open files."
-                ) from error
-            self.sent = len(payload)
-            return payload
-
-        @staticmethod
-        def parse(message: str | bytes) -> Any:
-            if not message:
-                # A closed connection gives an empty message.
-                raise ConnectionError("the server closed the connection")
-            return RemoteBackend.parse(message)
-
-        def finalize(self, content: bytes) -> Any:
-            self.received = len(content)
-            return super().finalize(content)
-
-    return CountingBackend
+        self._last_sign = time.monotonic()
+        return True
 
 
 T = TypeVar("T")
+# Attempts to get a result that can be read.
+ATTEMPTS_TO_READ = 3
 # Seconds between attempts: nine minutes in all, in which a server can restart and load a large model.
 WAITS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, *[60.0] * 8)
 
 
 def quiet(text: str) -> None:
     """Discard a message."""
+
+
+@dataclass(frozen=True)
+class SentJob:
+    """A request that was sent and is not waited for.
+
+    Attributes:
+        id: name of the job on the server.
+        ticket: see `Expectation`.
+        largest: see `Expectation`.
+    """
+
+    id: str
+    ticket: str
+    largest: int
 
 
 class NdifClient:
@@ -197,10 +170,12 @@ class NdifClient:
             try:
                 return attempt()
             except TransientFailure as error:
-                # A payload that the server cannot read at the third attempt is no failure of the network.
-                if number == most or ("could not be read" in str(error) and number == 3):
+                # What the server or this process cannot read at the third attempt is no failure of the network.
+                unreadable = isinstance(error, DamagedAnswer) or "could not be read" in str(error)
+                if number == most or (unreadable and number == ATTEMPTS_TO_READ):
                     raise self.given_up(error, number) from None
-                reason, seconds = last_line(str(error)), waits[number - 1]
+                reason = server_text(last_line(str(error)), self.host)
+                seconds = waits[number - 1]
             number += 1
             LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number, most, seconds, reason)
             for left in range(int(seconds), 0, -1):
@@ -220,7 +195,7 @@ class NdifClient:
         self.seconds = backend.display.seconds
         return result
 
-    def prepare(self, run: Callable[[Any], Any]) -> bytes:
+    def prepare(self, run: Callable[[Any], Any]) -> PreparedRequest:
         """Trace and serialise a request without sending it.
 
         Args:
@@ -229,27 +204,26 @@ class NdifClient:
         backend = self.backend()
         backend.prepares = True
         run(backend)
-        payload: bytes = backend.payload
-        return payload
+        return PreparedRequest(backend.payload, backend.expectation)
 
     @contextmanager
-    def sent(self, payload: bytes) -> Iterator[Callable[[], Any]]:
+    def sent(self, request: PreparedRequest) -> Iterator[Callable[[], Any]]:
         """Context manager that sends a prepared request in another thread, while the caller continues.
 
         That thread also downloads the result. The caller's thread traces and serialises, because nnsight reads its frames and
         changes global state.
 
         Args:
-            payload: the request, which `prepare` made.
+            request: the request, which `prepare` made.
 
         Yields:
             Function that waits for the result and returns it. After transient failures it sends the request again. It raises
             the exceptions of `request`.
         """
-        sending = [self._send(payload)]
+        sending = [self._send(request)]
 
         def attempt() -> Any:
-            backend, answer = sending.pop() if sending else self._send(payload)
+            backend, answer = sending.pop() if sending else self._send(request)
             try:
                 return self._attempt(lambda _: _waited_for(answer), backend)
             finally:
@@ -261,10 +235,10 @@ class NdifClient:
             for backend, _ in sending:
                 backend.display.abandoned = True
 
-    def _send(self, payload: bytes) -> tuple[Any, Future[Any]]:
+    def _send(self, request: PreparedRequest) -> tuple[Any, Future[Any]]:
         """Start a thread that sends a prepared request; return the backend and a future of the result."""
         backend, answer = self.backend(), Future[Any]()
-        backend.payload = payload
+        backend.payload, backend.expectation = request.payload, request.expectation
 
         def exchange() -> None:
             try:
@@ -278,7 +252,7 @@ class NdifClient:
 
     def backend(self, job_id: str | None = None) -> Any:
         """An nnsight backend for one job on this server."""
-        backend = counting_backend()(self.model_key, host=self.host, env=self.env, job_id=job_id)
+        backend = sending_backend()(self.model_key, host=self.host, env=self.env, job_id=job_id)
         backend.display = JobDisplay(self._report, lambda: self.get("/ping", timeout=10.0))
         return backend
 
@@ -286,36 +260,40 @@ class NdifClient:
         """Show the status of a job in the run's progress bar."""
         status = response.status.value
         if status in ("PROVISIONING", "DEPLOYING") or (status == "QUEUED" and "position 1." not in response.description):
-            self.say(redacted(f"{status.lower()}: {response.description}", self.host)[:80])
+            self.say(server_text(f"{status.lower()}: {response.description}", self.host, 80))
         elif status == "RUNNING":
             self.say(
                 f"request {self.requests + 1}, {self.bytes_sent / 1e3:.0f} kB sent, {self.bytes_received / 1e3:.0f} kB back"
             )
 
-    def submit(self, run: Callable[[Any], Any]) -> str:
-        """Send a non-blocking request and return the id of its job.
+    def submit(self, run: Callable[[Any], Any]) -> SentJob:
+        """Send a non-blocking request and return its job.
 
         Args:
             run: see `request`.
         """
 
-        def send(backend: Any) -> str:
+        def send(backend: Any) -> SentJob:
             backend.blocking = False
             run(backend)
-            job_id: str = backend.job_id
-            return job_id
+            return SentJob(backend.job_id, backend.ticket, backend.expectation.largest)
 
         return self.request(send)
 
-    def poll(self, job_id: str) -> tuple[str | None, Any]:
+    def poll(self, job: SentJob, form: Form) -> tuple[str | None, Any]:
         """Return the state of a non-blocking job, and its result or failure.
 
         The state is None if the server does not know the job.
 
+        Args:
+            job: the job.
+            form: see `Expectation`.
+
         Raises:
             TransientFailure: the server cannot be reached, or the result cannot be downloaded now.
         """
-        backend = self.backend(job_id)
+        backend = self.backend(job.id)
+        backend.expectation = Expectation(form, job.largest, job.ticket)
         try:
             result = backend.poll()
         except Exception as error:
@@ -333,17 +311,22 @@ class NdifClient:
             TransientFailure: the server is not ready.
             LayersimError: no NDIF server responds at this address.
         """
-        import httpx
-
         try:
-            response = httpx.get(f"{self.host}{path}", timeout=httpx.Timeout(10.0, read=timeout))
-            if response.status_code in (502, 503, 504):
-                text = f"{self.name} is not ready ({response.status_code}): {response.text[:200]}"
-                raise TransientFailure(redacted(text, self.host))
-            if not response.is_success:
-                raise self.no_server(f"{path}: HTTP {response.status_code}")
-            return response.json()
-        except (httpx.TransportError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            answer = fetched("GET", f"{self.host}{path}", seconds=timeout)
+            if answer.code in (502, 503, 504):
+                raise TransientFailure(f"{self.name} is not ready ({answer.code}): {server_text(answer.text, self.host, 200)}")
+            if not answer.is_success:
+                raise self.no_server(f"{path}: HTTP {answer.code}")
+            return answer.json()
+        except (LayersimError, TransientFailure) as error:
+            if not isinstance(error, DamagedAnswer):
+                raise
+            raise self.no_server(f"{path}: {error}") from None
+        except UnsafeAnswer as error:
+            raise self.no_server(f"{path}: the answer {error}") from None
+        except Exception as error:
+            if not is_network_error(error):
+                raise
             raise self.no_server(f"{path}: {type(error).__name__}: {error}") from None
 
     @cached_property
@@ -360,78 +343,92 @@ class NdifClient:
             raise self.given_up(error, 1) from None
         try:
             return parse_status(self.model_key, status, env)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             given = f"/status or /env: a response of another form ({type(error).__name__}: {error})"
-            raise self.no_server(given) from error
+            raise self.no_server(given) from None
 
     def classify(self, error: Exception) -> Exception:
         """Turn a failure into `TransientFailure`, `JobTooLong` or the error that ends the run."""
-        import httpx
-        import pydantic
-        import websocket
-        from nnsight.intervention.backends.remote import RemoteError
+        if isinstance(error, UnsafeAnswer):
+            return LayersimError(f"The result from {self.name} is refused, because it {error}.")
+        if is_network_error(error):
+            # The message may contain an address that gives access to a result.
+            lines = str(error).splitlines()
+            first = re.sub(r"https?://[^ ]*", self.name, lines[0]) if lines else ""
+            return TransientFailure(server_text(f"{type(error).__name__}: {first}", self.host))
+        if not isinstance(error, RequestFailed):
+            return error
+        return self._reported(str(error), error.code)
+
+    def _reported(self, text: str, code: int | None) -> Exception:
+        """Turn a failure that the server reports into an exception.
+
+        Args:
+            text: the text of the server.
+            code: the HTTP status; None for a job.
+        """
         from nnsight.schema.config import CONFIG
 
-        text = redacted(str(error), self.host)
-        broken = (websocket.WebSocketException, httpx.HTTPError, pydantic.ValidationError, json.JSONDecodeError)
-        if isinstance(error, (*broken, OSError, EOFError)):
-            # The message may contain an address that gives access to a result.
-            first = re.sub(r"https?://[^ ]*", self.name, text.splitlines()[0] if text else "")
-            return TransientFailure(f"{type(error).__name__}: {first}")
-        if not isinstance(error, RemoteError):
-            return error
-        lower = text.lower()
+        lower, last = text.lower(), self.quoted(last_line(text))
         if TOO_LONG in lower:
-            return JobTooLong(text.strip())
-        # nnsight's own error has the HTTP status in its cause.
-        code = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+            return JobTooLong(server_text(text, self.host))
         if code in (401, 403) or (code == 400 and "api key" in lower):
             return LayersimError(
-                f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent): {last_line(text)}. Set "
+                f"{self.name} rejected the API key ({'a' if CONFIG.API.APIKEY else 'no'} key was sent); it says: {last}. Set "
                 "the environment variable NDIF_API_KEY before Python starts, or call nnsight.login()."
             )
         if "error provisioning" in lower or "error starting model" in lower:
-            return ModelNotRunning(text)
+            return ModelNotRunning(last)
         if ours := re.search(REFUSAL, text):
-            return LayersimError(ours["message"])
-        unreached = isinstance(error.__cause__, httpx.TransportError)
+            return LayersimError(
+                f"An analyzer failed on {self.name}, which says: {self.quoted(ours['message'], LONGEST_REFUSAL)}"
+            )
         words = (NO_SANDBOX,) if "traceback (most recent" in lower else TRANSIENT
-        if unreached or code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in words):
-            return TransientFailure(text)
+        if code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in words):
+            unreadable = "could not be read" in lower
+            return DamagedAnswer(last) if unreadable else TransientFailure(last)
         return self._failed_on_server(text)
 
+    def quoted(self, text: str, most: int = SHOWN) -> str:
+        """A text of the server in quotation marks."""
+        return f"'{server_text(text, self.host, most)}'"
+
     def _failed_on_server(self, text: str) -> LayersimError:
+        said = f"it says: {self.quoted(last_line(text))}"
         if "out of memory" in text.lower():
             return LayersimError(
-                f"{self.name} has too little free memory for this forward pass: {last_line(text)}. Use a smaller batch_size= "
-                "or seq_len=."
+                f"{self.name} has too little free memory for this forward pass; {said}. Use a smaller batch_size= or seq_len=."
             )
         other = self.status.differences
         versions = f" Versions differ: {'; '.join(other)}." if other else ""
-        frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text)
-        where = " (line {1} of {0}, in {2})".format(*frames[-1]) if frames else ""
+        frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text[-READ:])
+        where = server_text(" (line {1} of {0}, in {2})".format(*frames[-1]), self.host) if frames else ""
         return LayersimError(
-            f"The request failed on {self.name}: {last_line(text)}{where}. Try remote='local', which simulates the server in "
-            f"this process.{versions}"
+            f"The request failed on {self.name}{f' {where}' if where else ''}; {said}. Try remote='local', which simulates the "
+            f"server in this process.{versions}"
         )
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
         """The error to raise after the last failed attempt to send a request."""
+        reason = server_text(last_line(str(error)), self.host)
         if isinstance(error, ModelNotRunning):
             running = ", ".join(self.status.running) or "none"
             return LayersimError(
-                f"{self.name} does not run the model {self.model_key.partition(':')[2]} and could not start the model: "
-                f"{last_line(str(error))}. Running models: {running}."
+                f"{self.name} does not run the model {self.model_key.partition(':')[2]} and could not start the model; it "
+                f"says: {reason}. Running models: {running}."
             )
+        tried = f" in {attempts} attempts" if attempts > 1 else ""
+        if isinstance(error, DamagedAnswer):
+            return LayersimError(f"{self.name} gave no result that can be read{tried}: {reason}. Repeat the call later.")
         return LayersimError(
-            f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}: {last_line(str(error))}. "
-            "Repeat the call later; the run continues from checkpoint= or from a saved RemoteRun."
+            f"{self.name} does not respond{tried}: {reason}. Repeat the call later; the run continues from checkpoint= or from "
+            "a saved RemoteRun."
         )
 
     def no_server(self, given: str) -> LayersimError:
         """Error for an address without an NDIF server."""
         return LayersimError(
-            f"There is no NDIF server at {self.name}: {redacted(given, self.host)}. Check `remote`, or nnsight's setting "
+            f"There is no NDIF server at {self.name}: {server_text(given, self.host)}. Check `remote`, or nnsight's setting "
             "NDIF_HOST if remote=True."
         )
 
@@ -441,9 +438,3 @@ def _waited_for(answer: Future[T]) -> T:
     while not answer.done():
         wait([answer], SECONDS_PER_CHECK)
     return answer.result()
-
-
-def last_line(text: str) -> str:
-    """Last line of a traceback or a server's message, where the failure is named."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return lines[-1][:300].rstrip(".") if lines else "nothing"

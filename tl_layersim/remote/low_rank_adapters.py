@@ -15,6 +15,8 @@ from ..activations.block_call import first_tensor
 from ..architectures.unembed import Unembed
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..sources.nnsight import remote_lens
+from ..sources.result_seals import sealed
+from .failures import UnsafeAnswer
 
 # Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`; and Adam's moments "mean" and "square" of
 # each.
@@ -225,6 +227,7 @@ def run_on_server(
     """
     import nnsight
 
+    ticket = backend.ticket
     found: Any = None
     with model.session(backend=backend):
         sums: list[Tensor] = []
@@ -234,6 +237,32 @@ def run_on_server(
                 loss, after = step_or_evaluate(blocks, unembed, True, at, item, held, weights)
                 sums.append(loss)
                 held.update(after)
-        found = nnsight.save((sums, held))
+        found = nnsight.save(sealed((sums, held), ticket))
     answer: tuple[list[Tensor], Parts] = found
     return answer
+
+
+def form_of_steps(value: Any, steps: int, layers: int, state: Parts) -> None:
+    """Check the form of the result of `run_on_server`.
+
+    Args:
+        value: the result.
+        steps: number of steps or evaluations.
+        layers: number of layers with a loss.
+        state: adapters and moments before the steps.
+
+    Raises:
+        UnsafeAnswer: names what has another form.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or not isinstance(value[0], list):
+        raise UnsafeAnswer("must hold losses and adapters; it has another form")
+    losses, after = value
+    shapes = [tuple(loss.shape) if isinstance(loss, Tensor) and loss.is_floating_point() else None for loss in losses]
+    if shapes != [(layers,)] * steps:
+        raise UnsafeAnswer(f"must hold {layers} losses for each of {steps} steps; they have another form")
+    if not isinstance(after, dict) or after.keys() != state.keys():
+        raise UnsafeAnswer(f"must hold {', '.join(state)} of the adapters; it has other names")
+    for name, part in state.items():
+        given = after[name]
+        if not isinstance(given, Tensor) or given.shape != part.shape or given.dtype != part.dtype:
+            raise UnsafeAnswer(f"must hold '{name}' of the adapters as {part.dtype} of shape {tuple(part.shape)}")

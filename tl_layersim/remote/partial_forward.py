@@ -13,6 +13,10 @@ from ..data.batches import Batch
 from ..sources.forward_arguments import forward_arguments
 from ..sources.nnsight import NNsightSource
 from ..sources.partial_forward import Moments, Reading, SplitModel, logits_of, loss_and_gradient_of, score_of
+from ..sources.result_seals import are_tensors, sealed, ticket_of
+
+# Width of a model whose configuration names none.
+UNKNOWN_WIDTH = 8192
 
 
 class RemoteSplitModel(SplitModel):
@@ -34,11 +38,20 @@ class RemoteSplitModel(SplitModel):
         return self.source.evaluating()
 
     def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
-        return self.source.request(lambda at: _lower(*self._inputs(batch, at), layer, read))
+        size = self._size(batch)
+        return self.source.request(lambda at: _lower(*self._inputs(batch, at), layer, read), are_tensors, size)
 
     def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
         narrow = None if x is None else self._narrowed(x)
-        return self.source.request(lambda at: _upper(*self._inputs(batch, at), targets, layer, narrow, gradient))
+        about = (targets, layer, narrow, gradient)
+        shapes: dict[str, tuple[int, ...]] = {"loss": (), "correct": (), "count": ()}
+        if gradient and narrow is not None:
+            shapes = {"loss": (), "gradient": tuple(narrow.shape)}
+
+        def fits(value: Any) -> bool:
+            return are_tensors(value) and {name: tuple(one.shape) for name, one in value.items()} == shapes
+
+        return self.source.request(lambda at: _upper(*self._inputs(batch, at), *about), fits, self._size(batch))
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         return super().moments(batch, layer, moments_of, h.cpu())
@@ -46,6 +59,11 @@ class RemoteSplitModel(SplitModel):
     def _narrowed(self, x: Tensor) -> Tensor:
         """Cast a residual to the dtype of the remote model, for a smaller request."""
         return x.detach().cpu().to(self.model.torch_dtype)
+
+    def _size(self, batch: Batch) -> int:
+        """Bytes of the residuals of a batch and of a few matrices of the width of the model, in float64."""
+        width = self.model.d_model or UNKNOWN_WIDTH
+        return 8 * (4 * batch.tokens.numel() * width + 8 * width * width)
 
     def _inputs(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], tuple[Tensor, ...], dict[str, Any]]:
         args, options = forward_arguments(self.module, self.padded(batch), self.model)
@@ -57,11 +75,12 @@ def _lower(
 ) -> dict[str, Tensor]:
     import nnsight
 
+    ticket = ticket_of(options)
     with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
         residual = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
-        found = read(residual.detach())
-        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
-    return saved
+        tensors = {name: value.cpu() for name, value in read(residual.detach()).items()}
+        found: dict[str, Tensor] = nnsight.save(sealed(tensors, ticket))
+    return found
 
 
 def _upper(
@@ -76,14 +95,16 @@ def _upper(
 ) -> dict[str, Tensor]:
     import nnsight
 
+    ticket = ticket_of(options)
     with torch.set_grad_enabled(gradient), model.trace(*args, **options), torch.set_grad_enabled(gradient):
         if x is not None:
             x = x.requires_grad_(gradient)
             enter(blocks, layer, x)
         logits = logits_of(model.output)
-        found = score_of(logits, targets) if x is None or not gradient else loss_and_gradient_of(logits, targets, x)
-        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in found.items()})
-    return saved
+        scores = score_of(logits, targets) if x is None or not gradient else loss_and_gradient_of(logits, targets, x)
+        tensors = {name: value.cpu() for name, value in scores.items()}
+        found: dict[str, Tensor] = nnsight.save(sealed(tensors, ticket))
+    return found
 
 
 def enter(blocks: list[Any], layer: int, x: Tensor) -> None:

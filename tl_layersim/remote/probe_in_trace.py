@@ -22,7 +22,9 @@ from ..data.batches import FIRST_ROWS, next_tokens
 from ..data.labels import NO_LABEL
 from ..data.positions import Positions
 from ..sources.nnsight import TraceReader
-from .traces import add_batch_sums, add_leaves
+from ..sources.result_seals import checksum, sealed
+from .failures import UnsafeAnswer
+from .traces import FormOfSums, add_batch_sums, add_leaves
 
 # Rows whose sums a kernel adds within one call, as in `analyze`.
 LEAF = 16
@@ -162,7 +164,7 @@ class ShippedProbe:
         return saved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return operator.call, (ReceivingFunction(), self.key, self.ticket, self.passes)
+        return operator.call, (ReceivingFunction(), self.key, self.ticket, sealed(self.passes, self.ticket))
 
 
 # Probes by key. `sent` of a probe holds the tickets of requests without a result so far; `add` takes an output of
@@ -170,22 +172,63 @@ class ShippedProbe:
 PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def receive(key: str, ticket: str, passes: list[dict[str, Any]]) -> Any:
+def receive(key: str, ticket: str, found: Any) -> Any:
     """Add a request's sums to the probe that sent the request; return the probe.
 
-    nnsight calls this function when it loads a result. If the probe is gone, `passes` is returned.
+    nnsight calls this function when it loads a result. If the probe is gone, `found` is returned.
 
     Args:
         key: key of the probe.
         ticket: ticket of the request; a result that is loaded twice counts once.
-        passes: outputs of `PassReader.read`.
+        found: sealed outputs of `PassReader.read`.
+
+    Raises:
+        LayersimError: the outputs are not those that the trace computed.
     """
     probe = PROBES.get(key)
     if probe is None:
         # The process that sent the request has ended, or the probe was deleted.
-        return passes
+        return found
     if ticket in probe.sent:
+        passes = _opened(found, ticket, probe.form)
         probe.sent.discard(ticket)
         for one in passes:
             probe.add(one)
     return probe
+
+
+def _opened(found: Any, ticket: str, form: FormOfSums) -> list[dict[str, Any]]:
+    """The outputs of `PassReader.read` in a sealed result.
+
+    Args:
+        found: the sealed outputs.
+        ticket: ticket of the request.
+        form: form of the sums of one forward pass.
+
+    Raises:
+        LayersimError: the outputs are not those that the trace computed.
+    """
+    try:
+        if not isinstance(found, (list, tuple)) or len(found) != 3 or not isinstance(found[2], list):
+            raise UnsafeAnswer("must be sealed sums of forward passes; it has another form")
+        sent, number = found[:2]
+        passes: list[dict[str, Any]] = found[2]
+        for one in passes:
+            _refuse_other_pass(one, form)
+        if sent != ticket or number != checksum(passes):
+            raise UnsafeAnswer("has other numbers than the server computed, or belongs to another trace")
+    except UnsafeAnswer as error:
+        raise LayersimError(f"The result of a trace with probe.read() is refused, because it {error}.") from None
+    return passes
+
+
+def _refuse_other_pass(one: Any, form: FormOfSums) -> None:
+    """Raise `UnsafeAnswer` if a value is no output of `PassReader.read`."""
+    counts = [one.get(name) for name in ("rows", "tokens", "padded")] if isinstance(one, dict) else []
+    if not counts or not all(type(count) is int and count >= 0 for count in counts):
+        raise UnsafeAnswer("must count rows and tokens of each forward pass; it has another form")
+    digest = one.get("hash")
+    if not isinstance(digest, Tensor) or digest.dtype != torch.int64 or digest.dim():
+        raise UnsafeAnswer("must hold a hash of the tokens; it has another form")
+    if one["tokens"]:
+        form([(1, one.get("sums"))])

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
+import psutil
 import torch
 
 from ..activations.row_pools import AnyKernel
@@ -125,6 +126,31 @@ class RequestSchedule:
             self.most_batches, self.lowered = most_batches, self.lowered + 1
 
 
+# Width of sites whose width is not known, and the number of matrices of the size of a site that a kernel may return.
+UNKNOWN_WIDTH, MATRICES = 8192, 16
+
+
+def largest_sums(group: Sequence[Batch], kernels: int, sites: int, width: int, least: int) -> int:
+    """Largest number of bytes of the sums of a request.
+
+    Kernels return sums over samples: numbers, vectors and matrices of sites, of samples and of the width of a site, and for
+    each site a few matrices of these sizes.
+
+    Args:
+        group: batches of the request.
+        kernels: number of kernels.
+        sites: number of sites.
+        width: width of the widest site; 0 if not known.
+        least: smallest limit.
+    """
+    leaves = sum(batch.leaf_rows // batch.leaf for batch in group)
+    side = max(width or UNKNOWN_WIDTH, sites, *(int(batch.counted.sum()) for batch in group))
+    most = least + 8 * MATRICES * leaves * kernels * sites * side * side
+    # Sums that do not fit into memory help nobody.
+    free: int = psutil.virtual_memory().available
+    return max(least, min(most, free // 2))
+
+
 # Zstandard levels of nnsight's requests and of NDIF's results.
 REQUEST_LEVEL, RESULT_LEVEL = 6, 3
 
@@ -151,7 +177,7 @@ def packed_result(sites: Sequence[str], sums: Mapping[str, Sums]) -> int:
     """
     buffer = io.BytesIO()
     counts = [torch.zeros((), dtype=torch.int64) for _ in sites]
-    torch.save({"found": [(0, (counts, {name: dict(one.fields) for name, one in sums.items()}))]}, buffer)
+    torch.save({"found": ("0" * 32, 0, [(0, (counts, {name: dict(one.fields) for name, one in sums.items()}))])}, buffer)
     return _packed(buffer.getvalue(), RESULT_LEVEL)
 
 

@@ -1,4 +1,4 @@
-"""Address and status of an NDIF server, and removal of secrets from messages."""
+"""Address and status of an NDIF server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit
 
-from ..core.errors import LayersimError, is_address, shown, without_login, without_secrets
+import torch
+
+from ..core.errors import LayersimError, is_address, shown, without_secrets
+from .failures import server_text
 
 
 def host_of(remote: bool | str) -> str:
@@ -37,18 +39,9 @@ def remove_secrets(record: logging.LogRecord) -> bool:
     return True
 
 
-def redacted(text: str, host: str = "") -> str:
-    """Remove the API key and the login from a server's message."""
-    from nnsight.schema.config import CONFIG
-
-    for secret in (CONFIG.API.APIKEY, urlsplit(host).password):
-        # A secret of a few letters would also occur in ordinary words.
-        if secret and len(secret) >= 6:
-            text = text.replace(secret, "***")
-    return without_secrets(text.replace(host, without_login(host)) if host else text)
-
-
 CRITICAL = ("nnsight", "transformers", "torch")
+# Longest name or version of a server that is kept.
+LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -91,20 +84,42 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
     known = [entry for entry in status["deployments"].values() if isinstance(entry, dict)]
     entries = [entry for entry in known if entry.get("application_state") == "RUNNING"]
     own: dict[str, Any] = next((entry for entry in entries if entry.get("model_key") == model_key), {})
-    limit = own.get("execution_timeout_seconds")
     compared = EnvComparison(_local_env(), env)
-    local, remote = compared.local_python, compared.remote_python
+    local, remote = compared.local_python, server_text(compared.remote_python, most=LONGEST_NAME)
     differing = [f"Python {local} here, {remote} there"] if _minor(local) != _minor(remote) else []
     for package, versions in compared.critical_mismatches.items():
-        differing.append(f"{package} {versions['local']} here, {versions['remote']} there")
+        there = server_text(versions["remote"], most=LONGEST_NAME)
+        differing.append(f"{server_text(package, most=LONGEST_NAME)} {versions['local']} here, {there} there")
     packages = env.get("packages", {})
+    known_versions = {name: server_text(packages[name], most=LONGEST_NAME) for name in CRITICAL if name in packages}
     return ServerStatus(
-        running=tuple(sorted({str(entry.get("repo_id")) for entry in entries})),
-        dtype=str(own.get("dtype") or ""),
-        job_limit=float(limit) if limit else None,
-        versions={"python": remote} | {name: str(packages[name]) for name in CRITICAL if name in packages},
+        running=tuple(sorted({server_text(entry.get("repo_id"), most=LONGEST_NAME) for entry in entries})),
+        dtype=_dtype(own.get("dtype")),
+        job_limit=_limit(own.get("execution_timeout_seconds")),
+        versions={"python": remote} | known_versions,
         differences=tuple(differing),
     )
+
+
+def _dtype(given: Any) -> str:
+    """Name of a floating dtype of torch; "" if the server reports another text or none."""
+    name = str(given).removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    return name if isinstance(dtype, torch.dtype) and dtype.is_floating_point else ""
+
+
+def _limit(given: Any) -> float | None:
+    """Time limit for a job in seconds; None if there is none.
+
+    Raises:
+        ValueError: the limit is no positive number.
+    """
+    if not given:
+        return None
+    limit = float(given)
+    if not 0 < limit < float("inf"):
+        raise ValueError(f"execution_timeout_seconds is {limit}")
+    return limit
 
 
 # Cached, because nnsight reads the files of every installed package.

@@ -26,10 +26,12 @@ from ..sources.identity import edits_of
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums, Source, firing_order
 from ..sources.without_weights import without_values
-from .client import JobTooLong, NdifClient, quiet
-from .requests import RequestSchedule, ShippedSource
+from .backend import SMALL_RESULT, PreparedRequest
+from .client import NdifClient, SentJob, quiet
+from .failures import JobTooLong, UnsafeAnswer, server_text
+from .requests import RequestSchedule, ShippedSource, largest_sums
 from .server_status import ServerStatus
-from .traces import dtype_and_devices, partial_sums, submit
+from .traces import FormOfSums, dtype_and_devices, form_of_facts, partial_sums, submit
 
 T = TypeVar("T")
 # Order of hook points as indices, and the width of each; no widths if no forward pass could run.
@@ -93,7 +95,10 @@ class RemoteSource(NNsightSource, OnServer):
         """Ask the server for its limits, and find dtype and devices by a forward pass of one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
-        facts = self.ndif.request(lambda backend: dtype_and_devices(self.envoy, self.blocks, arguments, backend), patient=False)
+        about = (self.envoy, self.blocks, arguments)
+        facts = self.ndif.request(
+            lambda backend: dtype_and_devices(*about, backend.expecting(form_of_facts, SMALL_RESULT)), patient=False
+        )
         dtype = f"torch.{status.dtype}" if status.dtype else facts["dtype"]
         devices = tuple(dict.fromkeys(facts["devices"]))
         return replace(status, dtype=dtype, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
@@ -146,8 +151,12 @@ class RemoteSource(NNsightSource, OnServer):
             raise self._too_long(batch, error) from None
         return [(part.not_finite, {name: dict(one) for name, one in part.out.items()}) for part in parts]
 
-    def request(self, run: Callable[[dict[str, Any]], T]) -> T:
-        return self.ndif.request(lambda backend: run({"backend": backend}))
+    def request(self, run: Callable[[dict[str, Any]], T], fits: Callable[[Any], bool], size: int = 0) -> T:
+        def form(value: Any) -> None:
+            if not fits(value):
+                raise UnsafeAnswer("has another form than the request returns")
+
+        return self.ndif.request(lambda backend: run({"backend": backend.expecting(form, SMALL_RESULT + 2 * size)}))
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> Order:
         arguments = forward_arguments(self.module, row, self._model)
@@ -167,7 +176,7 @@ class RemoteSource(NNsightSource, OnServer):
         )
         failed: Exception | None = None
 
-        def next_request() -> tuple[list[Batch], bytes] | None:
+        def next_request() -> tuple[list[Batch], PreparedRequest] | None:
             """Serialise the next request; None if no batches are left or an error was stored in `failed`."""
             nonlocal failed
             try:
@@ -181,9 +190,9 @@ class RemoteSource(NNsightSource, OnServer):
         try:
             request = next_request()
             while request is not None:
-                group, payload = request
+                group, prepared = request
                 # While a request runs, the next one is serialised.
-                with self.ndif.sent(payload) as result:
+                with self.ndif.sent(prepared) as result:
                     request = next_request()
                     try:
                         found = result()
@@ -217,8 +226,8 @@ class RemoteSource(NNsightSource, OnServer):
             self.offer = replace(self.offer, job_limit=float(limit[1]))
         LOG.warning("%s ended a job at its time limit; requests now hold at most %d batches", self.offer.server, most)
 
-    def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> str:
-        """Send a non-blocking request and return the id of its job."""
+    def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> SentJob:
+        """Send a non-blocking request and return its job."""
         return self._request_for(self.ndif.submit, group, kernels, True)
 
     def _request_for(
@@ -228,8 +237,12 @@ class RemoteSource(NNsightSource, OnServer):
         shipped = shippable(kernels)
         readers = [one.reader() for one in self._together or (self,)]
         about = (readers, self.pack(group), shipped, self.calling, joined)
+        rows, sites = sum(batch.leaf_rows for batch in group), tuple(len(reader.names) for reader in readers)
+        form = FormOfSums(rows, sites, tuple(shipped), joined)
+        width = max(self.widths or (self.model.d_model or 0,))
+        largest = largest_sums(group, len(shipped), max(sites), width, SMALL_RESULT)
         with self._frozen.in_place(shipped):
-            return take(lambda backend: submit(*about, backend))
+            return take(lambda backend: submit(*about, backend.expecting(form, largest)))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
         """Convert each batch to a dict of its settings and forward passes."""
@@ -261,7 +274,7 @@ class RemoteSource(NNsightSource, OnServer):
         rows = len(batch.tokens)
         return LayersimError(
             f"The smallest request, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's time limit for a job: "
-            f"{error} ({self.offer.server}). Use a smaller seq_len= or batch_size=, or fewer analyzers at once."
+            f"{server_text(error)} ({self.offer.server}). Use a smaller seq_len= or batch_size=, or fewer analyzers at once."
         )
 
 

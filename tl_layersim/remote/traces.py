@@ -6,6 +6,8 @@ library alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from ..activations.view import SiteBuffer, View, reduce
 from ..core.errors import LayersimError
 from ..core.sums import push
 from ..sources.nnsight import TraceReader
+from ..sources.result_seals import sealed
 from ..sources.source import PartialSums
+from .failures import UnsafeAnswer, server_text
 
 
 def submit(
@@ -45,6 +49,7 @@ def submit(
     """
     import nnsight
 
+    ticket = backend.ticket
     differentiated = any(reader.differentiated for reader in readers)
     with torch.no_grad(), readers[0].model.session(backend=backend):
         stack: list[Any] = []
@@ -64,7 +69,7 @@ def submit(
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))
                                 if len(outputs) == len(unit["passes"]):
                                     add_leaves(stack, unit["leaf"], unit["block"], plan.finish(outputs), joined)
-        found = nnsight.save(stack)  # noqa: F841 (a result is taken by this name)
+        found = nnsight.save(sealed(stack, ticket))  # noqa: F841 (a result is taken by this name)
 
 
 def known_view(unit: dict[str, Any]) -> View:
@@ -96,7 +101,7 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
     """
     for own in leaves:
         if joined:
-            push(stack, leaf, on_cpu(own), add_batch_sums, 0, block)
+            push(stack, leaf, widened(on_cpu(own)), add_batch_sums, 0, block)
         else:
             stack.append((leaf, on_cpu(own)))
 
@@ -111,24 +116,51 @@ def dtype_and_devices(
     import nnsight
 
     args, options = arguments
+    ticket = backend.ticket
     with torch.no_grad(), model.trace(*args, backend=backend, **options):
         outputs = [first_tensor(block.output) for block in blocks]
         weight = next(iter(blocks[0]._module.parameters()))
-        saved = nnsight.save(
-            {
-                "dtype": str(outputs[0].dtype),
-                "devices": [str(output.device) for output in outputs],
-                "meta": weight.device.type == "meta",
-            }
-        )
-    facts: dict[str, Any] = saved
-    return facts
+        facts = {
+            "dtype": str(outputs[0].dtype),
+            "devices": [str(output.device) for output in outputs],
+            "meta": weight.device.type == "meta",
+        }
+        found: dict[str, Any] = nnsight.save(sealed(facts, ticket))
+    return found
+
+
+def form_of_facts(value: Any) -> None:
+    """Check the form of the result of `dtype_and_devices`.
+
+    Raises:
+        UnsafeAnswer: the form differs.
+    """
+    known = isinstance(value, dict) and value.keys() == {"dtype", "devices", "meta"}
+    if not known or not isinstance(value["meta"], bool) or not isinstance(value["devices"], list):
+        raise UnsafeAnswer("must hold dtype, devices and meta; it has another form")
+    dtype = getattr(torch, str(value["dtype"]).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UnsafeAnswer(f"names the dtype '{server_text(value['dtype'], most=40)}', which torch does not have")
+    for device in value["devices"]:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError):
+            raise UnsafeAnswer(f"names the device '{server_text(device, most=40)}', which torch does not have") from None
 
 
 def on_cpu(reduced: Any) -> Any:
     """Move the sums in an output of `reduce` to the CPU."""
     counts, out = reduced
     return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
+
+
+def widened(reduced: Any) -> Any:
+    """Convert the sums in an output of `reduce`: floats to float64, integers to int64."""
+    counts, out = reduced
+    wide: dict[str, dict[str, Tensor]] = {}
+    for name, one in out.items():
+        wide[name] = {key: value.to(torch.float64 if value.is_floating_point() else torch.int64) for key, value in one.items()}
+    return counts, wide
 
 
 def add_batch_sums(a: Any, b: Any) -> Any:
@@ -162,3 +194,78 @@ def add_batch_sums(a: Any, b: Any) -> Any:
 def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
     """Convert a request's result to a list of `PartialSums`."""
     return [PartialSums(count, not_finite, out) for count, (not_finite, out) in result]
+
+
+@dataclass(frozen=True)
+class FormOfSums:
+    """The form of the result of `submit`.
+
+    Attributes:
+        rows: number of rows whose sums return.
+        sites: for each model, the number of its sites.
+        kernels: names of the kernels.
+        joined: whether the sums were added, and so are float64 or int64.
+    """
+
+    rows: int
+    sites: tuple[int, ...]
+    kernels: tuple[str, ...]
+    joined: bool
+
+    def __call__(self, value: Any) -> None:
+        """Check a result.
+
+        Raises:
+            UnsafeAnswer: names the sum whose form differs.
+        """
+        if not isinstance(value, list):
+            raise UnsafeAnswer(f"must be a list of sums; it is of type {type(value).__name__}")
+        total, is_finite = 0, True
+        for part in value:
+            count, not_finite, out = _three_of(part)
+            is_finite = self._check_counts(count, not_finite) and is_finite
+            total += count
+            if not isinstance(out, dict):
+                raise UnsafeAnswer("must hold the sums of each analyzer; a part of it has another form")
+            if is_finite and out.keys() != set(self.kernels):
+                raise UnsafeAnswer(f"must hold the sums of {_listed(self.kernels)}; it holds those of {_listed(out)}")
+            for name, sums in out.items():
+                self._check_sums(name, sums)
+        # Sums end where activations are not finite.
+        if is_finite and total != self.rows:
+            raise UnsafeAnswer(f"must hold the sums of {self.rows} rows; it holds those of {total}")
+
+    def _check_counts(self, count: Any, not_finite: Any) -> bool:
+        """Check the counts of one part, and return whether its activations are finite."""
+        if type(count) is not int or count < 1 or count & (count - 1):
+            raise UnsafeAnswer("has a number of rows that is no power of two")
+        if not isinstance(not_finite, list | tuple) or len(not_finite) != len(self.sites):
+            raise UnsafeAnswer("must count the activations that are not finite; it has another form")
+        for number, sites in zip(not_finite, self.sites, strict=True):
+            counts = isinstance(number, Tensor) and number.dtype == torch.int64 and tuple(number.shape) == (sites,)
+            if not counts or bool((number < 0).any()):
+                raise UnsafeAnswer(f"must count the activations that are not finite at {sites} sites; it has another form")
+        return not any(bool(number.any()) for number in not_finite)
+
+    def _check_sums(self, name: str, sums: Any) -> None:
+        if not isinstance(sums, dict):
+            raise UnsafeAnswer(f"must hold named sums of {_listed([name])}; they have another form")
+        for key, value in sums.items():
+            sum_name = f"the sum {_listed([key])} of {_listed([name])}"
+            if not isinstance(value, Tensor):
+                raise UnsafeAnswer(f"must hold tensors; {sum_name} is of type {type(value).__name__}")
+            if self.joined and value.dtype not in (torch.float64, torch.int64):
+                raise UnsafeAnswer(f"must hold sums in float64 or int64; {sum_name} is in {value.dtype}")
+
+
+def _three_of(part: Any) -> tuple[Any, Any, Any]:
+    """The number of rows, the counts and the sums of one part of a result."""
+    try:
+        count, (not_finite, out) = part
+    except (TypeError, ValueError):
+        raise UnsafeAnswer("must be a list of sums with their numbers of rows; it has another form") from None
+    return count, not_finite, out
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{server_text(name, most=60)}'" for name in list(names)[:8]) or "nothing"

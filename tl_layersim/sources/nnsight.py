@@ -29,6 +29,7 @@ from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_
 from .identity import edits_of
 from .model_description import describe, processor_of
 from .out_of_memory import refusing_out_of_memory
+from .result_seals import are_two_norms, is_shape, sealed, ticket_of
 from .source import CanReadSites, OnServer, Source
 
 
@@ -224,11 +225,17 @@ class NNsightSource(CanReadSites):
         point = self.reading.points[0]
         read = self._envoy_at(point.module)
         with refusing_out_of_memory(batch), refusing_failed_forward(self.module):
-            shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options))
+            shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options), is_shape)
         return positions_of(shape, point.channels, point.name)
 
-    def request(self, run: Callable[[dict[str, Any]], T]) -> T:
-        """Open one trace: call `run` with a dict of nnsight's keyword arguments, such as `remote`."""
+    def request(self, run: Callable[[dict[str, Any]], T], fits: Callable[[Any], bool], size: int = 0) -> T:
+        """Open one trace: call `run` with a dict of nnsight's keyword arguments, such as `remote`.
+
+        Args:
+            run: opens the trace, which seals its result if it runs on a server (`result_seals.sealed`).
+            fits: whether a result of a server has the form that `run` returns.
+            size: approximate number of bytes of the result.
+        """
         return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -248,7 +255,7 @@ class NNsightSource(CanReadSites):
         args, options = forward_arguments(self.module, row, self._model)
         about = (self.envoy, self.blocks[-1], lens, isinstance(self, OnServer))
         with refusing_out_of_memory(row):
-            return self.request(lambda at: _trace_gap(*about, args, at | options, attended))
+            return self.request(lambda at: _trace_gap(*about, args, at | options, attended), are_two_norms)
 
     def collect(self, batch: Batch) -> View:
         if not self._in_this_process:
@@ -356,6 +363,7 @@ def _trace_gap(
     """The error of the logit lens on one row (`unembed_gap`), from one trace. The body is shipped, see `_trace`."""
     import nnsight
 
+    ticket = ticket_of(options)
     with torch.no_grad(), model.trace(*args, **options):
         with torch.no_grad():
             hidden = first_tensor(block.output)
@@ -365,17 +373,18 @@ def _trace_gap(
             kept = not on_server and torch.is_autocast_enabled(hidden.device.type)
             with torch.autocast(device_type=hidden.device.type, enabled=kept):
                 norms = unembed_gap(lens, hidden[0], logits, attended)
-        gap: Tensor = nnsight.save(norms)
-    return gap
+        found: Tensor = nnsight.save(sealed(norms, ticket))
+    return found
 
 
 def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...], options: dict[str, Any]) -> list[int]:
     """The shape of a module's input or output, from one trace. The body is shipped, see `_trace`."""
     import nnsight
 
-    ends_early = not is_edited(model)
+    ends_early, ticket = not is_edited(model), ticket_of(options)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
-        found: list[int] = nnsight.save(list(first_tensor(module.input if incoming else module.output).shape))
+        shape = list(first_tensor(module.input if incoming else module.output).shape)
+        found: list[int] = nnsight.save(sealed(shape, ticket))
         if ends_early:
             tracer.stop()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,18 @@ def open_local(
 def is_nnsight(model: Any) -> bool:
     """Whether a model is an nnsight model, without importing nnsight."""
     return any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
+
+
+def only_on_servers(model: Any) -> bool:
+    """Whether an nnsight model has no weights here and is named as on a hub, so that its traces run on a server.
+
+    The weights of a folder are loaded when they are needed.
+
+    Args:
+        model: an nnsight model.
+    """
+    name = getattr(model, "repo_id", None)
+    return not getattr(model, "dispatched", True) and isinstance(name, str) and not os.path.isdir(name)
 
 
 def unsupported_model(model: Any) -> LayersimError:

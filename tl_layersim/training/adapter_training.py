@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Float64
@@ -26,8 +26,10 @@ from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.training_loop import Shuffle, TrainingSteps, run_steps, save_state
 from ..data.data import Data
 from ..engine.run_arguments import with_tokenizer
-from ..remote.client import JobTooLong, quiet
-from ..remote.low_rank_adapters import Item, LossSums, Parts, Patch, run_here, run_on_server, step_or_evaluate
+from ..remote.backend import SMALL_RESULT, Form
+from ..remote.client import quiet
+from ..remote.failures import JobTooLong, server_text
+from ..remote.low_rank_adapters import Item, LossSums, Parts, Patch, form_of_steps, run_here, run_on_server, step_or_evaluate
 from ..remote.open_model import open_source
 from ..remote.requests import RequestSchedule, ShippedSource
 from ..remote.source import RemoteSource
@@ -42,6 +44,8 @@ from ..sources.source import refuse_inference_weights
 from .losses import Weights, layer_weights, positions_with_targets
 from .residual_stream import refuse_float16
 from .training_data import TrainingData, open_training_data, open_training_file, record_of_training, rows_in_words
+
+T = TypeVar("T")
 
 
 @result_class
@@ -292,8 +296,11 @@ class AdapterSteps(TrainingSteps):
                 work = [item_of(number) for number in range(start, min(count, start + most))]
                 try:
                     what = (self._unembed, self.at, work, state, self.weights)
+                    steps = partial(run_on_server, source.envoy, source.blocks, *what)
+                    form = partial(form_of_steps, steps=len(work), layers=len(source.blocks), state=state)
+                    largest = SMALL_RESULT + 2 * sum(part.nbytes for part in state.values())
                     with self._frozen.in_place({"training": step_or_evaluate}):
-                        losses, state = source.ndif.request(partial(run_on_server, source.envoy, source.blocks, *what))
+                        losses, state = source.ndif.request(_expecting(form, largest, steps))
                 except JobTooLong as error:
                     if len(work) == 1:
                         raise _too_long(work[0], source, error) from None
@@ -319,6 +326,11 @@ class AdapterSteps(TrainingSteps):
         size = self.batch_size
         rows = [self._shuffle.row(place) for place in range(step * size, (step + 1) * size)]
         return self._item(self.training_data, rows, step + 1, self.lr * (self.steps - step) / self.steps)
+
+
+def _expecting(form: Form, largest: int, run: Callable[[Any], T]) -> Callable[[Any], T]:
+    """`run` with a backend that expects a result of this form and size, see `Expectation`."""
+    return lambda backend: run(backend.expecting(form, largest))
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
@@ -497,5 +509,5 @@ def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimErr
     rows, width = item["tokens"].shape
     return LayersimError(
         f"A training step of {rows} rows with {width} tokens exceeds the server's time limit for a job. Use "
-        f"batch_size={max(1, rows // 2)}, or a smaller seq_len=. {source.offer.server} says: {error}"
+        f"batch_size={max(1, rows // 2)}, or a smaller seq_len=. {source.offer.server} says: '{server_text(error)}'"
     )

@@ -23,7 +23,7 @@ from ..remote.open_model import open_source
 from ..sources.activation_checks import check_lens, check_stream_sums
 from ..sources.hooked_module import HookedSource
 from ..sources.nnsight import NNsightSource
-from ..sources.open_local import OpenedModel, is_nnsight
+from ..sources.open_local import OpenedModel, is_nnsight, only_on_servers
 from .probe import LoopProbe, Probe, TraceProbe
 from .probe_hooks import stack_side
 
@@ -137,7 +137,7 @@ def attach(
         40
     """
     chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model)
-    if is_nnsight(opened.model) and not opened.remote and not getattr(opened.model, "dispatched", True):
+    if is_nnsight(opened.model) and not opened.remote and only_on_servers(opened.model):
         # Traces of a model without weights run on the server; those of this process would load it.
         opened = replace(opened, remote=True)
     source = open_source(opened, either_stack=True, at=at)

@@ -26,7 +26,7 @@ from ..engine.report_assembly import make_report
 from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of
 from ..engine.site_plan import SitePlan
 from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
-from ..remote.traces import partial_sums
+from ..remote.traces import FormOfSums, partial_sums
 from ..sources.activation_checks import refuse_not_finite
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import kernels_alone
@@ -391,6 +391,10 @@ class TraceProbe(Probe):
     """Measures nnsight traces. Each trace calls `probe.read()` in an empty invoke.
 
     `results()` is the report of all traces so far; `reset()` begins anew.
+
+    Attributes:
+        sent: tickets of requests whose results have not arrived.
+        form: form of the sums of one forward pass.
     """
 
     _source: NNsightSource
@@ -398,12 +402,12 @@ class TraceProbe(Probe):
     def __init__(
         self, source: NNsightSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
     ) -> None:
-        # Tickets of requests whose results have not arrived.
         self.sent: set[str] = set()
         self._key = uuid.uuid4().hex
         PROBES[self._key] = self
         self._source = source
         self._kernels = shippable(plan.kernels(analyzers, {}))
+        self.form = FormOfSums(1, (len(source.sites),), tuple(self._kernels), True)
         super().__init__(analyzers, plan, positions, intervals)
 
     def _begin(self) -> None:
