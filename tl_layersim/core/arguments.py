@@ -14,10 +14,23 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, SupportsIndex, TypeAlias, TypeVar, cast, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from .errors import LayersimTypeError
 from .wording import brief, with_article
@@ -151,6 +164,46 @@ def _in_a_sentence(error: BaseException, name: str, given: dict[str, Any]) -> La
     own = given[parameter] is None or value.startswith(("a ", "an ", "the "))
     kind = "" if own else f", {with_article(type(given[parameter]).__name__)}"
     return LayersimTypeError(f"`{parameter}` of {name} is {value}{kind}; it must be {expected}.")
+
+
+def is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, with every item that it holds. A bool is no number, and a type of unknown form holds all.
+
+    Args:
+        value: plain data, as a file holds it.
+        hint: the type: a class, a union, a literal, a tuple, or a mapping.
+
+    Examples:
+        >>> is_of_type(("a", 7), tuple[str, ...]), is_of_type(("a", "b"), tuple[str, ...]), is_of_type(True, int)
+        (False, True, False)
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return is_of_type(value, parts[0])
+    if origin in (Union, types.UnionType):
+        return any(is_of_type(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and _are_of_types(value, parts)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        keys, entries = parts
+        return isinstance(value, Mapping) and all(
+            is_of_type(key, keys) and is_of_type(entry, entries) for key, entry in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    cls = hint if origin is None else origin
+    return isinstance(value, cls) if isinstance(cls, type) else True
+
+
+def _are_of_types(items: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+    """Whether the items of a tuple are of the types in `tuple[...]`."""
+    if len(parts) == 2 and parts[1] is Ellipsis:
+        return all(is_of_type(item, parts[0]) for item in items)
+    return len(items) == len(parts) and all(is_of_type(item, part) for item, part in zip(items, parts, strict=True))
 
 
 with without_mounted_save():

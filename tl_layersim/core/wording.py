@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -46,6 +47,21 @@ def brief(value: object) -> str:
         return f"{with_article(kind)} of {len(value)}" + (f" {' and '.join(kinds[:3])}" if kinds else "")
     text = repr(value)
     return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that proposes the known name nearest to a misspelt one; empty if none is near.
+
+    Args:
+        name: the name as it was written.
+        known: the names that exist.
+
+    Examples:
+        >>> did_you_mean("max_token", ["max_tokens", "seq_len"])
+        ' Did you mean max_tokens?'
+    """
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
 
 
 def number_text(value: float) -> str:
