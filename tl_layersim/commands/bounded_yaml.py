@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, excerpt
 from ..core.wording import brief, first_line
 
 LARGEST_FILE = 256_000
@@ -47,7 +47,7 @@ def read_bounded_yaml(path: Path, argument: str) -> Any:
     except UnicodeDecodeError as error:
         reason = f"is not a text in UTF-8: {error.reason}"
     except yaml.YAMLError as error:
-        reason = f"cannot be read as YAML: {' '.join(str(error).split())[:200]}"
+        reason = f"cannot be read as YAML: {excerpt(' '.join(str(error).split()), 200)}"
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {first_line(error)}"
     raise LayersimError(f"`{argument}` is {path}, which {reason}.")

@@ -81,7 +81,9 @@ def parsed_run_file(path: Path, argument: str = "--config") -> dict[str, Any]:
     # Every value stays a text. Other loaders would read 2:10 as a number and no as False.
     content = read_bounded_yaml(path, argument)
     if not isinstance(content, dict):
-        raise LayersimError(f"`{argument}` is {path}, which is no run file; it must hold a line `option: value` for each option.")
+        raise LayersimError(
+            f"`{argument}` is {path}, which is no run file; it must hold a line `option: value` for each option."
+        )
     options: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
@@ -147,7 +149,7 @@ def _refuse_other_names(given: str, what: str, name: str, known: Iterable[str]) 
 def _refuse_other_record(path: Path, record: Any) -> None:
     """Raise an error if the record of a run is not a mapping of `RECORDED` to texts and of versions to a mapping of texts."""
     if not isinstance(record, dict):
-        raise LayersimError(f"`{RECORD}` is {brief(record)} in {path}; it must hold a line `name: value` for each of its values.")
+        raise LayersimError(f"`{RECORD}` is {brief(record)} in {path}; it must hold a line `name: value` for each value.")
     for name, value in record.items():
         _refuse_other_names(f"`{RECORD}` in {path} is malformed: its key", "no part of a record", name, (*RECORDED, VERSIONS))
         if name != VERSIONS:

@@ -4,7 +4,7 @@ A check costs tens of microseconds per call. It belongs on public functions and 
 kernels run on servers that have neither jaxtyping nor beartype.
 
 Numbers within bounds: `PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `ThreeOrMore`, `RowCount`, `Seed`, `PermutationCount`,
-`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`.
+`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`. Paths: `FilePath`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import re
 import sys
 import types
@@ -32,7 +33,7 @@ from typing import (
     get_type_hints,
 )
 
-from .errors import LayersimTypeError
+from .errors import LayersimTypeError, remove_secrets
 from .wording import brief, with_article
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -103,7 +104,11 @@ def typed(call: _T) -> _T:
         try:
             return run(*args, **kwargs)
         except _checker()[1] as error:
+            remove_secrets(error)
             raise _in_a_sentence(error, call.__qualname__.removesuffix(".__init__"), given) from None
+        except Exception as error:
+            remove_secrets(error)
+            raise
 
     if cls is not None:
         cls.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
@@ -131,7 +136,7 @@ def _in_words(expected: str) -> str:
         lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
         expected,
     )
-    expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
+    expected = re.sub(r"(?:typing\.)?Annotated\[.*?beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
     # Names of modules are removed from types.
     expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
@@ -178,6 +183,8 @@ def is_of_type(value: Any, hint: Any) -> bool:
         (False, True, False)
     """
     origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
     if origin is Annotated:
         return is_of_type(value, parts[0])
     if origin in (Union, types.UnionType):
@@ -224,6 +231,30 @@ class _Within:
         return self.words
 
 
+# Limits of Linux, in bytes of UTF-8.
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path that an operating system can look up. Errors print its `repr`."""
+
+    def __call__(self, value: str | os.PathLike[str]) -> bool:
+        text = os.fspath(value)
+        if not isinstance(text, str) or "\0" in text:
+            return False
+        try:
+            encoded = os.fsencode(text)
+        except UnicodeEncodeError:
+            return False
+        return len(encoded) <= LONGEST_PATH and all(len(name) <= LONGEST_NAME for name in encoded.split(os.fsencode(os.sep)))
+
+    def __repr__(self) -> str:
+        return f"a path without zero bytes, with names of at most {LONGEST_NAME} bytes"
+
+
+FilePath: TypeAlias = Annotated[str | os.PathLike[str], Is[_Path()]]
 PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: 1 <= n < 2**63)]]
 NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: 0 <= n < 2**63)]]
 TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: 2 <= n < 2**63)]]

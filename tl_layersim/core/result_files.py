@@ -86,12 +86,22 @@ def downloaded(address: str) -> Path:
 
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@([^@]+?))?(?:/([^@]+))?", address)
     if match is None:
-        raise LayersimError(
-            f"`path` is {address!r}; an address on the hub has the form hf://user/name, hf://user/name/file.safetensors or "
-            "hf://user/name@revision."
-        )
+        raise _malformed_address(address)
     repo, revision, file = match.groups()
-    return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
+    try:
+        return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
+    except OSError:
+        raise
+    except ValueError as error:
+        # The hub has rules of its own for names, and a file's path must stay inside the repository.
+        raise _malformed_address(address) from error
+
+
+def _malformed_address(address: str) -> LayersimError:
+    return LayersimError(
+        f"`path` is {brief(address)}; an address on the hub has the form hf://user/name, hf://user/name/file.safetensors or "
+        "hf://user/name@revision."
+    )
 
 
 def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:

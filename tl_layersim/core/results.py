@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from abc import ABC
@@ -17,7 +16,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .arguments import OpenFraction, typed
+from .arguments import FilePath, OpenFraction, typed
 from .errors import LayersimError, without_secrets
 from .file_format import REPORT_FILE, replacing
 from .file_format import write as write_file
@@ -36,12 +35,14 @@ from .report_tables import (
     latex,
     markdown,
     numbers_of,
+    plain_cell,
+    plain_markdown,
     result_table,
 )
 from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, result_class, without_nan
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
-from .wording import amount, headed
+from .wording import amount, brief, headed
 
 if TYPE_CHECKING:
     import pandas
@@ -152,6 +153,9 @@ class Result(ABC):
 
         Args:
             axis: name of the axis, as in `axes(...)`.
+
+        Raises:
+            LayersimError: no field of the result has this axis.
         """
         if axis in ("row", "residual"):
             return self.layers
@@ -159,11 +163,16 @@ class Result(ABC):
             return self.layers[1:]
         if axis == "column":
             return tuple(getattr(self, "column_layers", self.layers))
-        labels = f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"
-        if hasattr(self, labels):
-            return tuple(getattr(self, labels))
-        size = next(getattr(self, name).shape[own.index(axis)] for name, own in self.tensor_fields().items() if axis in own)
-        return tuple(range(size)) if axis not in COUNTED_FROM_1 else tuple(range(1, size + 1))
+        axes_of_fields = self.tensor_fields()
+        for field, axis_names in axes_of_fields.items():
+            if axis in axis_names:
+                labels = f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"
+                if hasattr(self, labels):
+                    return tuple(getattr(self, labels))
+                size = getattr(self, field).shape[axis_names.index(axis)]
+                return tuple(range(size)) if axis not in COUNTED_FROM_1 else tuple(range(1, size + 1))
+        known = dict.fromkeys(name for axis_names in axes_of_fields.values() for name in axis_names)
+        raise LayersimError(f"`axis` is {brief(axis)}; {type(self).__name__} has the axes {', '.join(known)}.")
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
@@ -389,7 +398,7 @@ class Result(ABC):
         return first if path == first else f"{path} input"
 
     @typed
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: FilePath) -> Path:
         """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly.
 
         Args:
@@ -472,14 +481,9 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
 
 
 def _as_plain_text(value: Any) -> str:
-    """Escape a value for Markdown, in one line.
-
-    Examples:
-        >>> print(_as_plain_text("# [a](javascript:b) <script> layer_1 | 2"))
-        \\# \\[a\\](javascript:b) \\<script\\> layer_1 \\| 2
-    """
+    """Escape a value for Markdown, in one line."""
     text = ", ".join(f"{k}={v}" for k, v in value.items() if v is not None) if isinstance(value, dict) else str(value)
-    return re.sub(r"([\\`*\[\]<>|#!&~])", r"\\\1", " ".join(text.split()))
+    return plain_markdown(text)
 
 
 class Report(Mapping[str, Any]):
@@ -521,7 +525,7 @@ class Report(Mapping[str, Any]):
         return report_html(self)
 
     @typed
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: FilePath) -> Path:
         """Write all results to one safetensors file, without pickle.
 
         Args:
@@ -531,7 +535,8 @@ class Report(Mapping[str, Any]):
         return write_file(path, "report", {"results": headers}, tensors)
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Report:
+    @typed
+    def load(path: FilePath) -> Report:
         """Read a report that `save` wrote.
 
         Args:
@@ -636,8 +641,10 @@ class Report(Mapping[str, Any]):
         return panels(shown, width, title or "")
 
     @typed
-    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+    def to_csv(self, path: FilePath) -> Path:
         """Write the table of `to_frame` as CSV, without index; undefined numbers are empty.
+
+        A label that a spreadsheet would run as a formula, such as a site named =A1, begins with an apostrophe.
 
         Args:
             path: path of the file.
@@ -645,7 +652,9 @@ class Report(Mapping[str, Any]):
         Raises:
             OSError: the file cannot be written; an older file at `path` is unchanged.
         """
-        text = self.to_frame().to_csv(index=False)
+        table = self.to_frame()
+        texts = {name: table[name].astype(object).map(plain_cell) for name in table if table[name].dtype.kind not in "fi"}
+        text = table.assign(**texts).to_csv(index=False)
         with replacing(path) as file:
             file.write(text.encode())
         return Path(path)
@@ -668,7 +677,7 @@ class Report(Mapping[str, Any]):
         return markdown(headline_table(self))
 
     @typed
-    def to_json(self, path: str | os.PathLike[str]) -> Path:
+    def to_json(self, path: FilePath) -> Path:
         """Write the table of `to_frame`, the headline numbers and the provenance as strict JSON.
 
         Entries `schema` and `data` have pandas' layout "table", so that `pandas.read_json(path, orient="table",
@@ -780,7 +789,7 @@ class Report(Mapping[str, Any]):
         return str(found)
 
     @typed
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
+    def to_html(self, path: FilePath) -> Path:
         """Write one self-contained HTML page with a summary, all tables and all figures.
 
         The page opens from disk without a network. It has about 5 MB, most of which is plotly.js.
@@ -794,7 +803,7 @@ class Report(Mapping[str, Any]):
 
 
 @typed
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: FilePath) -> Any:
     """Read a `Result` or a `Report` from a file or from the Hugging Face hub.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .errors import without_secrets
+from .errors import excerpt, printable, without_secrets
 
 # Numbers whose margin begins at a later decimal place are written with four digits.
 MOST_DECIMALS = 6
@@ -108,7 +108,8 @@ def headed(title: str, lines: Sequence[str]) -> str:
           cka: similarity = 0.638 ± 0.019
     """
     margins = f"; {MEANING_OF_MARGINS}" if any(" ± " in line for line in lines) else ""
-    return "\n".join([title + margins, *lines])
+    # Names of models and sites may come from a file.
+    return printable("\n".join([title + margins, *lines]))
 
 
 def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
@@ -168,4 +169,4 @@ def first_line(error: BaseException) -> str:
         >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())
         ('out of memory', 'ValueError')
     """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+    return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0], 200).rstrip(".")

@@ -24,7 +24,7 @@ from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
-from ..core.errors import LayersimError, in_words
+from ..core.errors import LayersimError, excerpt, in_words
 from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
 from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
@@ -216,8 +216,8 @@ def estimate(
             raise
         raise LayersimError(
             f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because it needs the values of tensors "
-            f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller model of the same "
-            "architecture."
+            f"({type(error).__name__}: {excerpt(str(error), 160)}). Pass a model with weights, such as a smaller model of the "
+            "same architecture."
         ) from error
     share = tokens / run.samples
     rows = math.ceil(share * len(batch.tokens))

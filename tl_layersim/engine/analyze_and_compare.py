@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 from tqdm.auto import tqdm
 
 from ..analyzers.analyzer import Analyzer, Run
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, rank_and_size, weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import refuse_unwritable
@@ -48,7 +47,7 @@ BaselineArgument: TypeAlias = Literal["untrained"] | None
 SEEDS = 3
 
 
-def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None) -> Report:
+def run_analysis(analysis: Analysis, path: FilePath | None = None) -> Report:
     """Run an analysis over all data and return its report.
 
     Args:
@@ -86,7 +85,7 @@ def run_with_baseline(
     data: Data,
     prepare: Callable[[Sequence[OpenedModel]], Analysis],
     baseline: BaselineArgument,
-    checkpoint: str | os.PathLike[str] | None,
+    checkpoint: FilePath | None,
 ) -> Report:
     """Run an analysis on the given models and, with `baseline="untrained"`, on models with fresh weights.
 
@@ -137,7 +136,7 @@ class SharedKeywords(TypedDict, total=False):
     per_head: bool
     intervals: bool
     baseline: BaselineArgument
-    checkpoint: str | os.PathLike[str] | None
+    checkpoint: FilePath | None
 
 
 @overload
@@ -159,7 +158,7 @@ def analyze(
     analyzers: AnalyzersArgument,
     *,
     shard: tuple[int, int],
-    save_to: str | os.PathLike[str],
+    save_to: FilePath,
     first: FilesArgument | None = None,
     **options: Unpack[SharedKeywords],
 ) -> Path: ...
@@ -173,10 +172,10 @@ def analyze(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
     blocking: bool = True,
     shard: tuple[int, int] | None = None,
-    save_to: str | os.PathLike[str] | None = None,
+    save_to: FilePath | None = None,
     first: FilesArgument | None = None,
 ) -> Report | RemoteRun | Path:
     """Run analyzers on one model, in one pass over the data. Analyzers that need a mean over all data take two passes.
@@ -302,7 +301,7 @@ def compare(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> Report | Result:
     """Compare the layers of two models that read the same tokens. Widths and depths may differ.
 

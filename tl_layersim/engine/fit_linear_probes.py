@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +24,7 @@ from ..analyzers.linear_probe import (
     labelled,
     warn_of_constant,
 )
-from ..core.arguments import PositiveFloat, PositiveInt, typed
+from ..core.arguments import FilePath, PositiveFloat, PositiveInt, typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, shown, warn
 from ..core.sums import Sums
@@ -180,7 +179,7 @@ def linear_probe(
     at: AtArgument = DEFAULT,
     per_head: bool = False,
     intervals: bool = False,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> LinearProbeResult:
     """Accuracy of a linear classifier at each site, measured on held-out rows.
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.errors import LayersimError
 from ..core.file_format import checksum
 from ..core.results import Report
@@ -33,7 +33,7 @@ from .run_files import model_of, restored_analyzers, sums_snapshot, tallies_of
 
 SHARD_FILE = "shard"
 # A folder, a pattern or a path; or several of these.
-FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+FilesArgument: TypeAlias = FilePath | Sequence[FilePath]
 
 
 def paths_of(files: FilesArgument, argument: str) -> list[Path]:
@@ -149,7 +149,7 @@ def run_shard(
     return path
 
 
-def read_part(path: str | os.PathLike[str]) -> ShardPart:
+def read_part(path: FilePath) -> ShardPart:
     """Read the file of a shard.
 
     Args:

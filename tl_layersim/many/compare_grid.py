@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.result_declarations import Declaration, result_class
 from ..core.results import Report, Result, axes
@@ -370,7 +369,7 @@ def compare_grid(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> ModelGrid | Report:
     r"""Compare all pairs of several models on the same tokens.
 

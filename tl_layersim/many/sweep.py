@@ -18,7 +18,7 @@ from torch.nn import Module
 from tqdm.auto import tqdm
 
 from ..analyzers.analyzer import Analyzer, code_digest
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.code_digests import ValueNames
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, warn
@@ -101,7 +101,7 @@ def sweep(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> dict[Any, Report]:
     """Run the same analysis on many models or checkpoints in turn: a training run, model sizes or fine-tunes.
 

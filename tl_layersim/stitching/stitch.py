@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..architectures.blocks import entering
 from ..architectures.site_selection import block_number
-from ..core.arguments import Layer, NonNegativeFloat, typed
+from ..core.arguments import FilePath, Layer, NonNegativeFloat, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.file_format import refuse_unwritable, refuse_unwritable_folder
 from ..core.result_declarations import Provenance
@@ -76,7 +75,7 @@ class StitchExperiment:
         data: Data,
         eval_data: Any,
         labels: Any,
-        cache: str | os.PathLike[str] | None,
+        cache: FilePath | None,
     ) -> None:
         # Every model once, in the order of the call.
         self.models = list(dict.fromkeys(model for pair in pairs for model in pair))
@@ -182,7 +181,7 @@ class StitchExperiment:
         training = {name: value for name, value in asdict(self.training).items() if name != "seed"}
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
-    def progress(self, checkpoint: str | os.PathLike[str] | None, **where: Any) -> Progress:
+    def progress(self, checkpoint: FilePath | None, **where: Any) -> Progress:
         """Open a checkpoint file with the states of the stitches.
 
         Args:
@@ -421,8 +420,8 @@ def stitch(
     ridge: NonNegativeFloat = 0.0,
     eval_data: Any = None,
     labels: Any = None,
-    cache: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    cache: FilePath | None = None,
+    checkpoint: FilePath | None = None,
 ) -> StitchResult:
     """Join the lower blocks of one model to the upper blocks of another by an adapter, and measure the loss.
 
@@ -512,8 +511,8 @@ def stitch_grid(
     ridge: NonNegativeFloat = 0.0,
     eval_data: Any = None,
     labels: Any = None,
-    cache: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    cache: FilePath | None = None,
+    checkpoint: FilePath | None = None,
 ) -> StitchGrid:
     """Stitch every pair of models in both directions, and each model with itself.
 

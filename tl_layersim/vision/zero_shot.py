@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from ..analyzers.logit_lens import LogitLens, LogitLensResult
 from ..architectures.blocks import PRE_NORM, layer_names, refuse_paths
 from ..architectures.layouts import Tower
 from ..architectures.unembed import Head, rounding, tensor_of
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.wording import brief
@@ -126,7 +125,7 @@ def zero_shot(
     prompts: Any = None,
     labels: Any = "data",
     top_k: int | tuple[int, ...] | list[int] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> LogitLensResult:
     """Zero-shot accuracy of every layer of a CLIP's vision tower, with a prompt for each class.
 
