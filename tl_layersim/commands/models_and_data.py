@@ -200,7 +200,7 @@ def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None 
 
     Args:
         analyzers: names, separated by commas; `tl-layersim analyzers` lists them. path/to/file.py:Class is an analyzer of your
-            own; it can be given on the command line, but not in a `--config` file.
+            own; it can be given on the command line, but not in a file of options.
         option: an option of an analyzer, such as cka.minibatch=128; `tl-layersim analyzers cka` lists the options. May be
             repeated.
     """

@@ -131,7 +131,7 @@ def listed_analyzer(analyzer: str | None = None) -> None:
     """Declares the argument of `analyzers`: the name of an analyzer.
 
     Args:
-        analyzer: name of an analyzer; its options are listed, as `--option` sets them.
+        analyzer: name of an analyzer; its options are listed, as `report --option` sets them.
     """
 
 
@@ -158,7 +158,7 @@ def list_analyzers(call: CommandCall) -> None:
 
 @command("sites", {"Model": (named_model,)}, without=["device", "dtype", "remote", "server"])
 def list_sites(call: CommandCall) -> None:
-    """List the sites of a model. --at selects sites.
+    """List the sites of a model. `report --at` selects sites.
 
     Examples:
     tl-layersim sites

@@ -53,6 +53,18 @@ if TYPE_CHECKING:
 COUNTED_FROM_1 = ("step", "direction", "left", "right")
 # Prefix of a field's name in `plot`, for the untrained models.
 UNTRAINED = "untrained "
+# What writes a file of another format. A file that `save` writes is read by `load` alone.
+OTHER_FORMATS = {
+    ".csv": "to_csv writes CSV",
+    ".json": "to_json writes JSON",
+    ".html": "to_html writes HTML",
+    ".htm": "to_html writes HTML",
+    ".md": "to_markdown returns Markdown",
+    ".tex": "to_latex returns LaTeX",
+    ".nc": "to_xarray() has a method to_netcdf",
+    **dict.fromkeys((".parquet", ".xlsx", ".npy", ".npz", ".h5", ".hdf5"), "to_frame() returns a table with writers"),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".bin"), "a name such as report.safetensors says so"),
+}
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
     *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
@@ -402,8 +414,12 @@ class Result(ABC):
         """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly.
 
         Args:
-            path: path of the file.
+            path: path of the file, such as "cka.safetensors".
+
+        Raises:
+            LayersimError: `path` ends as files of another format do.
         """
+        refuse_other_format(path)
         header, tensors = pack(self)
         return write_file(path, "result", header, tensors)
 
@@ -529,8 +545,12 @@ class Report(Mapping[str, Any]):
         """Write all results to one safetensors file, without pickle.
 
         Args:
-            path: path of the file.
+            path: path of the file, such as "report.safetensors".
+
+        Raises:
+            LayersimError: `path` ends as files of another format do.
         """
+        refuse_other_format(path)
         headers, tensors = pack_report(self)
         return write_file(path, "report", {"results": headers}, tensors)
 
@@ -816,6 +836,20 @@ def load(path: FilePath) -> Any:
         OSError: an error of `huggingface_hub`: the hub has no such file, or cannot be reached.
     """
     return load_kind(path, ("result", "report"), Result, Report)
+
+
+def refuse_other_format(path: FilePath) -> None:
+    """Raise an error if the path of a safetensors file ends as files of another format do.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        LayersimError: names the method that writes the other format, if there is one.
+    """
+    other = OTHER_FORMATS.get(Path(path).suffix.lower())
+    if other is not None:
+        raise LayersimError(f"`path` is {brief(path)}, but `save` writes a safetensors file; {other}.")
 
 
 def _logger_name(text: str) -> str:

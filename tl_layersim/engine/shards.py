@@ -99,11 +99,13 @@ class ShardPart:
             given: the argument and its value, as the beginning of a sentence.
             counts: counts of the data of this call.
         """
-        if self.counts != counts:
-            raise LayersimError(
-                f"{given}: {self.counts.tokens} tokens in {self.counts.sequences} rows, which differ from the expected "
-                f"{counts.tokens} tokens in {counts.sequences} rows."
-            )
+        if self.counts == counts:
+            return
+        found, expected = (f"{each.tokens} tokens in {each.sequences} rows" for each in (self.counts, counts))
+        if found == expected:
+            # Only a checksum of the content is in the file.
+            raise LayersimError(f"{given}: {found}, as in the data of this call, but their content or order differs.")
+        raise LayersimError(f"{given}: {found}, which differ from the expected {expected}.")
 
 
 def run_shard(
