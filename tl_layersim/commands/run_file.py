@@ -125,7 +125,8 @@ def _refuse_other_type(path: Path, name: str, value: Any, takes_several: bool) -
         value: its value in the file.
         takes_several: whether the option takes several values.
     """
-    is_list_of_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+    # An empty list would have no effect.
+    is_list_of_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
     if isinstance(value, str) or (takes_several and is_list_of_texts):
         return
     allowed = "one value or a list of values" if takes_several else "one value"
@@ -183,7 +184,7 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
     used = {} if report is None else _used_options(report)
     options = {name: value if name in call.given else used.get(name, value) for name, value in call.options.items()}
     options |= settled
-    options = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
+    options = {key: value for key, value in options.items() if key not in NOT_KEPT and value not in (None, [], ())}
     content = {COMMAND: call.command, **{key: _written_value(key, value) for key, value in options.items()}}
     if report is not None:
         content[RECORD] = _record_of(report)

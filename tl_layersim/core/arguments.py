@@ -240,7 +240,9 @@ LONGEST_PATH = 4095
 class _Path:
     """A path that an operating system can look up. Errors print its `repr`."""
 
-    def __call__(self, value: str | os.PathLike[str]) -> bool:
+    def __call__(self, value: Any) -> bool:
+        if not isinstance(value, str | os.PathLike):
+            return False
         text = os.fspath(value)
         if not isinstance(text, str) or "\0" in text:
             return False
@@ -254,7 +256,8 @@ class _Path:
         return f"a path without zero bytes, with names of at most {LONGEST_NAME} bytes"
 
 
-FilePath: TypeAlias = Annotated[str | os.PathLike[str], Is[_Path()]]
+is_path = _Path()
+FilePath: TypeAlias = Annotated[str | os.PathLike[str], Is[is_path]]
 PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: 1 <= n < 2**63)]]
 NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: 0 <= n < 2**63)]]
 TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: 2 <= n < 2**63)]]

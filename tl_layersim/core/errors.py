@@ -193,6 +193,31 @@ def _cleaned(value: Any) -> Any:
     return without_secrets(text)
 
 
+@contextmanager
+def as_argument(inner: str, argument: str) -> Iterator[None]:
+    """A context manager in whose errors an argument has the name that it has in the public function.
+
+    Functions that open models and read data write `model` and `data`; the user may have passed `model_b` and `eval_data`.
+
+    Args:
+        inner: name of the argument of the functions inside.
+        argument: the argument of the public function, such as "model_b", with an entry after a blank, such as "models 'a'".
+
+    Examples:
+        >>> with as_argument("data", "eval_data"):
+        ...     raise LayersimError("`data` is 3.")
+        Traceback (most recent call last):
+        tl_layersim.core.errors.LayersimError: `eval_data` is 3.
+    """
+    try:
+        yield
+    except LayersimError as error:
+        name, _, entry = argument.partition(" ")
+        shown = f"`{name}` ({entry})" if entry else f"`{name}`"
+        error.args = (str(error).replace(f"`{inner}`", shown),)
+        raise
+
+
 class LayersimTypeError(LayersimError, TypeError):
     """Error for an argument of the wrong type, or a tensor of the wrong shape."""
 

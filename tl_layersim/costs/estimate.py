@@ -191,7 +191,7 @@ def estimate(
         >>> cost.sites, cost.seconds > 0
         (9, True)
     """
-    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config)
+    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config, "model_or_config")
     source, module = _opened(opened, at)
     plan = plan_sites([source], chosen, at, per_head)
     described = plan.models()
@@ -281,7 +281,8 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
     if has_no_weights(module):
         return WeightlessSource(module, blocks_to_read(module, opened.layers, at), opened.unembed), module
-    return open_source(OpenedModel(module, opened.layers, opened.unembed), either_stack=True, at=at), module
+    here = OpenedModel(module, opened.layers, opened.unembed, argument=opened.argument)
+    return open_source(here, either_stack=True, at=at), module
 
 
 def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: int, labelled: bool) -> Batch:

@@ -333,7 +333,8 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
-    data, chosen, pair = Data.of(data), choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
+    data, chosen = Data.of(data), choose_analyzers(analyzers)
+    pair = (OpenedModel.of(model_a, "model_a"), OpenedModel.of(model_b, "model_b"))
     refuse_no_comparison(chosen)
     prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
     report = run_with_baseline(pair, data, prepare, baseline, checkpoint)

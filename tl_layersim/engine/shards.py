@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..core.arguments import FilePath, typed
+from ..core.arguments import FilePath, is_path, typed
 from ..core.errors import LayersimError
 from ..core.file_format import checksum
 from ..core.results import Report
@@ -47,7 +47,11 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
         LayersimError: there is no file.
     """
     found = list[Path]()
-    for path in map(Path, [files] if isinstance(files, (str, os.PathLike)) else files):
+    given = [files] if isinstance(files, str | os.PathLike) else files
+    # The annotation is checked on one random item of a list.
+    if wrong := [file for file in given if not is_path(file)]:
+        raise LayersimError(f"`{argument}` holds {brief(wrong[0])}; it must hold paths of files or folders.")
+    for path in map(Path, given):
         if path.is_dir():
             found += sorted(path.glob("*.safetensors"))
         elif not path.exists() and any(mark in path.name for mark in "*?["):

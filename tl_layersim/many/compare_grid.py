@@ -16,7 +16,7 @@ from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
 from ..core.arguments import FilePath, typed
-from ..core.errors import LayersimError, recorded_warnings, warn
+from ..core.errors import LayersimError, as_argument, recorded_warnings, warn
 from ..core.result_declarations import Declaration, result_class
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
@@ -421,12 +421,14 @@ def compare_grid(
     if len(names) < 2:
         raise LayersimError(f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name.")
     labels = () if groups is None else group_labels(groups, names)
-    chosen = choose_analyzers(analyzer)
+    with as_argument("analyzers", "analyzer"):
+        chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen)
     many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
 
     def prepare(opened: Sequence[OpenedModel]) -> Analysis:
         return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=many)
 
-    report = run_with_baseline([OpenedModel.of(models[name]) for name in names], data, prepare, baseline, checkpoint)
+    opened_models = [OpenedModel.of(models[name], f"models {name!r}") for name in names]
+    report = run_with_baseline(opened_models, data, prepare, baseline, checkpoint)
     return report if is_several(analyzer) else next(iter(report.values()))

@@ -30,7 +30,7 @@ from ..data.data import OPTIONS, Data
 from ..engine.analyze_and_compare import BaselineArgument, analyze
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
 from ..engine.site_plan import DEFAULT, AtArgument
-from ..sources.open_local import is_nnsight
+from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.out_of_memory import release_memory
 
 # Number of rows that identify the data, together with its length.
@@ -174,7 +174,7 @@ def sweep(
                 raise
             why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
             more = " They are in error.reports." if reports else ""
-            failed = SweepError(f"Model {key!r} of the sweep could not be measured: {why}\n{kept}{more}")
+            failed = SweepError(f"Model {key!r} of `models` could not be measured: {why}\n{kept}{more}")
             failed.reports = {k: reports[k] for k in keys if k in reports}
             raise failed from error
     found = {key: reports[key] for key in keys}
@@ -200,10 +200,11 @@ def _measure_model(
     if loads:
         model = model()
     partial = None if file is None else file.with_suffix(".partial")
-    report: Report = analyze(model, data, analyzers, checkpoint=partial, **options)
+    opened = OpenedModel.of(model, "models")
+    report: Report = analyze(opened, data, analyzers, checkpoint=partial, **options)
     if loads:
         # Models have reference cycles, which reference counting does not free.
-        del model
+        del model, opened
         release_memory()
     return report
 

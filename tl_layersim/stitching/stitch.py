@@ -102,7 +102,8 @@ class StitchExperiment:
         held_out = None
         if eval_data is not None:
             judged = data.like(eval_data)
-            held_out = replace(self.batches, data=judged, model=with_tokenizer(shared, judged.tokenizer))
+            described = with_tokenizer(shared, judged.tokenizer)
+            held_out = replace(self.batches, data=judged, model=described, argument="eval_data")
         self.tokenizer = shared.tokenizer
         head = self.backs[0].model.head
         self.unit = "token" if head is None or head.reads == "every" else "row"
@@ -470,7 +471,7 @@ def stitch(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    opened = OpenedModel.of(front), OpenedModel.of(back)
+    opened = OpenedModel.of(front, "front"), OpenedModel.of(back, "back")
     lower, upper = (open_split_model(each) for each in opened)
     numbers = (point_number(lower.model, at[0], "at"), point_number(upper.model, at[1], "at"))
     experiment = StitchExperiment([(lower, upper)], adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
@@ -553,7 +554,7 @@ def stitch_grid(
     """
     refuse_unwritable(checkpoint, "checkpoint")
     names, groups_of_models = tuple(models), () if groups is None else group_labels(groups, tuple(models))
-    opened = {name: OpenedModel.of(model) for name, model in models.items()}
+    opened = {name: OpenedModel.of(model, f"models {name!r}") for name, model in models.items()}
     split = {name: open_split_model(each) for name, each in opened.items()}
     points = stitch_points_of(split, layers)
     joined = {name: [split[name].model.layers[number] for number in own] for name, own in points.items()}

@@ -383,7 +383,7 @@ def evaluate_layers(
         >>> bool(second > first)
         True
     """
-    data, models = Data.of(data), (OpenedModel.of(before), OpenedModel.of(after))
+    data, models = Data.of(data), (OpenedModel.of(before, "before"), OpenedModel.of(after, "after"))
     pair = [open_source(opened, either_stack=True).model for opened in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(
