@@ -17,7 +17,7 @@ from .commands import show_merge_list as files
 from .commands import stitch_and_train as training
 from .commands.output import print_error
 from .commands.run_file import read_run_file
-from .core.errors import LayersimError, LayersimWarning, without_secrets
+from .core.errors import LayersimError, LayersimWarning, remove_secrets
 
 app = App(
     name="tl-layersim",
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, LayersimWarning):
             # Without the line of code, which is one of this package.
-            print(f"Warning: {without_secrets(str(message))}", file=sys.stderr)
+            # Its secrets and control characters are removed already.
+            print(f"Warning: {message}", file=sys.stderr)
         else:
             shown_before(message, category, *where, **more)
 
@@ -67,9 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app([one for one in given if one != "--traceback"], exit_on_error=False, print_error=False)
     except (LayersimError, OSError, CycloptsError) as error:
         if traced:
+            remove_secrets(error)
             raise
         print_error(error)
         raise SystemExit(2) from None
+    except Exception as error:
+        remove_secrets(error)
+        raise
     finally:
         warnings.showwarning = shown_before
 

@@ -114,7 +114,7 @@ def test_fields_have_their_own_names():
     assert "values" not in table.columns
     assert found.plot("cross_entropy").layout.title.text == found.plot().layout.title.text
     assert list(found.to_frame("top_k_accuracy").columns) == ["k", "layer", "top_k_accuracy"]
-    with pytest.raises(lsim.LayersimError, match="no tensor field 'loss'"):
+    with pytest.raises(lsim.LayersimError, match="'loss'"):
         found.plot("loss")
 
 

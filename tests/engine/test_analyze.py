@@ -88,8 +88,12 @@ def test_models_with_other_tokens_do_not_compare():
     b.tokenizer = tiny_tokenizer()
     assert lsim.compare(a, b, ["w3 w4 w5 w6"] * 4, "cka").samples == 20
     wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**a.config.to_dict() | {"vocab_size": 120}))
-    with pytest.warns(lsim.LayersimWarning, match="vocabularies have 100 and 120 entries"):
+    with pytest.raises(lsim.LayersimError, match="100 and 120"):
         lsim.compare(a, wide, random_tokens(), "cka")
+    # One tokenizer, whose vocabulary the wide model pads.
+    assert lsim.compare(a, wide, lsim.Data(random_tokens(), tokenizer=a.tokenizer), "cka").samples > 0
+    wide.tokenizer = a.tokenizer
+    assert lsim.compare(a, wide, random_tokens(), "cka").samples > 0
     with pytest.raises(lsim.LayersimError, match=r"^Cosine .*CKA"):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cosine")
 

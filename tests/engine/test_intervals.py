@@ -245,7 +245,7 @@ def test_what_has_no_interval_is_refused():
     result = lsim.analyze(tiny_llama(), lsim.Data(rows(32), batch_size=2), [lsim.Cosine(center="none")], intervals=True)[
         "cosine"
     ]
-    with pytest.raises(lsim.LayersimError, match="no tensor field 'nothing'"):
+    with pytest.raises(lsim.LayersimError, match="'nothing'"):
         result.interval("nothing")
     with pytest.raises(lsim.LayersimError, match=r"`interval`.*\(2,\).*\(3,\)"):
         result.interval(lambda one: torch.zeros(2 if one is result else 3))

@@ -24,6 +24,10 @@ def saved(model):
     return torch.load(buffer, weights_only=False)
 
 
+def observe(*_):
+    """A hook of the user."""
+
+
 WAYS = {"deepcopy": copy.deepcopy, "torch.save": saved, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
 
 
@@ -33,6 +37,7 @@ def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe
     with torch.no_grad(), lsim.attach(model, [*analyzers(), lsim.LogitLens()]) as probe:
         expected = model(tokens).logits
         copied = WAYS[way](model)
+        assert hooks(copied) == 0
         assert torch.equal(copied(tokens).logits, expected)
         model(tokens)
     assert probe.results()["cosine"].provenance.tokens == 72
@@ -42,6 +47,25 @@ def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe
     with torch.no_grad(), lsim.attach(copied, analyzers()) as second:
         copied(tokens)
     assert second.results()["cosine"].provenance.tokens == 36
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_keeps_the_users_hooks_and_takes_new_ones(way):
+    """Also a copy of a copy, of a part, and of a model with two probes."""
+    model, tokens = tiny_llama(), random_tokens(4, 9)
+    model.model.layers[0].register_forward_hook(observe)
+    model.model.layers[1].register_forward_pre_hook(observe, with_kwargs=True)
+    before = hooks(model)
+    with lsim.attach(model, analyzers()), lsim.attach(model, analyzers()):
+        copied = WAYS[way](WAYS[way](model))
+        copied_part = WAYS[way](model.model.layers[1])
+    assert hooks(model) == hooks(copied) == before == 2
+    assert hooks(copied_part) == 1
+    seen = []
+    copied.model.layers[0].register_forward_hook(lambda _module, _args, output: seen.append(output))
+    with torch.no_grad():
+        assert torch.equal(copied(tokens).logits, model(tokens).logits)
+    assert len(seen) == 1
 
 
 def test_an_average_of_weights_over_a_training_and_the_best_model_of_it():

@@ -160,7 +160,11 @@ class ProbeAnalyzer(LabelledAnalyzer):
             why = "means of rows have no token" if batch.pooled else "samples have no token ids"
             raise LayersimError(f"`control` is 'token'; it must be 'row' or None, because {why}.")
         classes = targets(tokens_alone(batch), self.labels)
-        check_classes(classes[classes != NO_LABEL], getattr(self, "classes", math.inf), "Pass a larger max_classes=.")
+        remedy = "Pass a larger max_classes=."
+        if isinstance(self.labels, str) and self.labels == "next_token":
+            # Few readers of this message mean to predict one of thousands of tokens.
+            remedy = "The labels are next tokens (labels='next_token'); for classes pass labels=, for tokens max_classes=."
+        check_classes(classes[classes != NO_LABEL], getattr(self, "classes", math.inf), remedy)
 
     @abstractmethod
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:

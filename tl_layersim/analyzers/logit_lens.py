@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -16,7 +15,7 @@ from ..activations.norms import beyond_rounding, unit_vectors
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, without_nan
-from ..core.arguments import PositiveFloat, Probability
+from ..core.arguments import FilePath, PositiveFloat, Probability
 from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
 from ..core.wording import brief
@@ -48,7 +47,7 @@ class LensAnalyzer(LabelledAnalyzer):
 
     norm: Literal["final", "none"] = "final"
     lens_memory_mb: PositiveFloat = 128
-    heads: ExitHeads | str | os.PathLike[str] | None = None
+    heads: ExitHeads | FilePath | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -243,7 +243,7 @@ def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
     inside = towers or [name for name, part in module.named_children() if two_sides(part)]
     lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1]
     return LayersimError(
-        f"The layers of {type(module).__name__} {'lie in two towers' if towers else 'are not known'}: {given}. "
+        f"The layers of {type(module).__name__} {'lie in two towers' if towers else 'are not known'} (`model`): {given}. "
         + (
             f"Pass {' or '.join(f'model.{name}' for name in inside)}."
             if inside

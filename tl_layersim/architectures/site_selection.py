@@ -139,6 +139,10 @@ def _named(known: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
         LayersimError: no hook point is selected.
     """
     sites = {site.point.name: site for site in known.sites}
+    if not isinstance(item, str) and (not callable(item) or isinstance(item, type)):
+        raise LayersimError(
+            f"`at` holds {brief(item)}; it must be names or patterns of sites, numbers of blocks, or a function of a name."
+        )
     if isinstance(item, str) and (named := _site_called(known, sites, item)):
         return [named]
     matches: Callable[[str], bool] = item if callable(item) else lambda name: fnmatch.fnmatchcase(name, item)

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..core.errors import printable
 from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data
 from .options import CommandCall, command
 from .output import analyzer_settings, make_folder, prepare, print_files, print_run, print_table, write_report, written
@@ -203,5 +204,5 @@ def estimate_cost(call: CommandCall) -> None:
         if is_demo(model):
             model = demo_model(aligned=model == ALIGNED).config
     cost = estimate(open_model(model, **call.of("open_model")), analyzers, **call.of("estimate"))
-    print(cost.title)
+    print(printable(cost.title))
     print_table(("cost", "estimate"), cost.rows(), "Cost of the run")

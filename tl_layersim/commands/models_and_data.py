@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, warn
+from ..core.wording import brief, did_you_mean
 from .options import CommandCall, names_of
 from .run_file import options_of
 
@@ -199,7 +200,7 @@ def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None 
 
     Args:
         analyzers: names, separated by commas; `tl-layersim analyzers` lists them. path/to/file.py:Class is an analyzer of your
-            own; it can be given on the command line, but not in a `--config` file.
+            own; it can be given on the command line, but not in a file of options.
         option: an option of an analyzer, such as cka.minibatch=128; `tl-layersim analyzers cka` lists the options. May be
             repeated.
     """
@@ -217,11 +218,50 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
     from ..engine.run_arguments import choose_analyzers
 
     chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])
-    in_file = options_of(call).get("option", [])
-    in_file = [in_file] if isinstance(in_file, str) else in_file
-    here = [one for one in call.options["option"] or [] if one not in in_file]
-    kept = [one for one in in_file if one.partition(".")[0] in chosen]
-    return with_options(chosen, list({one.partition("=")[0]: one for one in [*kept, *here]}.values()))
+    here = call.options["option"] or []
+    in_file = _settings_of_file(call, chosen)
+    # Cyclopts takes the settings of the file if the command line has none.
+    further = [setting for setting in here if setting not in in_file]
+    used = [setting for setting in in_file if _analyzer_named_by(setting) in chosen]
+    return with_options(chosen, list({setting.partition("=")[0]: setting for setting in [*used, *further]}.values()))
+
+
+def _analyzer_named_by(setting: str) -> str:
+    """Name of the analyzer in a setting, such as "cka" in "cka.minibatch=128"."""
+    return setting.partition("=")[0].partition(".")[0]
+
+
+def _settings_of_file(call: CommandCall, chosen: Mapping[str, Any]) -> list[str]:
+    """The settings of analyzers in the `--config` file.
+
+    The command line may choose other analyzers than the file. Settings of the others have no effect; they are verified, because
+    a misspelt name would look like one of them.
+
+    Args:
+        call: the call of the command.
+        chosen: the chosen analyzers, by name.
+
+    Raises:
+        LayersimError: a setting is malformed, or its analyzer or option does not exist.
+    """
+    from ..analyzers import find_analyzers
+
+    options = options_of(call)
+    settings = options.get("option", [])
+    settings = [settings] if isinstance(settings, str) else settings
+    others = [setting for setting in settings if _analyzer_named_by(setting) not in chosen]
+    analyzers = options.get("analyzers", [])
+    names = names_of([analyzers] if isinstance(analyzers, str) else analyzers)
+    installed = find_analyzers()
+    if any(":" in name for name in names):
+        # An analyzer of the user's own file, whose name and options are known only if the file runs.
+        unknown = [setting for setting in others if _analyzer_named_by(setting) not in installed]
+        if unknown:
+            warn(f"`--config` sets {', '.join(map(brief, unknown))}, which has no effect: the analyzer is not chosen.")
+        others = [setting for setting in others if setting not in unknown]
+    known = dict(chosen) | {name: installed[name]() for name in map(_analyzer_named_by, others) if name in installed}
+    with_options(known, others)
+    return settings
 
 
 def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -248,7 +288,8 @@ def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[
         known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]
         if not equals or place not in known:
             raise LayersimError(
-                f"`--option` is {setting!r}; it must be name.option=value, where name.option is one of {', '.join(known)}."
+                f"`--option` is {brief(setting)}; it must be name.option=value, where name.option is one of "
+                f"{', '.join(known)}.{did_you_mean(place, known)}"
             )
         values[name][option] = _parsed_value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}
@@ -273,9 +314,12 @@ def as_settings(analyzer: Any) -> list[str]:
 
 
 def _parsed_value(text: str) -> Any:
-    """Parse a value written as in JSON or Python; return any other text unchanged."""
+    """Parse a value written as in JSON or Python; return any other text unchanged.
+
+    Values that are nested too deeply for either reader stay texts, which no option takes.
+    """
     for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             return read(text)
     return text
 

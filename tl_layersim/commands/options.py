@@ -99,6 +99,11 @@ class Command:
         options = [_option(*one, found) for one in found.values()]
         return inspect.Signature(sorted(options, key=lambda one: (one.kind, one.default is not one.empty)))
 
+    def takes_several(self) -> dict[str, bool]:
+        """For each option, whether it takes several values."""
+        hints = {name: get_args(option.annotation)[0] for name, option in self.__signature__.parameters.items()}
+        return {name: list[str] in (hint, *get_args(hint)) for name, hint in hints.items()}
+
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         signature = self.__signature__
         given = {**self.defaults, **signature.bind(*args, **kwargs).arguments}

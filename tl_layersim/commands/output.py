@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..core.errors import LayersimError, without_secrets
+from ..core.errors import LayersimError, printable, without_secrets
 from .models_and_data import as_settings
 from .options import CommandCall, names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_run_file
@@ -123,7 +123,7 @@ def print_run(report: Any) -> None:
     at = run.options.get("at", "")
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
     sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
-    print(f"{run.model}: {run.tokens} tokens in {run.sequences} rows ({how}){left}{sites}")
+    print(printable(f"{run.model}: {run.tokens} tokens in {run.sequences} rows ({how}){left}{sites}", lines=False))
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -149,7 +149,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[str(cell) for cell in row] for row in rows]
+    # Names of models, sites and labels may come from a file.
+    cells = [[printable(str(cell), lines=False) for cell in row] for row in rows]
     console = Console(highlight=False)
     if not console.is_terminal:
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
@@ -172,6 +173,7 @@ def print_error(error: Exception) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    console, text = Console(stderr=True, highlight=False, soft_wrap=True), without_secrets(str(error))
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    text = printable(without_secrets(str(error)))
     panel = Panel(Text(text), title="Error", title_align="left", border_style="red")
     console.print(panel if console.is_terminal else Text(f"Error: {text}"))

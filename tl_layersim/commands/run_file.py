@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError, warn, without_secrets
+from ..core.wording import brief, did_you_mean
+from .bounded_yaml import read_bounded_yaml
 from .options import CommandCall, flag
 
 RUN_FILE = "run.yaml"
 # Keys of the file that are no options.
 COMMAND, RECORD = "command", "record"
+# Entries of the record: texts, and the versions of packages.
+RECORDED, VERSIONS = ("model", "weights", "data", "tokens"), "versions"
 # Options that say where a run writes, or which part of it runs here.
 NOT_KEPT = ("config", "out", "checkpoint", "cache", "shard", "save_to", "first")
 # Options that a file, which may be another person's, cannot set: they write files, run code, or send the API key.
@@ -37,49 +41,124 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         arguments: cyclopts' arguments, with the values of the command line.
 
     Raises:
-        LayersimError: the file cannot be read, belongs to another command, or sets an unknown option or one that only the
-            command line may set.
+        LayersimError: the file cannot be read, belongs to another command, or sets an unknown option, one of another type or
+            one that only the command line may set.
     """
     from cyclopts.config import Dict
 
-    known = {one.name.removeprefix("--").replace("-", "_"): one.tokens for one in arguments}
-    given = {name: tokens for name, tokens in known.items() if tokens}
-    if "config" not in given:
+    known = {argument.name.removeprefix("--").replace("-", "_"): argument for argument in arguments}
+    on_command_line = [name for name, argument in known.items() if argument.tokens]
+    if "config" not in on_command_line:
         return
-    path = Path(given["config"][-1].value)
-    found = parsed_run_file(path)
-    if (other := found.pop(COMMAND, commands[-1])) != commands[-1]:
-        raise LayersimError(f"`--config` is {path}, a run file of {other}; it must be a run file of {commands[-1]}.")
-    found.pop(RECORD, None)
-    for name, value in found.items():
-        # Cyclopts would accept other spellings too, such as trustRemoteCode.
-        if name not in known:
-            raise LayersimError(f"`--config` is {path}; its key {name} is no option of this command.")
-        own_code = name == "analyzers" and ":" in str(value)
-        if (own_code or name in NOT_FROM_FILES) and name not in given and str(value).lower() not in ("false", "null", ""):
+    path = Path(known["config"].tokens[-1].value)
+    content = parsed_run_file(path)
+    if (other := content.pop(COMMAND, commands[-1])) != commands[-1]:
+        raise LayersimError(f"`--config` is {path}, a run file of {brief(other)}; it must be a run file of {commands[-1]}.")
+    content.pop(RECORD, None)
+    # Cyclopts would accept other spellings too, such as trustRemoteCode.
+    _refuse_other_options(path, "--config", content, {name: argument.token_count()[1] for name, argument in known.items()})
+    for name, value in content.items():
+        own_code = name == "analyzers" and any(":" in text for text in _texts(value))
+        harmless = isinstance(value, str) and value.lower() in ("false", "null", "")
+        if (own_code or name in NOT_FROM_FILES) and name not in on_command_line and not harmless:
             why = "options that run code, write files or choose a server are read from the command line alone"
-            raise LayersimError(f"`{flag(name)}` is {value} in {path}; {why}.")
-    allowed = {name: value for name, value in found.items() if name not in NOT_FROM_FILES}
+            raise LayersimError(f"`{flag(name)}` is {brief(value)} in {path}; {why}.")
+    allowed = {name: value for name, value in content.items() if name not in NOT_FROM_FILES}
     # Below the name of the command: at the top level, cyclopts leaves out options named as a command, such as analyzers.
     Dict({commands[-1]: allowed}, source=str(path))(app, commands[-1:], arguments)
 
 
-def parsed_run_file(path: Path) -> dict[str, Any]:
-    """Parse the keys and values of a run file. Values are text; hyphens in keys become underscores.
+def parsed_run_file(path: Path, argument: str = "--config") -> dict[str, Any]:
+    """Parse the keys and values of a run file. Values are text or lists of text; hyphens in keys become underscores.
+
+    Args:
+        path: path of the file.
+        argument: the argument that names the file, for messages.
 
     Raises:
-        LayersimError: the file cannot be read.
+        LayersimError: the file cannot be read, or its command or record has another form than `write_run_file` gives it.
     """
-    import yaml
+    # Every value stays a text. Other loaders would read 2:10 as a number and no as False.
+    content = read_bounded_yaml(path, argument)
+    if not isinstance(content, dict):
+        raise LayersimError(
+            f"`{argument}` is {path}, which is no run file; it must hold a line `option: value` for each option."
+        )
+    options: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name in options:
+            raise LayersimError(f"`{argument}` is {path}, which sets the option {brief(name)} twice.")
+        options[name] = value
+    if COMMAND in options:
+        _refuse_other_type(path, COMMAND, options[COMMAND], takes_several=False)
+    if RECORD in options:
+        _refuse_other_record(path, options[RECORD])
+    return options
 
-    try:
-        # This loader leaves every value a text. Others would read 2:10 as a number and no as False.
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise LayersimError(f"`--config` is {path}, which cannot be read as YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise LayersimError(f"`--config` is {path}, which is no run file; it must hold a line `option: value` for each option.")
-    return {str(key).replace("-", "_"): value for key, value in found.items()}
+
+def _texts(value: str | list[str]) -> list[str]:
+    """The texts of an option's value, which is one text or a list of texts."""
+    return [value] if isinstance(value, str) else value
+
+
+def _refuse_other_options(path: Path, argument: str, options: Mapping[str, Any], takes_several: Mapping[str, bool]) -> None:
+    """Raise an error if a file sets an unknown option, or one of another type.
+
+    Args:
+        path: path of the file.
+        argument: the argument that names the file, for messages.
+        options: the options in the file.
+        takes_several: for each option of the command, whether it takes several values.
+    """
+    for name, value in options.items():
+        _refuse_other_names(f"`{argument}` is {path}; its key", "no option of this command", name, takes_several)
+        _refuse_other_type(path, flag(name), value, takes_several[name])
+
+
+def _refuse_other_type(path: Path, name: str, value: Any, takes_several: bool) -> None:
+    """Raise an error if a value is not one text, or a list of texts for an option that takes several.
+
+    Args:
+        path: path of the file.
+        name: the option or the entry, as messages write it.
+        value: its value in the file.
+        takes_several: whether the option takes several values.
+    """
+    # An empty list would have no effect.
+    is_list_of_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
+    if isinstance(value, str) or (takes_several and is_list_of_texts):
+        return
+    allowed = "one value or a list of values" if takes_several else "one value"
+    raise LayersimError(f"`{name}` is {brief(value)} in {path}; it must be {allowed}.")
+
+
+def _refuse_other_names(given: str, what: str, name: str, known: Iterable[str]) -> None:
+    """Raise an error that proposes the nearest known name, if a name is not known.
+
+    Args:
+        given: beginning of the message.
+        what: what an unknown name is.
+        name: the name in the file.
+        known: all known names.
+    """
+    if name in known:
+        return
+    raise LayersimError(f"{given} {brief(name)} is {what}.{did_you_mean(name, known)}")
+
+
+def _refuse_other_record(path: Path, record: Any) -> None:
+    """Raise an error if the record of a run is not a mapping of `RECORDED` to texts and of versions to a mapping of texts."""
+    if not isinstance(record, dict):
+        raise LayersimError(f"`{RECORD}` is {brief(record)} in {path}; it must hold a line `name: value` for each value.")
+    for name, value in record.items():
+        _refuse_other_names(f"`{RECORD}` in {path} is malformed: its key", "no part of a record", name, (*RECORDED, VERSIONS))
+        if name != VERSIONS:
+            _refuse_other_type(path, f"{RECORD}.{name}", value, takes_several=False)
+        elif not isinstance(value, dict) or not all(isinstance(version, str) for version in value.values()):
+            raise LayersimError(
+                f"`{RECORD}.{VERSIONS}` is {brief(value)} in {path}; it must hold a line `package: version` for each package."
+            )
 
 
 def options_of(call: CommandCall) -> dict[str, Any]:
@@ -105,7 +184,7 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
     used = {} if report is None else _used_options(report)
     options = {name: value if name in call.given else used.get(name, value) for name, value in call.options.items()}
     options |= settled
-    options = {key: value for key, value in options.items() if key not in NOT_KEPT and value is not None}
+    options = {key: value for key, value in options.items() if key not in NOT_KEPT and value not in (None, [], ())}
     content = {COMMAND: call.command, **{key: _written_value(key, value) for key, value in options.items()}}
     if report is not None:
         content[RECORD] = _record_of(report)
@@ -142,8 +221,8 @@ def _used_options(report: Any) -> dict[str, Any]:
 def _record_of(report: Any) -> dict[str, Any]:
     """A dict of the model, weights, data and package versions of a run."""
     run = next(iter(report.values())).provenance
-    known = {"model": run.model, "weights": run.weights_hash, "data": run.data, "tokens": run.tokens}
-    return known | {"versions": dict(run.versions)}
+    values = (run.model, run.weights_hash, run.data, run.tokens)
+    return dict(zip(RECORDED, values, strict=True)) | {VERSIONS: dict(run.versions)}
 
 
 def warn_of_another_run(call: CommandCall, report: Any) -> None:
@@ -157,19 +236,26 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
     if then is None:
         return
     other = [key for key in ("data", "weights") if then.get(key, "null") not in ("null", now[key])]
-    versions = then.get("versions", {}).items()
-    other += [f"{package} {version}" for package, version in versions if now["versions"].get(package) != version]
+    versions = then.get(VERSIONS, {}).items()
+    other += [f"{package} {version}" for package, version in versions if now[VERSIONS].get(package) != version]
     if other:
         warn(f"The run in {call.options['config']} used different {', '.join(other)}, so the numbers of this run may differ.")
 
 
-def shard_options(files: list[Path]) -> dict[str, Any] | None:
+def shard_options(files: list[Path], of_report: Mapping[str, bool]) -> dict[str, Any] | None:
     """Options of the command that measured the shards, from the first run file; None if a shard has no run file.
 
     Args:
         files: files of the shards, each with its run file in the same folder.
+        of_report: for each option of `report`, whether it takes several values.
+
+    Raises:
+        LayersimError: the run file is malformed.
     """
     beside = [file.with_suffix(".yaml") for file in files]
     if not all(path.is_file() for path in beside):
         return None
-    return {name: value for name, value in parsed_run_file(beside[0]).items() if name not in (COMMAND, RECORD)}
+    content = parsed_run_file(beside[0], "files")
+    options = {name: value for name, value in content.items() if name not in (COMMAND, RECORD)}
+    _refuse_other_options(beside[0], "files", options, of_report)
+    return options

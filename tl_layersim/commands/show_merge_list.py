@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
+from .measure import report_on_model
 from .models_and_data import ALIGNED, is_demo, named_model
 from .options import CommandCall, command, help_of, names_of, shard_files
 from .output import prepare, print_headlines, print_run, print_table, write_report, written
@@ -118,8 +119,8 @@ def merge_shards(call: CommandCall) -> None:
 
     prepare(call)
     paths = shard_files(call.options["files"], "files")
+    options = shard_options(paths, report_on_model.takes_several())
     report: Any = merge(paths)
-    options = shard_options(paths)
     print_run(report)
     known = {"seq_len": None, "positions": None} | (options or {})
     of_run = {name: call.options[name] for name in ("out", "format")}
@@ -130,7 +131,7 @@ def listed_analyzer(analyzer: str | None = None) -> None:
     """Declares the argument of `analyzers`: the name of an analyzer.
 
     Args:
-        analyzer: name of an analyzer; its options are listed, as `--option` sets them.
+        analyzer: name of an analyzer; its options are listed, as `report --option` sets them.
     """
 
 
@@ -157,7 +158,7 @@ def list_analyzers(call: CommandCall) -> None:
 
 @command("sites", {"Model": (named_model,)}, without=["device", "dtype", "remote", "server"])
 def list_sites(call: CommandCall) -> None:
-    """List the sites of a model. --at selects sites.
+    """List the sites of a model. `report --at` selects sites.
 
     Examples:
     tl-layersim sites

@@ -4,7 +4,7 @@ A check costs tens of microseconds per call. It belongs on public functions and 
 kernels run on servers that have neither jaxtyping nor beartype.
 
 Numbers within bounds: `PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `ThreeOrMore`, `RowCount`, `Seed`, `PermutationCount`,
-`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`.
+`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`. Paths: `FilePath`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,28 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, SupportsIndex, TypeAlias, TypeVar, cast, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from .errors import LayersimTypeError
+from .errors import LayersimTypeError, remove_secrets
 from .wording import brief, with_article
 
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -90,7 +104,11 @@ def typed(call: _T) -> _T:
         try:
             return run(*args, **kwargs)
         except _checker()[1] as error:
+            remove_secrets(error)
             raise _in_a_sentence(error, call.__qualname__.removesuffix(".__init__"), given) from None
+        except Exception as error:
+            remove_secrets(error)
+            raise
 
     if cls is not None:
         cls.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
@@ -118,7 +136,7 @@ def _in_words(expected: str) -> str:
         lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
         expected,
     )
-    expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
+    expected = re.sub(r"(?:typing\.)?Annotated\[.*?beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
     # Names of modules are removed from types.
     expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
@@ -153,6 +171,48 @@ def _in_a_sentence(error: BaseException, name: str, given: dict[str, Any]) -> La
     return LayersimTypeError(f"`{parameter}` of {name} is {value}{kind}; it must be {expected}.")
 
 
+def is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, with every item that it holds. A bool is no number, and a type of unknown form holds all.
+
+    Args:
+        value: plain data, as a file holds it.
+        hint: the type: a class, a union, a literal, a tuple, or a mapping.
+
+    Examples:
+        >>> is_of_type(("a", 7), tuple[str, ...]), is_of_type(("a", "b"), tuple[str, ...]), is_of_type(True, int)
+        (False, True, False)
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Annotated:
+        return is_of_type(value, parts[0])
+    if origin in (Union, types.UnionType):
+        return any(is_of_type(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and _are_of_types(value, parts)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        keys, entries = parts
+        return isinstance(value, Mapping) and all(
+            is_of_type(key, keys) and is_of_type(entry, entries) for key, entry in value.items()
+        )
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    cls = hint if origin is None else origin
+    return isinstance(value, cls) if isinstance(cls, type) else True
+
+
+def _are_of_types(items: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
+    """Whether the items of a tuple are of the types in `tuple[...]`."""
+    if len(parts) == 2 and parts[1] is Ellipsis:
+        return all(is_of_type(item, parts[0]) for item in items)
+    return len(items) == len(parts) and all(is_of_type(item, part) for item, part in zip(items, parts, strict=True))
+
+
 with without_mounted_save():
     from beartype.vale import Is
 
@@ -171,6 +231,33 @@ class _Within:
         return self.words
 
 
+# Limits of Linux, in bytes of UTF-8.
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path that an operating system can look up. Errors print its `repr`."""
+
+    def __call__(self, value: Any) -> bool:
+        if not isinstance(value, str | os.PathLike):
+            return False
+        text = os.fspath(value)
+        if not isinstance(text, str) or "\0" in text:
+            return False
+        try:
+            encoded = os.fsencode(text)
+        except UnicodeEncodeError:
+            return False
+        return len(encoded) <= LONGEST_PATH and all(len(name) <= LONGEST_NAME for name in encoded.split(os.fsencode(os.sep)))
+
+    def __repr__(self) -> str:
+        return f"a path without zero bytes, with names of at most {LONGEST_NAME} bytes"
+
+
+is_path = _Path()
+FilePath: TypeAlias = Annotated[str | os.PathLike[str], Is[is_path]]
 PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: 1 <= n < 2**63)]]
 NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: 0 <= n < 2**63)]]
 TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: 2 <= n < 2**63)]]

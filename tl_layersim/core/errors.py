@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
+import unicodedata
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 
@@ -51,10 +54,12 @@ def without_login(host: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-# A login in an address, a secret parameter in an address, and an access token of the Hugging Face hub.
-_LOGIN = re.compile(r"(?<=://)[^/\s]*@|^[^/\s:@]+:[^/\s@]+@")
+# A login after the scheme of an address, whose slashes `pathlib` makes one; a login without a scheme; a secret parameter in an
+# address; and an access token of the Hugging Face hub, also inside a longer name.
+_LOGIN = re.compile(r"((?<!\w)[a-z][\w+.-]*://|(?<!\w)(?:https?|ftps?|wss?|ssh|s3):/)[^/\s]*@", re.IGNORECASE)
+_BARE_LOGIN = re.compile(r"(^|[\s'\"`(\[=,])[^/\s:@'\"`]+:[^/\s@]+@")
 _VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+_TOKEN = re.compile(r"(hf_|api_org_)[A-Za-z0-9]{16,}")
 
 # The warnings that `recorded_warnings` lists, and whether they are issued. The variable belongs to one thread. Filters of the
 # standard library belong to the process, and threads that change them at the same time leave them changed.
@@ -81,7 +86,7 @@ class LayersimError(ValueError):
 
     def __init__(self, message: str) -> None:
         # super() needs a `__class__` cell, which a class that was serialised as source for a server lacks.
-        ValueError.__init__(self, without_secrets(message))
+        ValueError.__init__(self, printable(without_secrets(message)))
 
 
 def without_secrets(text: str) -> str:
@@ -91,7 +96,126 @@ def without_secrets(text: str) -> str:
         >>> without_secrets("https://me:secret@host/model?token=abc")
         'https://host/model?token=***'
     """
-    return _TOKEN.sub("hf_***", _VALUE.sub(r"\1***", _LOGIN.sub("", text)))
+    text = _BARE_LOGIN.sub(r"\1", _LOGIN.sub(r"\1", text))
+    return _TOKEN.sub(r"\1***", _VALUE.sub(r"\1***", text))
+
+
+# Characters that reorder the text around them.
+_BIDIRECTIONAL = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str, lines: bool = True) -> str:
+    r"""A text whose control characters are written as escapes, so that a name from outside cannot steer a terminal.
+
+    Args:
+        text: the text.
+        lines: whether line ends and tabs stay as they are.
+
+    Examples:
+        >>> print(printable("a\x1b[31mb\rc"), printable("a\nb", lines=False))
+        a\x1b[31mb\rc a\nb
+    """
+    if text.isprintable():
+        return text
+    return "".join(_printable_character(character, lines) for character in text)
+
+
+def _printable_character(character: str, lines: bool) -> str:
+    if character in "\n\t":
+        return character if lines else repr(character)[1:-1]
+    unsafe = unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _BIDIRECTIONAL
+    return character.encode("unicode_escape").decode() if unsafe else character
+
+
+def excerpt(text: str, length: int) -> str:
+    """The beginning of a text without secrets. They are removed before the text is cut: half a login is not recognised.
+
+    Args:
+        text: the text.
+        length: number of characters.
+    """
+    return without_secrets(text)[:length]
+
+
+def remove_secrets(error: BaseException) -> None:
+    """Remove secrets from an exception, and from all exceptions that a traceback would print with it.
+
+    Public functions call it before an exception leaves them: errors of the operating system and of other libraries quote the
+    path or the address that they were given.
+
+    Args:
+        error: the exception, whose texts are replaced in place. An exception before it that builds its text anew is detached.
+    """
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        current = waiting.pop()
+        seen.add(id(current))
+        _clean_texts(current)
+        for link in ("__cause__", "__context__"):
+            earlier = getattr(current, link)
+            if earlier is None or id(earlier) in seen:
+                continue
+            waiting.append(earlier)
+            _clean_texts(earlier)
+            if _shows_secrets(earlier):
+                hidden = current.__suppress_context__
+                setattr(current, link, None)
+                current.__suppress_context__ = hidden
+        waiting += [inner for inner in getattr(current, "exceptions", ()) if id(inner) not in seen]
+
+
+def _shows_secrets(error: BaseException) -> bool:
+    try:
+        text = str(error)
+    except Exception:
+        return False
+    return without_secrets(text) != text
+
+
+def _clean_texts(error: BaseException) -> None:
+    """Remove secrets from the texts that an exception holds: arguments, notes and attributes, such as the path of a file."""
+    error.args = tuple(_cleaned(value) for value in error.args)
+    for name in ("filename", "filename2", "strerror"):
+        if isinstance(value := getattr(error, name, None), str | os.PathLike) and _cleaned(value) is not value:
+            setattr(error, name, _cleaned(value))
+    for name, value in list(vars(error).items()):
+        vars(error)[name] = [_cleaned(item) for item in value] if name == "__notes__" else _cleaned(value)
+
+
+def _cleaned(value: Any) -> Any:
+    """The value, or its text without secrets if it is a text or a path that shows some."""
+    if not isinstance(value, str | os.PathLike):
+        return value
+    text = os.fspath(value)
+    if not isinstance(text, str) or without_secrets(text) == text:
+        return value
+    return without_secrets(text)
+
+
+@contextmanager
+def as_argument(inner: str, argument: str) -> Iterator[None]:
+    """A context manager in whose errors an argument has the name that it has in the public function.
+
+    Functions that open models and read data write `model` and `data`; the user may have passed `model_b` and `eval_data`.
+
+    Args:
+        inner: name of the argument of the functions inside.
+        argument: the argument of the public function, such as "model_b", with an entry after a blank, such as "models 'a'".
+
+    Examples:
+        >>> with as_argument("data", "eval_data"):
+        ...     raise LayersimError("`data` is 3.")
+        Traceback (most recent call last):
+        tl_layersim.core.errors.LayersimError: `eval_data` is 3.
+    """
+    try:
+        yield
+    except LayersimError as error:
+        name, _, entry = argument.partition(" ")
+        shown = f"`{name}` ({entry})" if entry else f"`{name}`"
+        error.args = (str(error).replace(f"`{inner}`", shown),)
+        raise
 
 
 class LayersimTypeError(LayersimError, TypeError):
@@ -104,7 +228,7 @@ def warn(text: str) -> None:
     Args:
         text: the warning; secrets in it are removed.
     """
-    text = without_secrets(text)
+    text = printable(without_secrets(text))
     if (record := _record.get()) is not None:
         found, issued = record
         found.append(text)

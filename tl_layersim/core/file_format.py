@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .errors import LayersimError
+from .errors import LayersimError, excerpt
 from .wording import brief
 
 FORMAT = 3
@@ -126,7 +126,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     path = Path(path)
     if not _replaceable(path):
         raise OSError(f"Could not write {path}: it exists and is not a file. Pass another path.")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise FileNotFoundError(f"Could not write {path}: the folder {path.parent} does not exist.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
@@ -177,7 +177,8 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 def _replaceable(path: Path) -> bool:
     """True if nothing is at a path, or only a file or a link."""
-    return path.is_symlink() or path.is_file() or not path.exists()
+    # Those of `Path` raise an error for a path that may not be looked up.
+    return os.path.islink(path) or os.path.isfile(path) or not os.path.exists(path)
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -216,7 +217,7 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
     Raises:
         LayersimError: the folder does not exist or is not writable; the message gives the system's reason.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise LayersimError(f"`{argument}` names a folder that does not exist: {folder}.")
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -239,9 +240,9 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         LayersimError: the file is truncated, changed since it was written, of another program or kind, or of another format.
     """
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise FileNotFoundError(f"{path} does not exist.")
-    if not path.is_file():
+    if not os.path.isfile(path):
         inside = path / REPORT_FILE
         what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"
         raise FileNotFoundError(f"{path} is not a file. Pass {what}.")
@@ -254,7 +255,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     except (SafetensorError, OSError, *MALFORMED) as error:
         raise LayersimError(
             f"{path} cannot be read: it has {path.stat().st_size} bytes and is truncated or not a safetensors file "
-            f"({str(error)[:300]}). Copy the file again, or run the analysis again."
+            f"({excerpt(str(error), 300)}). Copy the file again, or run the analysis again."
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
         raise LayersimError(
@@ -299,4 +300,4 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
 
 
 def _malformed(path: str | os.PathLike[str], what: str, do: str, reason: str) -> LayersimError:
-    return LayersimError(f"{path} is not {what} ({reason[:300]}). {do}.")
+    return LayersimError(f"{path} is not {what} ({excerpt(reason, 300)}). {do}.")

@@ -14,7 +14,7 @@ from torch import Tensor
 from .arguments import typed
 from .errors import LayersimError
 from .result_declarations import declarations
-from .wording import equation, number_text, p_value_text, rounded_to_margin
+from .wording import brief, equation, number_text, p_value_text, rounded_to_margin
 
 # Words in the names of headline numbers that are extremes, or thresholds which the data choose.
 EXTREME = re.compile(r"\b(largest|smallest|highest|lowest|maximum)\b|^threshold")
@@ -399,8 +399,8 @@ def field_named(result: Any, name: str) -> str:
         LayersimError: the result has no such field.
     """
     named = {own.name: field for field, own in declarations(result).items()} | {"values": "values"}
-    if name not in named:
-        raise LayersimError(f"{type(result).__name__} has no tensor field {name!r}; it has {', '.join(named)}.")
+    if not isinstance(name, str) or name not in named:
+        raise LayersimError(f"`field` is {brief(name)}; {type(result).__name__} has the fields {', '.join(named)}.")
     return named[name]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .arguments import typed
-from .errors import LayersimError, warn
+from .errors import LayersimError, printable, warn
 from .intervals import field_named, headline_texts, margin_text
 from .result_declarations import JOINT, declarations
 from .site_names import depth_key, in_depth_order, site_in_words
@@ -178,6 +178,42 @@ def field_table(result: Any, field: str) -> pandas.DataFrame:
     )
 
 
+def in_one_line(text: str) -> str:
+    """A text from outside in one line: white space becomes a blank, and control characters are written as escapes."""
+    return printable(" ".join(text.split()))
+
+
+def plain_markdown(text: str) -> str:
+    """A text in one line with the special characters of Markdown escaped, so that it makes no link, tag or cell.
+
+    Examples:
+        >>> print(plain_markdown("# [a](javascript:b) <script> layer_1 | 2"))
+        \\# \\[a\\](javascript:b) \\<script\\> layer\\_1 \\| 2
+    """
+    return re.sub(r"([\\`*_\[\]<>|#!&~$])", r"\\\1", in_one_line(text))
+
+
+def plain_cell(value: Any) -> Any:
+    """A value of a CSV file. A text is one line, and one that a spreadsheet would run as a formula begins with an apostrophe.
+
+    Examples:
+        >>> plain_cell("=HYPERLINK(1)"), plain_cell("blocks.0"), plain_cell("-1.5"), plain_cell(2)
+        ("'=HYPERLINK(1)", 'blocks.0', '-1.5', 2)
+    """
+    if not isinstance(value, str):
+        return value
+    text = in_one_line(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def latex(table: pandas.DataFrame, labels: int) -> str:
     """A table of texts as LaTeX in the style of booktabs; special characters are escaped.
 
@@ -185,14 +221,14 @@ def latex(table: pandas.DataFrame, labels: int) -> str:
         table: a table of texts.
         labels: number of leading columns that hold labels.
     """
-    text: str = table.to_latex(index=False, escape=True, column_format="l" * labels + "r" * (table.shape[1] - labels))
+    own = table.map(in_one_line).rename(columns=in_one_line)
+    text: str = own.to_latex(index=False, escape=True, column_format="l" * labels + "r" * (table.shape[1] - labels))
     return text.replace("±", r"$\pm$").replace("²", r"\textsuperscript{2}")
 
 
 def markdown(table: pandas.DataFrame) -> str:
     """A table of texts as Markdown; special characters are escaped."""
-    marks = re.compile(r"([|*_<\\`])")
-    escaped = table.map(lambda text: marks.sub(r"\\\1", text)).rename(columns=lambda text: marks.sub(r"\\\1", text))
+    escaped = table.map(plain_markdown).rename(columns=plain_markdown)
     text: str = escaped.to_markdown(index=False, disable_numparse=True)
     return text
 

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import Tensor
 
+from .arguments import is_of_type
 from .errors import LayersimError
 from .file_format import REPORT_FILE, by_first_name, read, reading
 from .result_declarations import Provenance, class_of, kind_of
+from .wording import brief
 
 SCHEME = "hf://"
 # A repository of numbers about a model, not of weights.
@@ -84,12 +86,22 @@ def downloaded(address: str) -> Path:
 
     match = re.fullmatch(r"hf://(?:datasets/)?([\w.-]+/[\w.-]+)(?:@([^@]+?))?(?:/([^@]+))?", address)
     if match is None:
-        raise LayersimError(
-            f"`path` is {address!r}; an address on the hub has the form hf://user/name, hf://user/name/file.safetensors or "
-            "hf://user/name@revision."
-        )
+        raise _malformed_address(address)
     repo, revision, file = match.groups()
-    return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
+    try:
+        return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
+    except OSError:
+        raise
+    except ValueError as error:
+        # The hub has rules of its own for names, and a file's path must stay inside the repository.
+        raise _malformed_address(address) from error
+
+
+def _malformed_address(address: str) -> LayersimError:
+    return LayersimError(
+        f"`path` is {brief(address)}; an address on the hub has the form hf://user/name, hf://user/name/file.safetensors or "
+        "hf://user/name@revision."
+    )
 
 
 def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:
@@ -132,8 +144,11 @@ def _unpack(
             "import it and load the file again."
         )
     values = {name: _as_tuple(value) for name, value in header["fields"].items()}
+    _refuse_other_types(cls, values)
     if like is None or "provenance" in header:
-        values["provenance"] = Provenance(**{**header["provenance"], "warnings": tuple(header["provenance"]["warnings"])})
+        run = {**header["provenance"], "warnings": _as_tuple(header["provenance"]["warnings"])}
+        _refuse_other_types(Provenance, run)
+        values["provenance"] = Provenance(**run)
     if like is not None:
         values = {**_plain_fields(like), "provenance": like.provenance, **values}
     held = header.get("held", {})
@@ -148,6 +163,21 @@ def _unpack(
         for kind in held.keys() & set(ALIKE)
     }
     return replace(result, **alike)
+
+
+def _refuse_other_types(cls: type[Any], values: Mapping[str, Any]) -> None:
+    """Raise an error if a value is not of the type that the class declares for its field.
+
+    The check of types when an object is made reads one random item of each tuple. A file needs all of them read.
+
+    Args:
+        cls: a dataclass.
+        values: the values in the file, by field.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    for name, value in values.items():
+        if name in hints and not is_of_type(value, hints[name]):
+            raise LayersimError(f"`{name}` of {cls.__name__} is {brief(value)}; it is of another type than the field")
 
 
 def _unpack_each(

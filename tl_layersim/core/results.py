@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from abc import ABC
@@ -17,7 +16,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .arguments import OpenFraction, typed
+from .arguments import FilePath, OpenFraction, typed
 from .errors import LayersimError, without_secrets
 from .file_format import REPORT_FILE, replacing
 from .file_format import write as write_file
@@ -36,12 +35,14 @@ from .report_tables import (
     latex,
     markdown,
     numbers_of,
+    plain_cell,
+    plain_markdown,
     result_table,
 )
 from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, result_class, without_nan
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
-from .wording import amount, headed
+from .wording import amount, brief, headed
 
 if TYPE_CHECKING:
     import pandas
@@ -52,6 +53,18 @@ if TYPE_CHECKING:
 COUNTED_FROM_1 = ("step", "direction", "left", "right")
 # Prefix of a field's name in `plot`, for the untrained models.
 UNTRAINED = "untrained "
+# What writes a file of another format. A file that `save` writes is read by `load` alone.
+OTHER_FORMATS = {
+    ".csv": "to_csv writes CSV",
+    ".json": "to_json writes JSON",
+    ".html": "to_html writes HTML",
+    ".htm": "to_html writes HTML",
+    ".md": "to_markdown returns Markdown",
+    ".tex": "to_latex returns LaTeX",
+    ".nc": "to_xarray() has a method to_netcdf",
+    **dict.fromkeys((".parquet", ".xlsx", ".npy", ".npz", ".h5", ".hdf5"), "to_frame() returns a table with writers"),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".bin"), "a name such as report.safetensors says so"),
+}
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
     *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
@@ -152,6 +165,9 @@ class Result(ABC):
 
         Args:
             axis: name of the axis, as in `axes(...)`.
+
+        Raises:
+            LayersimError: no field of the result has this axis.
         """
         if axis in ("row", "residual"):
             return self.layers
@@ -159,11 +175,16 @@ class Result(ABC):
             return self.layers[1:]
         if axis == "column":
             return tuple(getattr(self, "column_layers", self.layers))
-        labels = f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"
-        if hasattr(self, labels):
-            return tuple(getattr(self, labels))
-        size = next(getattr(self, name).shape[own.index(axis)] for name, own in self.tensor_fields().items() if axis in own)
-        return tuple(range(size)) if axis not in COUNTED_FROM_1 else tuple(range(1, size + 1))
+        axes_of_fields = self.tensor_fields()
+        for field, axis_names in axes_of_fields.items():
+            if axis in axis_names:
+                labels = f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"
+                if hasattr(self, labels):
+                    return tuple(getattr(self, labels))
+                size = getattr(self, field).shape[axis_names.index(axis)]
+                return tuple(range(size)) if axis not in COUNTED_FROM_1 else tuple(range(1, size + 1))
+        known = dict.fromkeys(name for axis_names in axes_of_fields.values() for name in axis_names)
+        raise LayersimError(f"`axis` is {brief(axis)}; {type(self).__name__} has the axes {', '.join(known)}.")
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
@@ -389,12 +410,16 @@ class Result(ABC):
         return first if path == first else f"{path} input"
 
     @typed
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: FilePath) -> Path:
         """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly.
 
         Args:
-            path: path of the file.
+            path: path of the file, such as "cka.safetensors".
+
+        Raises:
+            LayersimError: `path` ends as files of another format do.
         """
+        refuse_other_format(path)
         header, tensors = pack(self)
         return write_file(path, "result", header, tensors)
 
@@ -472,14 +497,9 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
 
 
 def _as_plain_text(value: Any) -> str:
-    """Escape a value for Markdown, in one line.
-
-    Examples:
-        >>> print(_as_plain_text("# [a](javascript:b) <script> layer_1 | 2"))
-        \\# \\[a\\](javascript:b) \\<script\\> layer_1 \\| 2
-    """
+    """Escape a value for Markdown, in one line."""
     text = ", ".join(f"{k}={v}" for k, v in value.items() if v is not None) if isinstance(value, dict) else str(value)
-    return re.sub(r"([\\`*\[\]<>|#!&~])", r"\\\1", " ".join(text.split()))
+    return plain_markdown(text)
 
 
 class Report(Mapping[str, Any]):
@@ -521,17 +541,22 @@ class Report(Mapping[str, Any]):
         return report_html(self)
 
     @typed
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: FilePath) -> Path:
         """Write all results to one safetensors file, without pickle.
 
         Args:
-            path: path of the file.
+            path: path of the file, such as "report.safetensors".
+
+        Raises:
+            LayersimError: `path` ends as files of another format do.
         """
+        refuse_other_format(path)
         headers, tensors = pack_report(self)
         return write_file(path, "report", {"results": headers}, tensors)
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Report:
+    @typed
+    def load(path: FilePath) -> Report:
         """Read a report that `save` wrote.
 
         Args:
@@ -636,8 +661,10 @@ class Report(Mapping[str, Any]):
         return panels(shown, width, title or "")
 
     @typed
-    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+    def to_csv(self, path: FilePath) -> Path:
         """Write the table of `to_frame` as CSV, without index; undefined numbers are empty.
+
+        A label that a spreadsheet would run as a formula, such as a site named =A1, begins with an apostrophe.
 
         Args:
             path: path of the file.
@@ -645,7 +672,9 @@ class Report(Mapping[str, Any]):
         Raises:
             OSError: the file cannot be written; an older file at `path` is unchanged.
         """
-        text = self.to_frame().to_csv(index=False)
+        table = self.to_frame()
+        texts = {name: table[name].astype(object).map(plain_cell) for name in table if table[name].dtype.kind not in "fi"}
+        text = table.assign(**texts).to_csv(index=False)
         with replacing(path) as file:
             file.write(text.encode())
         return Path(path)
@@ -668,7 +697,7 @@ class Report(Mapping[str, Any]):
         return markdown(headline_table(self))
 
     @typed
-    def to_json(self, path: str | os.PathLike[str]) -> Path:
+    def to_json(self, path: FilePath) -> Path:
         """Write the table of `to_frame`, the headline numbers and the provenance as strict JSON.
 
         Entries `schema` and `data` have pandas' layout "table", so that `pandas.read_json(path, orient="table",
@@ -780,7 +809,7 @@ class Report(Mapping[str, Any]):
         return str(found)
 
     @typed
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
+    def to_html(self, path: FilePath) -> Path:
         """Write one self-contained HTML page with a summary, all tables and all figures.
 
         The page opens from disk without a network. It has about 5 MB, most of which is plotly.js.
@@ -794,7 +823,7 @@ class Report(Mapping[str, Any]):
 
 
 @typed
-def load(path: str | os.PathLike[str]) -> Any:
+def load(path: FilePath) -> Any:
     """Read a `Result` or a `Report` from a file or from the Hugging Face hub.
 
     Args:
@@ -807,6 +836,20 @@ def load(path: str | os.PathLike[str]) -> Any:
         OSError: an error of `huggingface_hub`: the hub has no such file, or cannot be reached.
     """
     return load_kind(path, ("result", "report"), Result, Report)
+
+
+def refuse_other_format(path: FilePath) -> None:
+    """Raise an error if the path of a safetensors file ends as files of another format do.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        LayersimError: names the method that writes the other format, if there is one.
+    """
+    other = OTHER_FORMATS.get(Path(path).suffix.lower())
+    if other is not None:
+        raise LayersimError(f"`path` is {brief(path)}, but `save` writes a safetensors file; {other}.")
 
 
 def _logger_name(text: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from .errors import without_secrets
+from .errors import excerpt, printable, without_secrets
 
 # Numbers whose margin begins at a later decimal place are written with four digits.
 MOST_DECIMALS = 6
@@ -46,6 +47,21 @@ def brief(value: object) -> str:
         return f"{with_article(kind)} of {len(value)}" + (f" {' and '.join(kinds[:3])}" if kinds else "")
     text = repr(value)
     return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that proposes the known name nearest to a misspelt one; empty if none is near.
+
+    Args:
+        name: the name as it was written.
+        known: the names that exist.
+
+    Examples:
+        >>> did_you_mean("max_token", ["max_tokens", "seq_len"])
+        ' Did you mean max_tokens?'
+    """
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {nearest[0]}?" if nearest else ""
 
 
 def number_text(value: float) -> str:
@@ -92,7 +108,8 @@ def headed(title: str, lines: Sequence[str]) -> str:
           cka: similarity = 0.638 ± 0.019
     """
     margins = f"; {MEANING_OF_MARGINS}" if any(" ± " in line for line in lines) else ""
-    return "\n".join([title + margins, *lines])
+    # Names of models and sites may come from a file.
+    return printable("\n".join([title + margins, *lines]))
 
 
 def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
@@ -152,4 +169,4 @@ def first_line(error: BaseException) -> str:
         >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())
         ('out of memory', 'ValueError')
     """
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+    return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0], 200).rstrip(".")

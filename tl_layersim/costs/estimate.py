@@ -24,7 +24,7 @@ from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
-from ..core.errors import LayersimError, in_words
+from ..core.errors import LayersimError, excerpt, in_words
 from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
 from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
@@ -191,7 +191,7 @@ def estimate(
         >>> cost.sites, cost.seconds > 0
         (9, True)
     """
-    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config)
+    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config, "model_or_config")
     source, module = _opened(opened, at)
     plan = plan_sites([source], chosen, at, per_head)
     described = plan.models()
@@ -216,8 +216,8 @@ def estimate(
             raise
         raise LayersimError(
             f"{source.model.name} with {', '.join(chosen)} cannot run without weights, because it needs the values of tensors "
-            f"({type(error).__name__}: {str(error)[:160]}). Pass a model with weights, such as a smaller model of the same "
-            "architecture."
+            f"({type(error).__name__}: {excerpt(str(error), 160)}). Pass a model with weights, such as a smaller model of the "
+            "same architecture."
         ) from error
     share = tokens / run.samples
     rows = math.ceil(share * len(batch.tokens))
@@ -281,7 +281,8 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
     if has_no_weights(module):
         return WeightlessSource(module, blocks_to_read(module, opened.layers, at), opened.unembed), module
-    return open_source(OpenedModel(module, opened.layers, opened.unembed), either_stack=True, at=at), module
+    here = OpenedModel(module, opened.layers, opened.unembed, argument=opened.argument)
+    return open_source(here, either_stack=True, at=at), module
 
 
 def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: int, labelled: bool) -> Batch:

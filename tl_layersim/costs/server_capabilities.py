@@ -10,9 +10,10 @@ from typing import Any
 from ..analyzers import find_analyzers
 from ..core.arguments import typed
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from ..remote.open_model import on_server, open_source
 from ..remote.server_status import ServerStatus
-from ..sources.open_local import OpenedModel
+from ..sources.open_local import OpenedModel, is_nnsight
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def capabilities(model: Any) -> Capabilities:
     Examples:
         >>> print(lsim.costs.capabilities(lsim.open_model(model, remote="http://127.0.0.1:8001")))  # doctest: +SKIP
     """
+    if not isinstance(model, OpenedModel) and not is_nnsight(model):
+        raise LayersimError(f"`model` is {brief(model)}; it must be an nnsight model, or `open_model(model, remote=...)`.")
     opened = model if isinstance(model, OpenedModel) else OpenedModel(model, remote=True)
     source = on_server(open_source(opened, either_stack=True))
     reasons = {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.code_digests import ValueNames
-from ..core.errors import LayersimError, in_words
+from ..core.errors import LayersimError, as_argument, in_words
 from .data import MOST_KEPT, Data, KeptRows, Notes
 from .labels import NO_LABEL
 from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
@@ -276,6 +276,7 @@ class Batches:
             raise an error.
         pool_rows: returns the number of rows of the largest pool from the mean number of counted positions per row. A batch
             then holds whole pools; None for batches of `batch_size` rows.
+        argument: the argument of the public function that holds the data, for messages; see `as_argument`.
     """
 
     data: Data
@@ -283,13 +284,15 @@ class Batches:
     labelled: bool = False
     count_positions: Callable[[Batch], int] | None = field(default=None, repr=False, compare=False)
     pool_rows: Callable[[float], int] | None = field(default=None, repr=False, compare=False)
+    argument: str = field(default="data", repr=False, compare=False)
     notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
     # Numbers of positions by the shapes of a row's inputs.
     _counts: dict[Any, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.data.source, str | Path):
-            refuse_path(self.data.source)
+            with as_argument("data", self.argument):
+                refuse_path(self.data.source)
         if self.data.seq_len and self.model.context and self.data.seq_len > self.model.context:
             raise LayersimError(
                 f"`seq_len` is {self.data.seq_len}; it must be at most {self.model.context}, the context of {self.model.name}."
@@ -354,6 +357,10 @@ class Batches:
         return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
 
     def __iter__(self) -> Iterator[Batch]:
+        with as_argument("data", self.argument):
+            yield from self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
         rows, size, first = self.rows(), self.data.batch_size, 0
         if self.pool_rows is None:
             while chunk := list(itertools.islice(rows, size)):
@@ -375,6 +382,11 @@ class Batches:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the data without padding, until `max_tokens` tokens are counted."""
+        with as_argument("data", self.argument):
+            yield from self._read_rows()
+
+    def _read_rows(self) -> Iterator[Row]:
+        """Yield the rows; see `rows`."""
         kept = self._kept
         if kept is not None and kept.notes is not None:
             self.notes.repeat(kept.notes)
@@ -490,7 +502,8 @@ class Batches:
 
     def count_rows(self) -> int:
         """Number of rows in the data, before tokenisation and splitting of long rows."""
-        return sum(1 for _ in self._items())
+        with as_argument("data", self.argument):
+            return sum(1 for _ in self._items())
 
     def _items(self) -> Iterator[Text | Row]:
         return Reader(self.data, self.model, self.notes, self.labelled).items(self.data.source)

@@ -333,7 +333,7 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
         data: data of any accepted kind. For an iterator the answer is False, because looking would consume a row.
         model: the model that the rows are for.
     """
-    table = isinstance(data, Mapping) or hasattr(data, "to_dict")
+    table = isinstance(data, Mapping) or hasattr(data, "to_dict") or getattr(data, "shape", None) == ()
     if not table and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
         data = data[0]
     if not isinstance(data, Mapping) and not (hasattr(data, "columns") and hasattr(data, "to_dict")):

@@ -133,7 +133,13 @@ class Positions:
     def _chosen(self, tokens: Tensor) -> Tensor:
         """Indices that the function selects among the attended tokens of a row."""
         assert callable(self.rule)
-        given, count = self.rule(tokens), len(tokens)
+        count = len(tokens)
+        try:
+            given = self.rule(tokens)
+        except (TypeError, ValueError) as error:
+            raise LayersimError(
+                f"`positions` is {brief(self.rule)}, which fails on a row of {count} token ids: {error}"
+            ) from error
         # None and texts are no tensors, and floats and numbers out of range no indices.
         with suppress(LayersimError, IndexError):
             found = number_tensor(given)

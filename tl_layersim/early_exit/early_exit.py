@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
 from ..architectures.site_selection import block_numbers, items_of
-from ..core.arguments import Fraction, Layer, PositiveFloat, PositiveInt, Seed, typed
+from ..core.arguments import FilePath, Fraction, Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
@@ -136,7 +135,7 @@ class EarlyExit:
         curve: ExitCurveResult | None = None,
         costs: ExitCosts | None = None,
         shortlist: Shortlist | None = None,
-        heads: ExitHeads | str | os.PathLike[str] | None = None,
+        heads: ExitHeads | FilePath | None = None,
     ) -> None:
         rule_class = EXIT_RULES.named(rule)
         self.split_model, self.unembed = open_for_early_exit(model)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..architectures.unembed import LayerHeads, Unembed
 from ..core.errors import LayersimError
 from ..core.wording import brief
+from ..data.labels import number_tensor
 from ..sources.partial_forward import LocalSplitModel
 from .rules import CheckedTokens, ExitRule
 
@@ -153,7 +154,7 @@ def shortlist_ids(
             "`shortlist` needs a rule that reads logits, and a head that is one linear layer; the rule is "
             f"{rule.name!r}, and the head is {split_model.source.model.head}."
         )
-    ids, vocabulary = torch.as_tensor(shortlist).cpu(), unembed.linear.out_features
+    ids, vocabulary = number_tensor(shortlist, "shortlist", "distinct token ids"), unembed.linear.out_features
     distinct = ids.dtype != torch.bool and len(set(ids.tolist())) == len(ids) >= 2
     if not distinct or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise LayersimError(

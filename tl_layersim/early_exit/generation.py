@@ -241,7 +241,7 @@ def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, T
         raise LayersimError(f"`prompt` is {brief(prompt)}; it must be a text, texts alone, or a tensor of token ids.")
     # Without a head and a context, Data does not cut texts. Long ones are refused by `prompt_rows`.
     described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None, context=None)
-    batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=1 << 62), described)
+    batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=1 << 62), described, argument="prompt")
     rows = list(batches.rows())
     if not rows or len(rows) != len(texts):
         empty = len(texts) - len(rows)

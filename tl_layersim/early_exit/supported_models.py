@@ -16,7 +16,7 @@ from torch import Tensor
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, excerpt
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream
 from ..sources.forward_arguments import no_cache
@@ -129,8 +129,8 @@ def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise LayersimError(
-            f"{split_model.model.name} cannot run segment by segment: {type(error).__name__}: {error}"[:300]
-            + ". Early exit needs blocks that share one residual stream, and attention that reads the given cache."
+            f"{split_model.model.name} cannot run segment by segment: {type(error).__name__}: {excerpt(str(error), 240)}. "
+            "Early exit needs blocks that share one residual stream, and attention that reads the given cache."
         ) from error
 
 

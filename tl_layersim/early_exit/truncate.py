@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
 from ..architectures.unembed import rounding
-from ..core.arguments import PositiveInt, typed
+from ..core.arguments import FilePath, PositiveInt, typed
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import replacing_model
@@ -28,7 +27,7 @@ NO_BLOCKS_ENDS = ("_token_id", "_ids", "_only_layers", "_indices")
 
 
 @typed
-def truncate(model: Any, n_layers: PositiveInt, *, save_to: str | os.PathLike[str] | None = None) -> Any:
+def truncate(model: Any, n_layers: PositiveInt, *, save_to: FilePath | None = None) -> Any:
     """Copy the first `n_layers` blocks, the final norm and the head of a model.
 
     The blocks are those of the decoder in an encoder-decoder, and those of the last stage in a Swin. The logits of the copy are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 from tqdm.auto import tqdm
 
 from ..analyzers.analyzer import Analyzer, Run
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree, failing_together, rank_and_size, weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import refuse_unwritable
@@ -49,7 +48,7 @@ BaselineArgument: TypeAlias = Literal["untrained"] | None
 SEEDS = 3
 
 
-def run_analysis(analysis: Analysis, path: str | os.PathLike[str] | None = None) -> Report:
+def run_analysis(analysis: Analysis, path: FilePath | None = None) -> Report:
     """Run an analysis over all data and return its report.
 
     Args:
@@ -95,7 +94,7 @@ def run_with_baseline(
     data: Data,
     prepare: Callable[[Sequence[OpenedModel]], Analysis],
     baseline: BaselineArgument,
-    checkpoint: str | os.PathLike[str] | None,
+    checkpoint: FilePath | None,
 ) -> Report:
     """Run an analysis on the given models and, with `baseline="untrained"`, on models with fresh weights.
 
@@ -146,7 +145,7 @@ class SharedKeywords(TypedDict, total=False):
     per_head: bool
     intervals: bool
     baseline: BaselineArgument
-    checkpoint: str | os.PathLike[str] | None
+    checkpoint: FilePath | None
 
 
 @overload
@@ -168,10 +167,11 @@ def analyze(
     analyzers: AnalyzersArgument,
     *,
     shard: tuple[int, int],
-    save_to: str | os.PathLike[str],
+    save_to: FilePath,
     first: FilesArgument | None = None,
     **options: Unpack[SharedKeywords],
 ) -> Path: ...
+@failing_together()
 @typed
 def analyze(
     model: Any,
@@ -182,10 +182,10 @@ def analyze(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
     blocking: bool = True,
     shard: tuple[int, int] | None = None,
-    save_to: str | os.PathLike[str] | None = None,
+    save_to: FilePath | None = None,
     first: FilesArgument | None = None,
 ) -> Report | RemoteRun | Path:
     """Run analyzers on one model, in one pass over the data. Analyzers that need a mean over all data take two passes.
@@ -238,26 +238,25 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
-    with failing_together():
-        data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
-        how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
-        refuse_contradictions(how, blocking, opened[0])
-        first_pass = None if first is None else merged_first(paths_of(first, "first"))
-        prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
-        if not blocking:
-            return start(prepare(opened))
-        if shard is None or save_to is None:
-            return run_with_baseline(opened, data, prepare, baseline, checkpoint)
-        analysis = prepare(opened)
-        path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), first_pass)
-        if first_pass is None and analysis.first_needs_model:
-            names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
-            tqdm.write(
-                f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. After the first pass "
-                "over all shards, call analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
-                file=sys.stderr,
-            )
-        return path
+    data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
+    how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
+    refuse_contradictions(how, blocking, opened[0])
+    first_pass = None if first is None else merged_first(paths_of(first, "first"))
+    prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
+    if not blocking:
+        return start(prepare(opened))
+    if shard is None or save_to is None:
+        return run_with_baseline(opened, data, prepare, baseline, checkpoint)
+    analysis = prepare(opened)
+    path = run_shard(analysis, plain(analysis.identity("save_to")), shard, Path(save_to), first_pass)
+    if first_pass is None and analysis.first_needs_model:
+        names = ", ".join(type(analysis.analyzers[name]).__name__ for name in analysis.first_kernels)
+        tqdm.write(
+            f"{path} holds only the first pass, for {names}, over shard {shard[0]} of {shard[1]}. After the first pass "
+            "over all shards, call analyze(..., shard=(i, n), first=[files of the first pass], save_to=another path).",
+            file=sys.stderr,
+        )
+    return path
 
 
 def opened_analysis(
@@ -301,6 +300,7 @@ def compare(model_a: Any, model_b: Any, data: Any, analyzers: _Computes[R_co], *
 def compare(
     model_a: Any, model_b: Any, data: Any, analyzers: SeveralAnalyzers, **options: Unpack[SharedKeywords]
 ) -> Report: ...
+@failing_together()
 @typed
 def compare(
     model_a: Any,
@@ -312,7 +312,7 @@ def compare(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> Report | Result:
     """Compare the layers of two models that read the same tokens. Widths and depths may differ.
 
@@ -344,9 +344,9 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
-    with failing_together():
-        data, chosen, pair = Data.of(data), choose_analyzers(analyzers), (OpenedModel.of(model_a), OpenedModel.of(model_b))
-        refuse_no_comparison(chosen)
-        prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
-        report = run_with_baseline(pair, data, prepare, baseline, checkpoint)
-        return report if is_several(analyzers) else next(iter(report.values()))
+    data, chosen = Data.of(data), choose_analyzers(analyzers)
+    pair = (OpenedModel.of(model_a, "model_a"), OpenedModel.of(model_b, "model_b"))
+    refuse_no_comparison(chosen)
+    prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
+    report = run_with_baseline(pair, data, prepare, baseline, checkpoint)
+    return report if is_several(analyzers) else next(iter(report.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,10 +24,11 @@ from ..analyzers.linear_probe import (
     labelled,
     warn_of_constant,
 )
-from ..core.arguments import PositiveFloat, PositiveInt, typed
+from ..core.arguments import FilePath, PositiveFloat, PositiveInt, typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, shown, warn
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..remote.open_model import open_source
@@ -180,7 +180,7 @@ def linear_probe(
     at: AtArgument = DEFAULT,
     per_head: bool = False,
     intervals: bool = False,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> LinearProbeResult:
     """Accuracy of a linear classifier at each site, measured on held-out rows.
 
@@ -244,6 +244,10 @@ def linear_probe(
         source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
         described, counter = with_tokenizer(source.model, data.tokenizer), position_counter([source])
         count = Batches(parts[0], described, count_positions=counter).count_rows()
+        # Read here, because `analyze` would name errors in it after `data`.
+        held_out = replace(parts[1], tokenizer=data.tokenizer)
+        if not Batches(held_out, described, count_positions=counter, argument="test_data").count_rows():
+            raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
         probe = replace(probe, first_test_row=count)
         data = replace(data, source=[part.source for part in parts])
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)

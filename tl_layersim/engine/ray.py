@@ -5,7 +5,6 @@ Each worker loads the model and measures shards of the data.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..core.arguments import PositiveInt, typed
+from ..core.arguments import FilePath, PositiveInt, typed
 from ..core.errors import LayersimError
 from ..core.file_format import replacing
 from ..core.results import Report
@@ -176,7 +175,7 @@ def analyze_on_ray(
     at: AtArgument = DEFAULT,
     per_head: bool = False,
     intervals: bool = False,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> Report:
     """Run `analyze` in the workers of a Ray cluster.
 

@@ -132,7 +132,7 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
         given: whether the user passed a tokenizer, which then holds for both models.
 
     Raises:
-        LayersimError: the same ids stand for different tokens in the two vocabularies.
+        LayersimError: the same ids stand for different tokens in the two vocabularies, or may do so.
     """
     if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
         words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
@@ -153,11 +153,12 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
             f"`{a.token_input}`, and {b.name} reads `{b.token_input}`."
         )
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
-    if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
-        warn(
-            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, so an id may stand for different tokens in "
-            "the two models. Set model.tokenizer on both models; the vocabularies are then compared."
-        )
+    if not sure and not given and a.vocabulary is not None and b.vocabulary is not None and a.vocabulary != b.vocabulary:
+        sizes = f"The vocabularies of {a.name} and {b.name} have {a.vocabulary} and {b.vocabulary} entries"
+        remedy = "Set model.tokenizer on both models, which are then compared, or pass the common one as Data(tokenizer=)."
+        if not may_be_padding(a.vocabulary, b.vocabulary):
+            raise LayersimError(f"{sizes}, so an id stands for different tokens in the two models. {remedy}")
+        warn(f"{sizes}. If this is no padding, an id stands for different tokens in the two models. {remedy}")
 
     def smaller(x: int | None, y: int | None) -> int | None:
         return min((v for v in (x, y) if v is not None), default=None)
@@ -169,6 +170,23 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     # A head that reads a row as one needs whole rows, whichever model has it.
     head = a.head if a.reads_rows else b.head
     return replace(a, name=name, vocabulary=vocabulary, context=context, head=head, **a.inputs_with(b))
+
+
+def may_be_padding(size: int, other: int) -> bool:
+    """Whether two vocabularies may be one, padded to a multiple of 64 or more, as GPU kernels prefer.
+
+    Pythia has 50,304, 50,432 and 50,688 entries for one tokenizer, and Megatron pads GPT-2's 50,257 to 51,200 (1.8 %).
+
+    Args:
+        size: number of entries of one model's vocabulary.
+        other: number of entries of the other model's.
+
+    Examples:
+        >>> may_be_padding(50304, 50688), may_be_padding(50257, 32000)
+        (True, False)
+    """
+    larger = max(size, other)
+    return larger % 64 == 0 and abs(size - other) <= 0.02 * larger
 
 
 def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:

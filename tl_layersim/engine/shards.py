@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..core.arguments import typed
+from ..core.arguments import FilePath, is_path, typed
 from ..core.errors import LayersimError
 from ..core.file_format import checksum
 from ..core.results import Report
@@ -33,7 +33,7 @@ from .run_files import model_of, restored_analyzers, sums_snapshot, tallies_of
 
 SHARD_FILE = "shard"
 # A folder, a pattern or a path; or several of these.
-FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+FilesArgument: TypeAlias = FilePath | Sequence[FilePath]
 
 
 def paths_of(files: FilesArgument, argument: str) -> list[Path]:
@@ -47,7 +47,11 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
         LayersimError: there is no file.
     """
     found = list[Path]()
-    for path in map(Path, [files] if isinstance(files, (str, os.PathLike)) else files):
+    given = [files] if isinstance(files, str | os.PathLike) else files
+    # The annotation is checked on one random item of a list.
+    if wrong := [file for file in given if not is_path(file)]:
+        raise LayersimError(f"`{argument}` holds {brief(wrong[0])}; it must hold paths of files or folders.")
+    for path in map(Path, given):
         if path.is_dir():
             found += sorted(path.glob("*.safetensors"))
         elif not path.exists() and any(mark in path.name for mark in "*?["):
@@ -151,7 +155,7 @@ def run_shard(
     return path
 
 
-def read_part(path: str | os.PathLike[str]) -> ShardPart:
+def read_part(path: FilePath) -> ShardPart:
     """Read the file of a shard.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..activations.row_pools import AnyKernel
 from ..analyzers.analyzer import Analyzer
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.errors import LayersimError, shown, without_secrets
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile, Snapshot
@@ -227,7 +226,7 @@ class RemoteRun:
                 time.sleep(PAUSE)
         return self._report()
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: FilePath) -> Path:
         """Write the run to a file.
 
         The file holds the names of the jobs, the sums that arrived, and the tokens of the other jobs.
@@ -386,7 +385,7 @@ def start(analysis: Analysis) -> RemoteRun:
 
 @typed
 def load_run(
-    path: str | os.PathLike[str], *, model: Any = None, analyzers: AnalyzersArgument | None = None, remote: str | None = None
+    path: FilePath, *, model: Any = None, analyzers: AnalyzersArgument | None = None, remote: str | None = None
 ) -> RemoteRun:
     """Read a run that `RemoteRun.save` wrote.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, typed
+from ..core.arguments import FilePath
 from ..core.file_format import checksum, reading
 from ..core.file_format import read as read_file
 from ..core.file_format import write as write_file
@@ -119,7 +119,7 @@ class ExitHeads:
         return ExitHeads(self.weight.to(to), bias, norm=self.norm, layers=self.layers, weights_hash=self.weights_hash)
 
     @typed
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: FilePath) -> Path:
         """Write the heads to one safetensors file, without pickle.
 
         Args:
@@ -130,7 +130,7 @@ class ExitHeads:
 
     @staticmethod
     @typed
-    def load(path: str | os.PathLike[str]) -> ExitHeads:
+    def load(path: FilePath) -> ExitHeads:
         """Read heads from the file that `save` wrote.
 
         `AlignedTraining(save_to=)` writes such a file, `heads.safetensors`, into its folder.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,9 +15,9 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.distributed import failing_together
-from ..core.errors import LayersimError, recorded_warnings, warn
+from ..core.errors import LayersimError, as_argument, recorded_warnings, warn
 from ..core.result_declarations import Declaration, result_class
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
@@ -359,6 +358,7 @@ class _Grid(SharedKeywords, total=False):
 def compare_grid(models: Mapping[str, Any], data: Any, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
 @overload
 def compare_grid(models: Mapping[str, Any], data: Any, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
+@failing_together()
 @typed
 def compare_grid(
     models: Mapping[str, Any],
@@ -371,7 +371,7 @@ def compare_grid(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> ModelGrid | Report:
     r"""Compare all pairs of several models on the same tokens.
 
@@ -419,19 +419,18 @@ def compare_grid(
         >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
-    with failing_together():
-        data, names = Data.of(data), tuple(models)
-        if len(names) < 2:
-            raise LayersimError(
-                f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name."
-            )
-        labels = () if groups is None else group_labels(groups, names)
+    data, names = Data.of(data), tuple(models)
+    if len(names) < 2:
+        raise LayersimError(f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name.")
+    labels = () if groups is None else group_labels(groups, names)
+    with as_argument("analyzers", "analyzer"):
         chosen = choose_analyzers(analyzer)
-        refuse_no_comparison(chosen)
-        many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
+    refuse_no_comparison(chosen)
+    many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
 
-        def prepare(opened: Sequence[OpenedModel]) -> Analysis:
-            return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=many)
+    def prepare(opened: Sequence[OpenedModel]) -> Analysis:
+        return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=many)
 
-        report = run_with_baseline([OpenedModel.of(models[name]) for name in names], data, prepare, baseline, checkpoint)
-        return report if is_several(analyzer) else next(iter(report.values()))
+    opened_models = [OpenedModel.of(models[name], f"models {name!r}") for name in names]
+    report = run_with_baseline(opened_models, data, prepare, baseline, checkpoint)
+    return report if is_several(analyzer) else next(iter(report.values()))

@@ -393,6 +393,7 @@ def _series(given: Any, default: str) -> pandas.Series[float]:
     """Convert numbers to a pandas Series, named after the quantity and its unit."""
     import pandas
 
+    original = given
     words = getattr(given, "attrs", {})
     label = words.get("long_name", "") + (f" ({words['units']})" if "units" in words else "")
     if hasattr(given, "to_series"):
@@ -400,5 +401,8 @@ def _series(given: Any, default: str) -> pandas.Series[float]:
     if not isinstance(given, pandas.Series):
         numbers = dict(given) if isinstance(given, Mapping) else dict(enumerate(np.asarray(given).reshape(-1).tolist()))
         given = pandas.Series(list(numbers.values()), index=list(numbers), dtype=object)
-    numeric: pandas.Series[float] = given.map(float).astype(float).rename(label or given.name or default)
-    return numeric
+    try:
+        numeric: pandas.Series[float] = given.map(float).astype(float)
+    except (TypeError, ValueError) as error:
+        raise LayersimError(f"`{default}` is {brief(original)}; it must hold numbers, by name or in order.") from error
+    return numeric.rename(label or given.name or default)

@@ -15,6 +15,7 @@ from ..core.errors import LayersimError
 from ..core.intervals import field_named
 from ..core.report_tables import is_symmetric
 from ..core.results import Result
+from ..core.wording import with_article
 from .compare_grid import ModelGrid, group_labels
 
 if TYPE_CHECKING:
@@ -185,6 +186,8 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
         if not getattr(table, name).numel():
             raise LayersimError(f"`field` is {field!r}, which is empty: the models have different numbers of sites.")
         array = xarray.DataArray(getattr(table, name).numpy(), coords, declared.axes, attrs=attrs)
+    elif isinstance(table, xarray.Dataset | xarray.DataTree):
+        raise LayersimError(f"`table` is {with_article(type(table).__name__)}; it must be a grid, a DataArray or a DataFrame.")
     else:
         array = xarray.DataArray(table)
     sides = [tuple(map(str, array[dim].values)) for dim in array.dims[:2]]

@@ -18,7 +18,7 @@ from torch.nn import Module
 from tqdm.auto import tqdm
 
 from ..analyzers.analyzer import Analyzer
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.code_digests import ValueNames
 from ..core.distributed import failing_together, rank_and_size
 from ..core.errors import LayersimError, warn
@@ -172,6 +172,7 @@ class SweepError(LayersimError):
     reports: dict[Any, Report]
 
 
+@failing_together()
 @typed
 def sweep(
     models: Mapping[Any, Any],
@@ -182,7 +183,7 @@ def sweep(
     per_head: bool = False,
     intervals: bool = False,
     baseline: BaselineArgument = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> dict[Any, Report]:
     """Run the same analysis on many models or checkpoints in turn: a training run, model sizes or fine-tunes.
 
@@ -222,53 +223,50 @@ def sweep(
         >>> bool(losses.sel(model="aligned") < losses.sel(model="plain"))
         True
     """
-    with failing_together():
-        chosen, data = choose_analyzers(analyzers), Data.of(data)
-        options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
-        # Keys of NumPy or torch become Python numbers.
-        models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
-        keys = list(models)
-        for key, model in models.items():
-            if isinstance(model, str | os.PathLike):
-                raise LayersimError(
-                    f"`models` has {brief(model)} for {key!r}; it must have a model, or a function that loads one."
-                )
-        if data.read_once:
-            raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
-        files: dict[Any, Path | None] = dict.fromkeys(keys)
-        record: SweepRecord | None = None
-        if checkpoint is not None:
-            record = SweepRecord(Path(checkpoint), chosen, data, options)
-            files = {key: _report_file(Path(checkpoint), key) for key in keys}
-        reports = {key: Report.load(file) for key, file in files.items() if file is not None and file.exists()}
-        bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
-        for key, model in zip(bar, models.values(), strict=True):
-            bar.set_postfix_str(str(key))
-            if key in reports:
-                if record is not None:
-                    record.refuse_other_model(key, model)
-                continue
-            try:
-                reports[key] = _measure_model(model, data, chosen, files[key], options)
-                # The report is in memory already: a full disk loses only the file.
-                _keep(reports[key], files[key])
-                if record is not None:
-                    record.add(key, model)
-            except BaseException as error:
-                where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
-                place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
-                kept = f"{place} The reports of {amount(len(reports), 'model')} are kept{where}."
-                if not isinstance(error, Exception):
-                    error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
-                    raise
-                why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
-                more = " They are in error.reports." if reports else ""
-                failed = SweepError(f"Model {key!r} of the sweep could not be measured: {why}\n{kept}{more}")
-                failed.reports = {k: reports[k] for k in keys if k in reports}
-                raise failed from error
-        found = {key: reports[key] for key in keys}
-        _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
-        return found
+    chosen, data = choose_analyzers(analyzers), Data.of(data)
+    options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
+    # Keys of NumPy or torch become Python numbers.
+    models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
+    keys = list(models)
+    for key, model in models.items():
+        if isinstance(model, str | os.PathLike):
+            raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must have a model, or a function that loads one.")
+    if data.read_once:
+        raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
+    files: dict[Any, Path | None] = dict.fromkeys(keys)
+    record: SweepRecord | None = None
+    if checkpoint is not None:
+        record = SweepRecord(Path(checkpoint), chosen, data, options)
+        files = {key: _report_file(Path(checkpoint), key) for key in keys}
+    reports = {key: Report.load(file) for key, file in files.items() if file is not None and file.exists()}
+    bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
+    for key, model in zip(bar, models.values(), strict=True):
+        bar.set_postfix_str(str(key))
+        if key in reports:
+            if record is not None:
+                record.refuse_other_model(key, model)
+            continue
+        try:
+            reports[key] = _measure_model(model, data, chosen, files[key], options)
+            # The report is in memory already: a full disk loses only the file.
+            _keep(reports[key], files[key])
+            if record is not None:
+                record.add(key, model)
+        except BaseException as error:
+            where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
+            place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
+            kept = f"{place} The reports of {amount(len(reports), 'model')} are kept{where}."
+            if not isinstance(error, Exception):
+                error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
+                raise
+            why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
+            more = " They are in error.reports." if reports else ""
+            failed = SweepError(f"Model {key!r} of `models` could not be measured: {why}\n{kept}{more}")
+            failed.reports = {k: reports[k] for k in keys if k in reports}
+            raise failed from error
+    found = {key: reports[key] for key in keys}
+    _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
+    return found
 
 
 def is_loader(model: Any) -> bool:
@@ -289,10 +287,11 @@ def _measure_model(
     if loads:
         model = model()
     partial = None if file is None else file.with_suffix(".partial")
-    report: Report = analyze(model, data, analyzers, checkpoint=partial, **options)
+    opened = OpenedModel.of(model, "models")
+    report: Report = analyze(opened, data, analyzers, checkpoint=partial, **options)
     if loads:
         # Models have reference cycles, which reference counting does not free.
-        del model
+        del model, opened
         release_memory()
     return report
 

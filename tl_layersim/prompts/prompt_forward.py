@@ -62,7 +62,8 @@ def run_on_prompt(
     need_stream(model, CALLER, parts=True)
     if check is not None:
         check(model)
-    batches = Batches(replace(data, batch_size=1, seq_len=data.seq_len or model.context), model)
+    data = replace(data, batch_size=1, seq_len=data.seq_len or model.context)
+    batches = Batches(data, model, argument="prompt")
     rows = list(batches)
     if len(rows) != 1:
         raise LayersimError(

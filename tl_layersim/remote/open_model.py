@@ -10,7 +10,7 @@ import torch
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, typed
-from ..core.errors import LayersimError, shown
+from ..core.errors import LayersimError, as_argument, shown
 from ..core.wording import with_article
 from ..sources.activation_checks import need_stream, verify_on_first_row
 from ..sources.hooked_module import HookedSource
@@ -82,6 +82,12 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         LayersimError: the type of the model is not supported, or the other arguments do not apply to it.
     """
     opened = OpenedModel.of(model)
+    with as_argument("model", opened.argument):
+        return _opened_source(opened, either_stack, at)
+
+
+def _opened_source(opened: OpenedModel, either_stack: bool, at: Any) -> Source:
+    """Open a model; see `open_source`."""
     model, layers = opened.model, opened.layers
     module = model._module if is_nnsight(model) else model
     if isinstance(module, torch.nn.Module):
@@ -129,6 +135,12 @@ def open_split_model(model: Any) -> SplitModel:
         LayersimError: see `open_source`; or the source cannot run a part of its model.
     """
     opened = OpenedModel.of(model)
+    with as_argument("model", opened.argument):
+        return _split(opened)
+
+
+def _split(opened: OpenedModel) -> SplitModel:
+    """Open a model as a split model; see `open_split_model`."""
     source = open_source(opened, either_stack=not opened.remote)
     need_stream(source.model, "Stitching")
     refuse_edits(source.model.changes, "Stitching")

@@ -19,7 +19,7 @@ from ..activations.view import Kernel, Reduced
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import site_map
-from ..core.errors import LOG, LayersimError, shown
+from ..core.errors import LOG, LayersimError, excerpt, shown
 from ..data.batches import Batch
 from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, smallest_arguments
 from ..sources.identity import edits_of
@@ -343,6 +343,6 @@ def _listed_order(
     if strange:
         raise LayersimError(
             f"`at` names {strange[0].name}, whose place in the forward pass cannot be found without the model's weights "
-            f"({type(failed).__name__}: {str(failed)[:160]}). Use a site that lsim.sites(model) lists."
+            f"({type(failed).__name__}: {excerpt(str(failed), 160)}). Use a site that lsim.sites(model) lists."
         )
     return tuple(sorted(range(len(points)), key=lambda number: place[points[number].module, points[number].incoming]))

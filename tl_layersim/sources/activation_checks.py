@@ -18,7 +18,7 @@ from ..activations.view import View
 from ..architectures.hook_points import distinct_points
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
 from ..architectures.unembed import rounding
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, excerpt
 from ..core.wording import WHY_NOT_FINITE, first_line, with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
@@ -60,7 +60,7 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
         if isinstance(error, LayersimError) or is_out_of_memory(error):
             raise
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise _other_logits(model, f"fails: {last[:160]}") from error
+        raise _other_logits(model, f"fails: {excerpt(last, 160)}") from error
     allowed = rounding(model.torch_dtype, computed)
     if difference <= allowed * max(size, 1e-3):
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ class OpenedModel:
         remote: where the model runs, see `open_model`.
         verify: the reference for its residual stream, see `open_model`.
         tokens_per_request: largest number of positions in one request to a server, see `open_model`.
+        argument: the argument of the public function that holds the model, for messages; see `as_argument`.
     """
 
     model: Any
@@ -51,6 +52,7 @@ class OpenedModel:
     remote: bool | str = False
     verify: Any = None
     tokens_per_request: int | None = None
+    argument: str = "model"
 
     def __post_init__(self) -> None:
         original = getattr(self.model, "_orig_mod", None)
@@ -59,8 +61,8 @@ class OpenedModel:
             from ..core.errors import warn
 
             warn(
-                f"`model` comes from torch.compile; its original module {type(original).__name__} is used, because compiled "
-                "graphs have no place for hooks."
+                f"`{self.argument.split(' ')[0]}` comes from torch.compile; its original module {type(original).__name__} is "
+                "used, because compiled graphs have no place for hooks."
             )
             object.__setattr__(self, "model", original)
             for name in ("layers", "unembed"):
@@ -69,13 +71,16 @@ class OpenedModel:
                     object.__setattr__(self, name, [path.removeprefix("_orig_mod.") for path in paths])
 
     @classmethod
-    def of(cls, model: Any) -> OpenedModel:
+    def of(cls, model: Any, argument: str | None = None) -> OpenedModel:
         """Convert the argument `model` to an `OpenedModel`; a plain model gets the default options.
 
         Args:
             model: an `OpenedModel`, or a model.
+            argument: the argument that holds the model; None for "model", or the one that an `OpenedModel` has.
         """
-        return model if isinstance(model, cls) else cls(model)
+        if not isinstance(model, cls):
+            return cls(model, argument=argument or "model")
+        return model if argument is None else replace(model, argument=argument)
 
     @property
     def on_server(self) -> bool:
@@ -87,7 +92,7 @@ class OpenedModel:
         return {"layers": self.layers, "unembed": self.unembed, "verify": None if self.verify is None else "hf"}
 
     def __repr__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "argument")}
         options = [f"{name}={brief(value)}" for name, value in given.items() if value not in (None, False)]
         return f"OpenedModel({', '.join([type(self.model).__name__, *options])})"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from tqdm.auto import tqdm
 
 from ..architectures.blocks import entering
 from ..architectures.site_selection import block_number
-from ..core.arguments import Layer, NonNegativeFloat, typed
+from ..core.arguments import FilePath, Layer, NonNegativeFloat, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.file_format import refuse_unwritable, refuse_unwritable_folder
 from ..core.result_declarations import Provenance
@@ -76,7 +75,7 @@ class StitchExperiment:
         data: Data,
         eval_data: Any,
         labels: Any,
-        cache: str | os.PathLike[str] | None,
+        cache: FilePath | None,
     ) -> None:
         # Every model once, in the order of the call.
         self.models = list(dict.fromkeys(model for pair in pairs for model in pair))
@@ -103,7 +102,8 @@ class StitchExperiment:
         held_out = None
         if eval_data is not None:
             judged = data.like(eval_data)
-            held_out = replace(self.batches, data=judged, model=with_tokenizer(shared, judged.tokenizer))
+            described = with_tokenizer(shared, judged.tokenizer)
+            held_out = replace(self.batches, data=judged, model=described, argument="eval_data")
         self.tokenizer = shared.tokenizer
         head = self.backs[0].model.head
         self.unit = "token" if head is None or head.reads == "every" else "row"
@@ -182,7 +182,7 @@ class StitchExperiment:
         training = {name: value for name, value in asdict(self.training).items() if name != "seed"}
         return recorded | ({"training": training} if "sgd" in self.fit else {})
 
-    def progress(self, checkpoint: str | os.PathLike[str] | None, **where: Any) -> Progress:
+    def progress(self, checkpoint: FilePath | None, **where: Any) -> Progress:
         """Open a checkpoint file with the states of the stitches.
 
         Args:
@@ -425,8 +425,8 @@ def stitch(
     ridge: NonNegativeFloat = 0.0,
     eval_data: Any = None,
     labels: Any = None,
-    cache: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    cache: FilePath | None = None,
+    checkpoint: FilePath | None = None,
 ) -> StitchResult:
     """Join the lower blocks of one model to the upper blocks of another by an adapter, and measure the loss.
 
@@ -475,7 +475,7 @@ def stitch(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    opened = OpenedModel.of(front), OpenedModel.of(back)
+    opened = OpenedModel.of(front, "front"), OpenedModel.of(back, "back")
     lower, upper = (open_split_model(each) for each in opened)
     numbers = (point_number(lower.model, at[0], "at"), point_number(upper.model, at[1], "at"))
     experiment = StitchExperiment([(lower, upper)], adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
@@ -516,8 +516,8 @@ def stitch_grid(
     ridge: NonNegativeFloat = 0.0,
     eval_data: Any = None,
     labels: Any = None,
-    cache: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    cache: FilePath | None = None,
+    checkpoint: FilePath | None = None,
 ) -> StitchGrid:
     """Stitch every pair of models in both directions, and each model with itself.
 
@@ -558,7 +558,7 @@ def stitch_grid(
     """
     refuse_unwritable(checkpoint, "checkpoint")
     names, groups_of_models = tuple(models), () if groups is None else group_labels(groups, tuple(models))
-    opened = {name: OpenedModel.of(model) for name, model in models.items()}
+    opened = {name: OpenedModel.of(model, f"models {name!r}") for name, model in models.items()}
     split = {name: open_split_model(each) for name, each in opened.items()}
     points = stitch_points_of(split, layers)
     joined = {name: [split[name].model.layers[number] for number in own] for name, own in points.items()}

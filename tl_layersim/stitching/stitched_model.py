@@ -100,7 +100,7 @@ class StitchedModel(nn.Module):
 
     def _ids(self, prompt: str) -> Tensor:
         described = replace(self._split_models[1].model, tokenizer=self.tokenizer)
-        [batch] = Batches(Data(prompt, batch_size=1, seq_len=described.context), described)
+        [batch] = Batches(Data(prompt, batch_size=1, seq_len=described.context), described, argument="prompt")
         return batch.tokens
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..architectures.site_selection import block_numbers
-from ..core.arguments import Layer, PositiveFloat, PositiveInt, Seed, typed
+from ..core.arguments import FilePath, Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError, in_words, warn
 from ..core.file_format import refuse_unwritable
 from ..core.result_declarations import result_class
@@ -377,7 +376,7 @@ def train_adapters(
     seed: Seed = 0,
     eval_data: Any = None,
     labels: Any = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> AlignedAdapters:
     r"""Train low-rank adapters in the residual stream of a frozen nnsight model, so that every layer predicts the targets.
 

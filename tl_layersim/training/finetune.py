@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable, refuse_unwritable_folder, replacing_model
@@ -275,7 +274,7 @@ def finetune_aligned(
     *,
     eval_data: Any = None,
     labels: Any = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> AlignedResult:
     """Fine-tune a model so that its own head predicts the targets from every layer.
 
@@ -445,7 +444,7 @@ def _additions(model: Any) -> list[nn.Parameter]:
     return []
 
 
-def _save(model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None) -> None:
+def _save(model: Any, folder: FilePath, tokenizer: Any, heads: ExitHeads | None) -> None:
     """Write model, tokenizer and heads. A failed write only warns."""
     try:
         with replacing_model(folder) as temporary:

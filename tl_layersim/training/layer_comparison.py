@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -21,7 +20,7 @@ from ..analyzers.logit_lens import LogitLens
 from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
-from ..core.arguments import Fraction, PositiveInt, Probability, Seed, typed
+from ..core.arguments import FilePath, Fraction, PositiveInt, Probability, Seed, typed
 from ..core.errors import LayersimError, warn
 from ..core.result_declarations import JOINT, Provenance, result_class
 from ..core.results import Report, Result, axes
@@ -305,7 +304,7 @@ def coherence(before: Tensor, after: Tensor) -> float:
 
 
 SHORTEST = 4
-Heads: TypeAlias = ExitHeads | str | os.PathLike[str] | None
+Heads: TypeAlias = ExitHeads | FilePath | None
 
 
 @typed
@@ -384,7 +383,7 @@ def evaluate_layers(
         >>> bool(second > first)
         True
     """
-    data, models = Data.of(data), (OpenedModel.of(before), OpenedModel.of(after))
+    data, models = Data.of(data), (OpenedModel.of(before, "before"), OpenedModel.of(after, "after"))
     pair = [open_source(opened, either_stack=True).model for opened in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(

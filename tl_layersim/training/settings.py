@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ..core.arguments import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, typed
+from ..core.arguments import FilePath, Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, typed
 from ..core.errors import LayersimError
 from ..core.training_loop import refuse_long_warmup
 from .losses import Norm, Weights
@@ -87,7 +86,7 @@ class AlignedTraining:
     mixed_precision: Literal["no", "bf16"] = "no"
     gradient_checkpointing: bool = False
     lora: Any = None
-    save_to: str | os.PathLike[str] | None = None
+    save_to: FilePath | None = None
     seed: Seed = 0
 
     def __post_init__(self) -> None:

@@ -124,7 +124,7 @@ def open_training_data(
     batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
     rows = TrainingData(batches, usual, model, module)
     if eval_data is not None:
-        return rows, TrainingData(replace(batches, data=data.like(eval_data)), usual, model, module)
+        return rows, TrainingData(replace(batches, data=data.like(eval_data), argument="eval_data"), usual, model, module)
     if len(rows) < 2:
         raise LayersimError(f"`data` has {len(rows)} row with a target; it must have two or more. Or pass eval_data=.")
     first, last, kept = copy.copy(rows), copy.copy(rows), max(1, len(rows) // HELD_OUT)

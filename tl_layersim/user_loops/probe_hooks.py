@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from ..sources.source import not_once
 
 
 class ProbeHook:
-    """A forward hook or forward pre-hook. In a copy of the module, the hook does nothing.
+    """A forward hook or forward pre-hook, which a copy of the module lacks (`not_copied`).
 
     Args:
         call: the function that torch calls.
@@ -51,8 +52,61 @@ class ProbeHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A function of the standard library that accepts any arguments and returns None, so that a pickled model can be
-        # loaded without this package.
+        # loaded without this package. It stays in the copy of a class that copies itself in its own way.
         return getattr, (nullcontext(), "__exit__")
+
+
+class Removal:
+    """A value that `copy.deepcopy` and `pickle` replace by what `OrderedDict.pop` returns: an entry is removed in the copy.
+
+    Args:
+        entries: the dict; in a copy, its copy.
+        key: key of the entry.
+    """
+
+    def __init__(self, entries: OrderedDict[int, Any], key: int) -> None:
+        self.entries = entries
+        self.key = key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # All names are of the standard library, so that a pickled model can be loaded without this package.
+        return OrderedDict.pop, (self.entries, self.key, None)
+
+
+class CopiedAsFlag:
+    """The flag of a hook that takes keyword arguments; in a copy of the module it is True, and the hook is removed.
+
+    Args:
+        removal: removes the hook from the copy.
+        handle: torch's handle of the hook. While it is unpickled, torch reserves its id, so that no later hook gets the flag.
+    """
+
+    def __init__(self, removal: Removal, handle: RemovableHandle) -> None:
+        self.removal = removal
+        self.handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, ((self.removal, self.handle),)
+
+
+def not_copied(module: torch.nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Have a hook removed from each copy of its module, however it is copied or pickled.
+
+    A module is copied attribute by attribute, and torch keeps beside the hooks, in an attribute that comes later, which of them
+    take keyword arguments. The entry of the hook there removes the hook from the copy.
+
+    Args:
+        module: the module.
+        handle: handle of a hook that takes keyword arguments.
+    """
+    for hooks, flags in (
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    ):
+        if handle.id in hooks:
+            # Torch asks only whether there is an entry.
+            flags[handle.id] = CopiedAsFlag(Removal(hooks, handle.id), handle)  # type: ignore[assignment]
+    return handle
 
 
 def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
@@ -335,7 +389,7 @@ class Recorder:
             for level, module in enumerate(_stacks(source)):
                 handles.append(self._on_enter(module, partial(self._begin, level)))
                 # Also after an exception, so that a later call does not see the state of a failed one.
-                handles.append(on_leave(module, self._hook(self._end), always=True))
+                handles.append(self._on_leave(module, self._end, always=True))
             if source.embed is not None:
                 handles.append(self._on_enter(source.embed, self._see_tokens))
             if self.direct:
@@ -344,7 +398,7 @@ class Recorder:
                 handles.append(self._watch(module, incoming, partial(self._see, sites)))
             if self.compare and source.model.head is not None:
                 head = source.module.get_submodule(source.model.head.modules[-1])
-                handles.append(on_leave(head, self._hook(self._see_logits)))
+                handles.append(self._on_leave(head, self._see_logits))
             yield
 
     # ---- registration of hooks
@@ -353,10 +407,18 @@ class Recorder:
         """Register a hook that reads the first tensor of a module's input or output."""
         if incoming:
             return self._on_enter(module, lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
-        return on_leave(module, self._hook(lambda _m, _args, output: see(first_tensor(output))))
+        return self._on_leave(module, lambda _m, _args, output: see(first_tensor(output)))
 
     def _on_enter(self, module: torch.nn.Module, handle: Callable[..., None]) -> RemovableHandle:
-        return on_enter(module, self._hook(handle))
+        return not_copied(module, on_enter(module, self._hook(handle)))
+
+    def _on_leave(self, module: torch.nn.Module, handle: Callable[..., None], always: bool = False) -> RemovableHandle:
+        """Register a forward hook, a function of the module, its positional arguments and its output."""
+
+        def with_kwargs(module: torch.nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
+            handle(module, args, output)
+
+        return not_copied(module, on_leave(module, self._hook(with_kwargs), with_kwargs=True, always=always))
 
     def _hook(self, handle: Callable[..., None]) -> ProbeHook:
         """Wrap a hook so that its errors do not end the user's forward pass."""

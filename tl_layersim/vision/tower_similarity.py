@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -17,7 +16,7 @@ from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Run
 from ..analyzers.cka import CKA
 from ..architectures.unembed import Unembed
-from ..core.arguments import typed
+from ..core.arguments import FilePath, typed
 from ..core.errors import LayersimError, warn
 from ..core.result_declarations import result_class
 from ..core.results import Result, axes
@@ -288,7 +287,7 @@ def tower_similarity(
     norm: Literal["before", "after"] = "before",
     minibatch: int = 256,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> TowerSimilarity:
     r"""Similarity between every vision layer and every text layer of a CLIP, in one pass over pairs.
 

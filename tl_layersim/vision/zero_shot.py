@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +13,8 @@ from ..analyzers.logit_lens import LogitLens, LogitLensResult
 from ..architectures.blocks import PRE_NORM, layer_names, refuse_paths
 from ..architectures.layouts import Tower
 from ..architectures.unembed import Head, rounding, tensor_of
-from ..core.arguments import typed
-from ..core.errors import LayersimError
+from ..core.arguments import FilePath, typed
+from ..core.errors import LayersimError, as_argument
 from ..core.results import Report
 from ..core.wording import brief
 from ..data.batches import Batches
@@ -126,7 +125,7 @@ def zero_shot(
     prompts: Any = None,
     labels: Any = "data",
     top_k: int | tuple[int, ...] | list[int] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: FilePath | None = None,
 ) -> LogitLensResult:
     """Zero-shot accuracy of every layer of a CLIP's vision tower, with a prompt for each class.
 
@@ -180,7 +179,8 @@ def zero_shot(
     lens = LogitLens(labels=labels, top_k=top_k)
     # A tokenizer alone reads the prompts only.
     pictures = replace(data, tokenizer=getattr(data.tokenizer, "image_processor", None))
-    report = analyze(model, pictures, lens, checkpoint=checkpoint)
+    with as_argument("data", "images"):
+        report = analyze(model, pictures, lens, checkpoint=checkpoint)
     assert isinstance(report, Report)
     found: LogitLensResult = report["logit_lens"]
     return found
@@ -292,7 +292,7 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
     reading = Data(prompts, batch_size=64, positions=text_position(text.clip, text.tower))
     tokens, vectors, project = [], [], text.projected()
     with torch.no_grad(), text.evaluating():
-        for batch in Batches(reading, model):
+        for batch in Batches(reading, model, argument="prompts"):
             tokens += [row[mask] for row, mask in zip(batch.tokens, batch.attention, strict=True)]
             vectors.append(unit(project(text.collect(batch).activations[-1])))
     found = torch.cat(vectors) if vectors else torch.zeros(0, 0)
