@@ -133,7 +133,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 "and integer labels."
             )
         mask = given.get("attention_mask")
-        return TrainingBatch(main, given, labels, None if mask is None else mask.bool(), "" if name == TOKEN_IDS else name)
+        # A mask of pairs of positions, such as that of packed rows, has no padding to move.
+        attended = mask.bool() if mask is not None and mask.shape == main.shape[:2] else None
+        return TrainingBatch(main, given, labels, attended, "" if name == TOKEN_IDS else name).right_padded()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of a step, and their number of targets."""
@@ -142,7 +144,8 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return samples, known
         if self._shift is None:
             self._shift = self._own_shift(self._batch(self._prepare_inputs(samples[0])))
-        count = torch.stack([(s["labels"][:, 1:] if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
+        labels = [self._batch(sample).targets for sample in samples]
+        count = torch.stack([(shifted(each) if self._shift else each).ne(NO_LABEL).sum() for each in labels]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.gather(count.to(device)).sum()
         return samples, count.to(device)
