@@ -84,7 +84,7 @@ def test_stop_strings_end_a_row():
     assert len(expected) < NEW
     assert early.generate(row, max_new_tokens=NEW).tokens[0].tolist() == expected
     model.tokenizer = None
-    with pytest.raises(lsim.LayersimError, match="generation_config"):
+    with pytest.raises(lsim.LayersimError, match="generation_config.stop_strings.*there"):
         lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW)
 
 

@@ -26,6 +26,8 @@ OTHER_DECODING: dict[str, tuple[Any, ...]] = {
 }
 # Settings that change the speed of transformers' generation and not its tokens.
 SPEED = {"use_cache": False, "prompt_lookup_num_tokens": None, "assistant_early_exit": None}
+# `generate` passes no tokenizer on to the criterion of these texts, which is built here.
+TEXTS = {"stop_strings": None}
 # Warpers that are off without sampling, whatever the configuration says.
 NOT_SAMPLED = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
 
@@ -50,7 +52,7 @@ class TokenRules:
         criteria: stopping criteria, other than the maximum length and the end tokens.
     """
 
-    def __init__(self, processors: Any, criteria: Any) -> None:
+    def __init__(self, processors: Any, criteria: list[Any]) -> None:
         self.processors, self.criteria = processors, criteria
 
     @property
@@ -101,17 +103,23 @@ def token_rules(
         LayersimError: the configuration asks for another kind of decoding, or is not valid.
     """
     from transformers import LogitsProcessorList
-    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
     settings = getattr(module, "generation_config", None)
     if settings is None or not hasattr(module, "generate"):
-        return TokenRules(LogitsProcessorList(), StoppingCriteriaList())
+        return TokenRules(LogitsProcessorList(), [])
     for name, neutral in OTHER_DECODING.items():
         if (value := getattr(settings, name, None)) not in neutral:
             raise LayersimError(
                 f"`model.generation_config.{name}` is {brief(value)}; early exit takes one token after the other, so it must be "
                 f"{neutral[-1]}."
             )
+    texts = getattr(settings, "stop_strings", None)
+    if texts is not None and tokenizer is None:
+        raise LayersimError(
+            f"`model.generation_config.stop_strings` is {brief(texts)}, but there is no tokenizer. Pass `tokenizer`, or set it "
+            "to None."
+        )
     found: list[TokenRules] = []
 
     # `generate` calls this function with all that it has prepared, in place of its own loop.
@@ -120,7 +128,7 @@ def token_rules(
         found.append(TokenRules(logits_processor, own))
         return input_ids
 
-    options: dict[str, Any] = {**SPEED, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(stop) or None}
+    options: dict[str, Any] = {**SPEED, **TEXTS, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(stop) or None}
     if sampling is None:
         options |= NOT_SAMPLED
     else:
@@ -129,10 +137,10 @@ def token_rules(
         options |= {"do_sample": True, "top_k": 0 if top_k is None else top_k} | sampling
     if "attention_mask" in inspect.signature(type(module).forward).parameters:
         options["attention_mask"] = torch.ones_like(prompt)[None]
-    if tokenizer is not None:
-        options["tokenizer"] = tokenizer
     try:
         module.generate(prompt[None], custom_generate=keep, **options)
+        if texts is not None:
+            found[0].criteria.append(StopStringCriteria(tokenizer, texts))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise _not_applied(error) from error
     return found[0]

@@ -16,7 +16,7 @@ from ..core.errors import LayersimError, warn
 from ..data.labels import NO_LABEL
 from ..data.non_token_inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..sources.hooks import eval_mode
-from ..sources.open_local import OpenedModel
+from ..sources.open_local import OpenedModel, adapted_model
 from .objectives import OBJECTIVES
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining
@@ -56,7 +56,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def __init__(self, model: Any = None, *args: Any, aligned: AlignedTraining | None = None, **options: Any) -> None:
         self._given = OpenedModel.of(model)
-        super().__init__(self._given.model, *args, **options)
+        super().__init__(_trained(self._given), *args, **options)
         settings = aligned or AlignedTraining()
         objective = OBJECTIVES.named(settings.objective)
         refused = {
@@ -76,7 +76,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def call_model_init(self, trial: Any = None) -> Any:
         self._given = OpenedModel.of(super().call_model_init(trial))
-        return self._given.model
+        return _trained(self._given)
 
     def _open(self) -> None:
         """Build the objective for the current model."""
@@ -180,6 +180,11 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 "Use open_model(model, unembed=[final norm, head]), or set model.config.output_router_logits = False."
             )
         return None
+
+
+def _trained(opened: OpenedModel) -> Any:
+    """The model that `Trainer` trains and saves: a `PeftModel` itself, of which it saves the adapters alone."""
+    return opened.model if adapted_model(opened.given) is None else opened.given
 
 
 def shifted(labels: Tensor) -> Tensor:
