@@ -106,7 +106,7 @@ class TestOneModel:
         assert change[0] == 0
         assert bool((change[1:] > 0.01).all())
 
-    @pytest.mark.filterwarnings("ignore:.*PEFT for a second time")
+    @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_two_adapters_of_one_base_are_refused(self):
         base = tiny_llama()
         first, second = adapted(base), adapted(base, target_modules=["o_proj"])
