@@ -291,9 +291,58 @@ def test_a_language_model_predicts_the_next_token_at_the_chosen_position():
     loss = torch.nn.functional.cross_entropy(logits, torch.stack([row[2] for row in ROWS]))
     found = lsim.analyze(model, lsim.Data(padded(), positions=slice(1, 2)), lsim.LogitLens())["logit_lens"]
     assert float(found.cross_entropy[-1]) == pytest.approx(float(loss), rel=1e-5)
-    # The last position has a prediction, and no target.
-    with pytest.raises(lsim.LayersimError, match="positions with a target"):
-        lsim.analyze(model, lsim.Data(padded(), positions="last"), lsim.LogitLens())
+
+
+def distributions(model) -> torch.Tensor:
+    """`layer row vocabulary`, the lens at the last position of each row, by hooks of the test's own."""
+    found = []
+    for row in ROWS:
+        seen = []
+        handles = [block.register_forward_hook(lambda m, a, o, seen=seen: seen.append(o)) for block in model.model.layers]
+        with torch.no_grad():
+            model(row[None])
+            found.append(torch.stack([model.lm_head(model.model.norm(x))[0, -1] for x in seen]))
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found, 1).double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("how", ["analyze", "attach"])
+def test_the_last_position_has_a_prediction_and_no_target(how):
+    model = tiny_llama()
+    logs = distributions(model)
+    analyzers = [lsim.LogitLens(), lsim.ExitCurve(thresholds=(0.1,)), lsim.Saturation()]
+    if how == "analyze":
+        report = lsim.analyze(model, lsim.Data(padded(), positions="last"), analyzers)
+    else:
+        with lsim.attach(model, analyzers, positions="last") as probe, torch.no_grad():
+            for row in ROWS:
+                model(row[None])
+        report = probe.results()
+    lens, curve = report["logit_lens"], report["exit_curve"]
+    assert (lens.positions, lens.targets) == (len(ROWS), 0)
+    for field in ("cross_entropy", "perplexity", "accuracy", "target_probability", "lost_share", "monotone_share"):
+        assert bool(getattr(lens, field).isnan().all()), field
+    entropy = -(logs.exp() * logs).sum(-1).mean(1)
+    assert lens.entropy.tolist() == pytest.approx(entropy.tolist(), rel=1e-5)
+    kl = (logs[-1].exp() * (logs[-1] - logs)).sum(-1).mean(1)
+    assert lens.kl_to_final.tolist() == pytest.approx(kl.tolist(), rel=1e-4, abs=1e-6)
+    agreement = (logs.argmax(-1) == logs.argmax(-1)[-1]).double().mean(1)
+    assert lens.agreement.tolist() == agreement.tolist()
+    assert int(curve.exits.sum()) == len(ROWS)
+    assert bool(curve.accuracy.isnan().all())
+    assert not bool(curve.agreement.isnan().any())
+
+
+def test_steps_of_generation_at_the_last_position_have_no_target():
+    model, prompt = tiny_llama(), ROWS[0][None]
+    with lsim.attach(model, lsim.LogitLens(), positions="last") as probe, torch.no_grad():
+        model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    lens = probe.results()["logit_lens"]
+    assert (lens.positions, lens.targets) == (4, 0)
+    assert bool(lens.cross_entropy.isnan().all())
+    assert not bool(lens.entropy.isnan().any())
+    assert float(lens.agreement[-1]) == 1
 
 
 @each_rule

@@ -27,6 +27,8 @@ from .analyzer import Exchange, Run, Weight, compared, refuse_undefined
 
 # Rows of a Gram matrix that are one product; smaller products are slower by the FLOP.
 GRAM_ROWS = 128
+# Activations from which Gram matrices are computed in float64; those above its inverse are, too.
+SMALLEST = 1e-9
 
 
 @result_class
@@ -277,7 +279,7 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
 
 
 def gram_matrices(x: Tensor, widths: tuple[int, ...] = ()) -> Tensor:
-    """Gram matrices of the centred samples (`layer n n`) in the dtype of the samples.
+    """Gram matrices of the centred samples (`layer n n`) in the dtype of the samples, or in float64 where it lacks the range.
 
     The matrix of a layer is exactly 0 if its samples are equal up to rounding.
 
@@ -291,6 +293,10 @@ def gram_matrices(x: Tensor, widths: tuple[int, ...] = ()) -> Tensor:
     same = ~beyond_rounding(x, mean).any(1)
     if bool(same.any()):
         x = x.masked_fill(same[:, None, None], 0)
+    # Entries are squares: in float32 they overflow from norms of 2e19 on, and vanish below 1e-19.
+    largest = x.abs().amax((1, 2))
+    if bool(((largest > 1 / SMALLEST) | ((largest < SMALLEST) & (largest > 0))).any()):
+        x = x.double()
     samples = x.shape[1]
     gram = x.new_empty(len(x), samples, samples)
     # The lower triangle is copied: its products would be the largest cost of CKA.

@@ -274,7 +274,9 @@ class Cosine(Analyzer):
         if isinstance(self.center, Tensor):
             check_finite("center", self.center)
         raw = isinstance(self.center, str) and self.center == "none"
-        object.__setattr__(self, "weighs", ("power" if raw else "variance",))
+        # A mean that is given does not depend on the tokens of this run.
+        own_mean = isinstance(self.center, str) and self.center == "dataset"
+        object.__setattr__(self, "weighs", (*(("mean",) if own_mean else ()), "power" if raw else "variance"))
 
     def check_sites(self, *models: Model) -> None:
         super().check_sites(*models)

@@ -69,7 +69,9 @@ class LensAnalyzer(LabelledAnalyzer):
         }
 
     def check_sums(self, sums: Sums, run: Run, targets: int = 1) -> None:
-        """Raise an error if targets are missing or logits are not finite; warn of unused labels.
+        """Raise an error if labels are missing or logits are not finite; warn of unused labels.
+
+        Positions of a text without a next token, such as the last one, have predictions: only means over targets are NaN.
 
         Args:
             sums: sums over all batches.
@@ -78,7 +80,7 @@ class LensAnalyzer(LabelledAnalyzer):
         """
         warn_of_unused(self.labels, run.provenance)
         refuse_bad_logits(sums["bad"], run.layers)
-        if not is_none(self.labels):
+        if not (isinstance(self.labels, str) and self.labels in ("none", "next_token")):
             need_tokens(targets, 1, type(self).__name__, "positions with a target")
 
     def unembedding(self, run: Run) -> str:
@@ -289,7 +291,8 @@ class LogitLens(LensAnalyzer):
         norm: "final" applies the model's final norm to every layer (Geva et al. 2022, the usual definition); "none" to the last
             layer only (Jiang, Zhou and Zhu's code). The choice changes all results, see docs/lens.md.
         top_k: the k of top-k accuracy.
-        labels: the targets. "next_token": the following token. "data": the data's own column `labels` or `label`. Or a tensor,
+        labels: the targets. "next_token": the following token; fields that need a target are NaN if no counted position has
+            one, as at `positions="last"`. "data": the data's own column `labels` or `label`. Or a tensor,
             `row` or `row pos`. A label is the target at its own position and is not shifted. -100 marks a position without a
             target. "none" measures agreement, KL divergence and entropy only; fields that need a target are NaN.
         center: centring for the cosine in `step_share_if_closer`. "none" takes raw residuals; "dataset" subtracts each layer's

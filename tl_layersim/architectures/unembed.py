@@ -322,8 +322,12 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """Largest relative difference that rounding can cause in the least precise of the given dtypes."""
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    """Largest relative difference that rounding can cause in the least precise of the given dtypes.
+
+    It is at least that of float32: transformers computes rotary embeddings, RMS norms and some softmaxes in float32, whatever
+    the dtype of the weights.
+    """
+    eps = max(torch.finfo(dtype).eps for dtype in (*dtypes, torch.float32))
     # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps
 

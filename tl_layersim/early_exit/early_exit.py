@@ -20,13 +20,15 @@ from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.data import Data
 from ..data.padding_masks import as_mask
+from ..data.right_padding import RightPadding
 from ..engine.run_arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
-from ..sources.forward_arguments import no_cache, refusing_failed_forward
+from ..sources.forward_arguments import no_cache, refusing_failed_forward, with_padding_ids
 from ..sources.open_local import OpenedModel
 from .exit_costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
 from .exit_decisions import ExitCheck, ExitLens, Shortlist, shortlist_ids
-from .generation import Generated, TokenSampler, end_ids, generate_rows, prompt_rows
+from .generation import Generated, TokenSampler, generate_rows, prompt_rows
+from .generation_config import TokenRules, end_ids, token_rules
 from .rules import EXIT_RULES, MaxProbRule
 from .segments import FullSequence
 from .supported_models import (
@@ -270,21 +272,26 @@ class EarlyExit:
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         max_new_tokens: PositiveInt = 50,
         do_sample: bool = False,
-        temperature: PositiveFloat = 1.0,
-        top_p: Fraction = 1.0,
+        temperature: PositiveFloat | None = None,
+        top_p: Fraction | None = None,
         seed: Seed | None = None,
         eos_token_id: int | list[int] | tuple[int, ...] | None = None,
         tokenizer: Any = None,
     ) -> Generated:
         """Continue texts or rows of tokens, greedily or by sampling.
 
+        The model's generation configuration applies to each row as if it ran alone: repetition penalties, suppressed and forced
+        tokens, minimum lengths and the like. `do_sample` of the configuration does not apply, nor do its warpers without
+        sampling. Exits depend on none of these settings.
+
         Args:
             prompt: a text or a list of texts, tokenised as in `analyze`, or token ids `batch pos`.
             attention_mask: mask of token ids, `batch pos`; padding may be on either side.
             max_new_tokens: maximum number of new tokens in each row.
-            do_sample: whether tokens are sampled, by transformers' own warpers. Exits do not depend on them.
-            temperature: temperature of the sampling.
-            top_p: probability of the smallest set of tokens from which one is sampled.
+            do_sample: whether tokens are sampled, by transformers' own warpers.
+            temperature: temperature of the sampling. Default: that of the generation configuration, else 1.
+            top_p: probability of the smallest set of tokens from which one is sampled. Default: that of the generation
+                configuration, else 1.
             seed: seed of the sampling; the tokens of the i-th row do not depend on the other rows.
             eos_token_id: tokens that end a row. Default: the model's own; `()` for none.
             tokenizer: used in place of the model's own.
@@ -293,13 +300,35 @@ class EarlyExit:
             A `Generated`.
 
         Raises:
-            LayersimError: the model cannot generate, or the rows would exceed its context.
+            LayersimError: the model cannot generate, the rows would exceed its context, or the generation configuration asks
+                for another kind of decoding, such as beams.
         """
         self._refuse_changed_head()
+        warpers = {"temperature": temperature, "top_p": top_p}
+        if not do_sample and (seed is not None or any(value not in (None, 1) for value in warpers.values())):
+            raise LayersimError(
+                f"`temperature`, `top_p` and `seed` are {temperature}, {top_p} and {seed}; they have no effect without "
+                "do_sample=True."
+            )
+        sampling = {name: float(value) for name, value in warpers.items() if value is not None} if do_sample else None
         tokenizer, prompts = self._prompts(prompt, attention_mask, tokenizer, max_new_tokens)
-        sampler = TokenSampler(do_sample, temperature, top_p, seed, len(prompts[0]))
         check, stop = ExitCheck(self.lens, self.rule), end_ids(self.model, eos_token_id)
+        sampler = TokenSampler(self._rules(prompts, stop, max_new_tokens, sampling, tokenizer), do_sample, seed)
         return generate_rows(self.split_model, self.ends, check, prompts, sampler, stop, max_new_tokens, tokenizer)
+
+    def _rules(
+        self,
+        prompts: tuple[Tensor, Tensor | None],
+        stop: frozenset[int],
+        max_new_tokens: int,
+        sampling: dict[str, float] | None,
+        tokenizer: Any,
+    ) -> list[TokenRules]:
+        """The rules of the generation configuration for each prompt."""
+        tokens, attended = prompts
+        rows = list(tokens) if attended is None else [row[own] for row, own in zip(tokens, attended, strict=True)]
+        device = self.split_model.device
+        return [token_rules(self.model, row.to(device), stop, max_new_tokens, sampling, tokenizer) for row in rows]
 
     def _prompts(
         self, prompt: Any, attention_mask: Tensor | None, tokenizer: Any, max_new_tokens: int
@@ -349,6 +378,7 @@ class EarlyExit:
         """
         tokenizer, (tokens, attended) = self._prompts(prompts, None, tokenizer, max_new_tokens)
         split_model, count, stop = self.split_model, len(tokens), end_ids(self.model)
+        rules = self._rules((tokens, attended), stop, max_new_tokens, {"temperature": 1.0, "top_p": top_p}, tokenizer)
         blocks, room = len(split_model.blocks), tokens.shape[1] + max_new_tokens
         width, size = split_model.model.d_model or 4096, next(split_model.module.parameters()).element_size()
         # Keys and values are rarely wider than the residual.
@@ -358,7 +388,7 @@ class EarlyExit:
             group = range(start, min(start + together, blocks + 1))
             copies = len(group)
             check = ExitCheck(self.lens, torch.tensor(group).repeat_interleave(count))
-            sampler = TokenSampler(True, 1.0, top_p, seed, count, copies)
+            sampler = TokenSampler(rules, True, seed, copies)
             rows = tokens.repeat(copies, 1), None if attended is None else attended.repeat(copies, 1)
             written = generate_rows(split_model, tuple(group), check, rows, sampler, stop, max_new_tokens, tokenizer, on_tokens)
             pairs = list(zip(written.tokens, written.texts, strict=True))
@@ -377,7 +407,7 @@ class EarlyExit:
 
         Args:
             tokens: a tensor of ids `batch pos`, or of images `batch channel height width` for models that read them.
-            attention_mask: mask of token ids, `batch pos`.
+            attention_mask: mask of token ids, `batch pos`; padding may be on either side.
 
         Returns:
             An `ExitLogits`.
@@ -399,9 +429,12 @@ class EarlyExit:
         if mask is not None and not bool(mask.any(1).all()):
             row = int(mask.any(1).int().argmin())
             raise LayersimError(f"`attention_mask` has only zeros in row {row}; every row needs a token.")
-        inputs = {"pixel_values" if pixels else "input_ids": tokens.to(split_model.device)}
         attended = None if mask is None else mask.to(split_model.device)
+        order = RightPadding(attended)
+        inputs = {"pixel_values" if pixels else "input_ids": order.moved(tokens.to(split_model.device))}
         if attended is not None:
+            attended = order.moved(attended)
+            inputs["input_ids"] = with_padding_ids(split_model.module, inputs["input_ids"], attended)
             inputs["attention_mask"] = attended.long()
         positions, kept = positions_read(split_model, reads, inputs, attended), attended if reads == "rows" else None
         check = ExitCheck(self.lens, self.rule)
@@ -409,7 +442,9 @@ class EarlyExit:
         with split_model.evaluating(), torch.no_grad(), refusing_failed_forward(split_model.module):
             passes.run()
         blocks, logits, exits = len(split_model.blocks), passes.logits, passes.exits
-        if reads != "every":
+        if reads == "every":
+            logits, exits = order.restored(logits), order.restored(exits)
+        else:
             logits, exits = logits[positions], exits[positions.cpu()]
         return ExitLogits(logits, exits, blocks, passes.block_tokens, passes.tokens * blocks, check.checked)
 

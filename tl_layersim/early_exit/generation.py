@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..data.padding_masks import RunsAtEnds, as_mask, mask_of, masked_warning
 from ..sources.model_description import Model
 from ..sources.partial_forward import LocalSplitModel
 from .exit_decisions import ExitCheck
+from .generation_config import TokenRules
 from .segments import Decoding
 
 
@@ -80,50 +82,47 @@ class TokenSampler:
     """Chooses the next token of each row from its logits.
 
     Args:
+        rules: for each row, its rules.
         sample: whether tokens are sampled; otherwise the most probable token is taken.
-        temperature: temperature of the sampling.
-        top_p: see `EarlyExit.generate`.
         seed: seed of the sampling; each row has a generator of its own, so that its tokens do not depend on the other rows.
-        rows: number of rows.
         copies: number of copies of these rows, one after the other; each draws what a single copy would draw.
     """
 
-    def __init__(self, sample: bool, temperature: float, top_p: float, seed: int | None, rows: int, copies: int = 1) -> None:
-        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
-
-        if not sample and (temperature != 1 or top_p != 1 or seed is not None):
-            raise LayersimError(
-                f"`temperature`, `top_p` and `seed` are {temperature}, {top_p} and {seed}; they have no effect without "
-                "do_sample=True."
-            )
+    def __init__(self, rules: Sequence[TokenRules], sample: bool, seed: int | None, copies: int = 1) -> None:
         self.sample = sample
-        self.warpers = LogitsProcessorList()
-        if temperature != 1:
-            self.warpers.append(TemperatureLogitsWarper(float(temperature)))
-        if top_p != 1:
-            self.warpers.append(TopPLogitsWarper(float(top_p)))
+        self.plain = all(rule.plain for rule in rules)
+        # Watermarks keep a state of the row, so each copy needs its own.
+        self.rules = [*rules] if self.plain else [copy.deepcopy(rule) for _ in range(copies) for rule in rules]
         # Without a seed, sampling follows torch's global generator, as in transformers.
         start = int(torch.randint(1 << 62, ())) if sample and seed is None else seed or 0
         seeds = torch.Generator().manual_seed(start)
-        row_seeds = [int(torch.randint(1 << 62, (), generator=seeds)) for _ in range(rows if sample else 0)]
+        row_seeds = [int(torch.randint(1 << 62, (), generator=seeds)) for _ in range(len(rules) if sample else 0)]
         self.generators = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds * copies]
 
-    def __call__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, rows: list[int], tokens: Sequence[Tensor]) -> tuple[Tensor, list[bool]]:
+        """The next token of each row (`row`), and whether a rule of the row ends it there.
+
+        Args:
+            logits: `row vocabulary`.
+            rows: indices of the rows.
+            tokens: for each row, its prompt and new tokens without padding, `pos`.
+        """
+        if self.plain:
+            # The same warpers for every row, which do not read its tokens.
+            scores = self.rules[0].scores(logits.new_empty(0), logits) if self.sample else logits
+            return self._chosen(scores, rows), [False] * len(rows)
+        numbers = range(len(rows))
+        scores = torch.cat([self.rules[rows[i]].scores(tokens[i][None], logits[i : i + 1]) for i in numbers])
+        new = self._chosen(scores, rows)
+        longer = [torch.cat([tokens[i], new[i : i + 1]])[None] for i in numbers]
+        return new, [self.rules[rows[i]].ends(longer[i], scores[i : i + 1]) for i in numbers]
+
+    def _chosen(self, scores: Tensor, rows: list[int]) -> Tensor:
         if not self.sample:
-            return logits.argmax(-1)
-        probabilities = self.warpers(tokens, logits.float()).softmax(-1).cpu()
+            return scores.argmax(-1)
+        probabilities = scores.softmax(-1).cpu()
         new = [torch.multinomial(p, 1, generator=self.generators[row]) for p, row in zip(probabilities, rows, strict=True)]
-        return torch.cat(new).to(logits.device)
-
-
-def end_ids(module: Any, eos_token_id: Any = None) -> frozenset[int]:
-    """Set of token ids at which the generation of a row stops. Default: those of the model."""
-    if eos_token_id is None:
-        eos_token_id = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-        eos_token_id = getattr(module.config, "eos_token_id", None) if eos_token_id is None else eos_token_id
-    if eos_token_id is None:
-        return frozenset()
-    return frozenset(int(i) for i in eos_token_id) if isinstance(eos_token_id, Iterable) else frozenset({int(eos_token_id)})
+        return torch.cat(new).to(scores.device)
 
 
 def generate_rows(
@@ -163,12 +162,13 @@ def generate_rows(
             state.run()
             steps += 1
             on_tokens(len(rows))
-            new = sampler(torch.cat([state.exited[i][0] for i in range(len(rows))]), rows, state.tokens)
+            logits = torch.cat([state.exited[i][0] for i in range(len(rows))])
+            new, ended = sampler(logits, rows, state.rows_without_padding())
             kept = []
             for i, (row, token) in enumerate(zip(rows, new.tolist(), strict=True)):
                 new_tokens[row].append(token)
                 exits[row].append(state.exited[i][1])
-                if len(new_tokens[row]) < max_new_tokens and token not in stop:
+                if len(new_tokens[row]) < max_new_tokens and token not in stop and not ended[i]:
                     kept.append(i)
             if kept:
                 state.append(new)

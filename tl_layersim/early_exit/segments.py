@@ -170,6 +170,11 @@ class Decoding(Segments):
         self.check.restart(self.numbers)
         super().run()
 
+    def rows_without_padding(self) -> list[Tensor]:
+        """The token ids of each row, `pos`."""
+        pads = [0] * len(self.tokens) if self.pads is None else self.pads.tolist()
+        return [row[pad:] for row, pad in zip(self.tokens, pads, strict=True)]
+
     def append(self, new: Tensor) -> None:
         self.tokens = torch.cat([self.tokens, new[:, None]], 1)
         if self.attended is not None:

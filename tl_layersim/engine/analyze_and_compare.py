@@ -24,6 +24,7 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel, records_of, refuse_changed, untrained
+from ..sources.shared_modules import refuse_one_model
 from ..sources.source import HasModule, position_counter
 from .report_assembly import make_report
 from .run import run
@@ -336,7 +337,8 @@ def compare(
         The `Result` of a single analyzer; a `Report` for a list or a mapping of analyzers.
 
     Raises:
-        LayersimError: an analyzer does not compare models, or the models have different tokenizers.
+        LayersimError: an analyzer does not compare models, the models have different tokenizers, or they are a base model and
+            its adapters (`PeftModel`), which change the base in place.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -347,6 +349,7 @@ def compare(
     data, chosen = Data.of(data), choose_analyzers(analyzers)
     pair = (OpenedModel.of(model_a, "model_a"), OpenedModel.of(model_b, "model_b"))
     refuse_no_comparison(chosen)
+    refuse_one_model({"model_a": model_a, "model_b": model_b})
     prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
     report = run_with_baseline(pair, data, prepare, baseline, checkpoint)
     return report if is_several(analyzers) else next(iter(report.values()))

@@ -30,6 +30,7 @@ from ..engine.run_description import Analysis
 from ..engine.site_plan import DEFAULT, AtArgument
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
+from ..sources.shared_modules import refuse_one_model
 
 # Class attributes that are copied from the measure.
 OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
@@ -426,6 +427,7 @@ def compare_grid(
     with as_argument("analyzers", "analyzer"):
         chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen)
+    refuse_one_model({f"models[{name!r}]": models[name] for name in names})
     many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
 
     def prepare(opened: Sequence[OpenedModel]) -> Analysis:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..architectures.output_heads import text_config
 from ..core.errors import LayersimError
 from ..core.wording import first_line
 from ..data.batches import Batch
@@ -51,6 +52,29 @@ def no_cache(module: torch.nn.Module) -> dict[str, bool]:
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
     """The keyword argument `logits_to_keep=1`; empty if the model's forward does not take it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
+
+
+def with_padding_ids(module: torch.nn.Module, tokens: Tensor, attended: Tensor | None) -> Tensor:
+    """Token ids (`batch pos`), with the padding id of the model's configuration at padding.
+
+    Hugging Face classifiers find the last token of a row by the padding id and ignore the mask.
+
+    Args:
+        module: the model.
+        tokens: the token ids.
+        attended: `batch pos`, False at padding; None without padding.
+    """
+    pad = padding_id(module)
+    return tokens if pad is None or attended is None else torch.where(attended, tokens, pad)
+
+
+def padding_id(module: torch.nn.Module) -> int | None:
+    """The padding id of a model's configuration; None if there is none in the vocabulary."""
+    config = getattr(module, "config", None)
+    pad, vocabulary = getattr(config, "pad_token_id", None), getattr(text_config(config), "vocab_size", None)
+    if not isinstance(pad, int) or pad < 0 or (isinstance(vocabulary, int) and pad >= vocabulary):
+        return None
+    return pad
 
 
 def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

@@ -44,6 +44,7 @@ class OpenedModel:
         verify: the reference for its residual stream, see `open_model`.
         tokens_per_request: largest number of positions in one request to a server, see `open_model`.
         argument: the argument of the public function that holds the model, for messages; see `as_argument`.
+        given: the model as it was passed, such as a `PeftModel`, of which `model` is the base model; None for `model` itself.
     """
 
     model: Any
@@ -53,8 +54,11 @@ class OpenedModel:
     verify: Any = None
     tokens_per_request: int | None = None
     argument: str = "model"
+    given: Any = None
 
     def __post_init__(self) -> None:
+        if self.given is None:
+            object.__setattr__(self, "given", self.model)
         original = getattr(self.model, "_orig_mod", None)
         if isinstance(original, torch.nn.Module):
             # Imported here, because a user's trace that names an opened model ships this class by value, with what it names.
@@ -64,11 +68,18 @@ class OpenedModel:
                 f"`{self.argument.split(' ')[0]}` comes from torch.compile; its original module {type(original).__name__} is "
                 "used, because compiled graphs have no place for hooks."
             )
-            object.__setattr__(self, "model", original)
-            for name in ("layers", "unembed"):
-                paths = getattr(self, name)
-                if paths is not None:
-                    object.__setattr__(self, name, [path.removeprefix("_orig_mod.") for path in paths])
+            self._enter(original, "_orig_mod.")
+        base = adapted_model(self.model)
+        if base is not None:
+            self._enter(base, "base_model.model.")
+
+    def _enter(self, inner: torch.nn.Module, prefix: str) -> None:
+        """Put a module inside the model in place of the model, whose paths begin with `prefix`."""
+        object.__setattr__(self, "model", inner)
+        for name in ("layers", "unembed"):
+            paths = getattr(self, name)
+            if paths is not None:
+                object.__setattr__(self, name, [path.removeprefix(prefix) for path in paths])
 
     @classmethod
     def of(cls, model: Any, argument: str | None = None) -> OpenedModel:
@@ -92,9 +103,25 @@ class OpenedModel:
         return {"layers": self.layers, "unembed": self.unembed, "verify": None if self.verify is None else "hf"}
 
     def __repr__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "argument")}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "argument", "given")}
         options = [f"{name}={brief(value)}" for name, value in given.items() if value not in (None, False)]
         return f"OpenedModel({', '.join([type(self.model).__name__, *options])})"
+
+
+def adapted_model(model: Any) -> Any:
+    """The base model inside a `PeftModel`, whose forward pass includes the adapters; None for other models.
+
+    It is None also for adapters that act outside of the base model's modules, such as soft prompts.
+    """
+    if type(model).__module__.split(".")[0] != "peft" or not isinstance(model, torch.nn.Module):
+        return None
+    for config in model.peft_config.values():
+        kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
+        outside = getattr(config, "is_prompt_learning", False) or kind in ("XLORA", "POLY")
+        # Adapters of these act from a token on, which the wrapper finds.
+        if outside or getattr(config, "alora_invocation_tokens", None) is not None:
+            return None
+    return model.base_model.model
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..core.wording import WHY_NOT_FINITE
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
 from .activation_checks import need_stream
+from .forward_arguments import with_padding_ids
 from .hooked_module import HookedSource
 from .hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
 from .model_description import Model
@@ -193,14 +194,8 @@ class SplitModel(ABC):
         return {name: value.cpu() for name, value in self.lower(batch, layer, read).items()}
 
     def padded(self, batch: Batch) -> Batch:
-        """The batch, with the padding token of this model's configuration at padding positions.
-
-        Hugging Face classifiers find the last token of a row by the padding token and ignore the mask.
-        """
-        pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
-        if not isinstance(pad, int) or pad < 0 or not batch.padded:
-            return batch
-        return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
+        """The batch, with the padding id of this model's configuration at padding positions."""
+        return replace(batch, tokens=with_padding_ids(self.module, batch.tokens, batch.attention))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
         """Raise an error if the upper part does not reproduce the loss from the residual.

@@ -37,6 +37,7 @@ from ..remote.open_model import open_split_model
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel, records_of
 from ..sources.partial_forward import LocalSplitModel, SplitModel
+from ..sources.shared_modules import refuse_one_model
 from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
@@ -476,6 +477,7 @@ def stitch(
     """
     refuse_unwritable(checkpoint, "checkpoint")
     opened = OpenedModel.of(front, "front"), OpenedModel.of(back, "back")
+    refuse_one_model({"front": front, "back": back})
     lower, upper = (open_split_model(each) for each in opened)
     numbers = (point_number(lower.model, at[0], "at"), point_number(upper.model, at[1], "at"))
     experiment = StitchExperiment([(lower, upper)], adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
@@ -559,6 +561,7 @@ def stitch_grid(
     refuse_unwritable(checkpoint, "checkpoint")
     names, groups_of_models = tuple(models), () if groups is None else group_labels(groups, tuple(models))
     opened = {name: OpenedModel.of(model, f"models {name!r}") for name, model in models.items()}
+    refuse_one_model({f"models[{name!r}]": model for name, model in models.items()})
     split = {name: open_split_model(each) for name, each in opened.items()}
     points = stitch_points_of(split, layers)
     joined = {name: [split[name].model.layers[number] for number in own] for name, own in points.items()}

@@ -16,7 +16,7 @@ from ..core.errors import LayersimError, warn
 from ..data.labels import NO_LABEL
 from ..data.non_token_inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..sources.hooks import eval_mode
-from ..sources.open_local import OpenedModel
+from ..sources.open_local import OpenedModel, adapted_model
 from .objectives import OBJECTIVES
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining
@@ -56,7 +56,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def __init__(self, model: Any = None, *args: Any, aligned: AlignedTraining | None = None, **options: Any) -> None:
         self._given = OpenedModel.of(model)
-        super().__init__(self._given.model, *args, **options)
+        super().__init__(_trained(self._given), *args, **options)
         settings = aligned or AlignedTraining()
         objective = OBJECTIVES.named(settings.objective)
         refused = {
@@ -76,7 +76,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     def call_model_init(self, trial: Any = None) -> Any:
         self._given = OpenedModel.of(super().call_model_init(trial))
-        return self._given.model
+        return _trained(self._given)
 
     def _open(self) -> None:
         """Build the objective for the current model."""
@@ -133,7 +133,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 "and integer labels."
             )
         mask = given.get("attention_mask")
-        return TrainingBatch(main, given, labels, None if mask is None else mask.bool(), "" if name == TOKEN_IDS else name)
+        # A mask of pairs of positions, such as that of packed rows, has no padding to move.
+        attended = mask.bool() if mask is not None and mask.shape == main.shape[:2] else None
+        return TrainingBatch(main, given, labels, attended, "" if name == TOKEN_IDS else name).right_padded()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of a step, and their number of targets."""
@@ -142,7 +144,8 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return samples, known
         if self._shift is None:
             self._shift = self._own_shift(self._batch(self._prepare_inputs(samples[0])))
-        count = torch.stack([(s["labels"][:, 1:] if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
+        labels = [self._batch(sample).targets for sample in samples]
+        count = torch.stack([(shifted(each) if self._shift else each).ne(NO_LABEL).sum() for each in labels]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.gather(count.to(device)).sum()
         return samples, count.to(device)
@@ -177,6 +180,11 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 "Use open_model(model, unembed=[final norm, head]), or set model.config.output_router_logits = False."
             )
         return None
+
+
+def _trained(opened: OpenedModel) -> Any:
+    """The model that `Trainer` trains and saves: a `PeftModel` itself, of which it saves the adapters alone."""
+    return opened.model if adapted_model(opened.given) is None else opened.given
 
 
 def shifted(labels: Tensor) -> Tensor:

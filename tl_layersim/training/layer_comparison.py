@@ -32,6 +32,7 @@ from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.targets import gives_classes, usual_labels
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
+from ..sources.shared_modules import refuse_one_model
 
 # Fields of `LayerChange` that depend on its threshold.
 AT_THRESHOLD = ("exits", "exit_accuracy", "exit_agreement", "speedup")
@@ -384,6 +385,7 @@ def evaluate_layers(
         True
     """
     data, models = Data.of(data), (OpenedModel.of(before, "before"), OpenedModel.of(after, "after"))
+    refuse_one_model({"before": before, "after": after})
     pair = [open_source(opened, either_stack=True).model for opened in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(

@@ -19,9 +19,10 @@ from ..core.wording import brief
 from ..data.batches import next_tokens, refuse_other_ids
 from ..data.labels import NO_LABEL, as_labels
 from ..data.padding_masks import as_mask
+from ..data.right_padding import RightPadding
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream, refuse_other_logits
-from ..sources.forward_arguments import device_of, no_cache
+from ..sources.forward_arguments import device_of, no_cache, padding_id, with_padding_ids
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model_description import Model
@@ -73,6 +74,15 @@ class TrainingBatch:
         attended = None if self.attended is None else self.attended.to(device)
         return TrainingBatch(self.main.to(device), options, self.targets.to(device), attended, self.name)
 
+    def right_padded(self) -> TrainingBatch:
+        """This batch with the padding of its rows on the right, as data is read for `finetune_aligned`."""
+        order = RightPadding(self.attended)
+        if self.attended is None or not order.moves:
+            return self
+        targets = order.moved(self.targets) if self.targets.shape == self.attended.shape else self.targets
+        attended = order.moved(self.attended)
+        return TrainingBatch(order.moved(self.main), order.moved_inputs(self.options), targets, attended, self.name)
+
 
 class ResidualStream:
     """The residual stream, final norm and head of a model in training.
@@ -116,17 +126,15 @@ class ResidualStream:
     def arguments(self, batch: TrainingBatch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Positional and keyword arguments of the model's forward pass."""
         options, main = dict(batch.options), batch.main
-        pad = self._pad
-        if pad is not None and batch.attended is not None and not main.is_floating_point():
-            main = torch.where(batch.attended, main, pad)
+        if not main.is_floating_point():
+            main = with_padding_ids(self.module, main, batch.attended)
         options = {name: usable(value) for name, value in (no_cache(self.module) | options).items()}
         return ((), options | {batch.name: usable(main)}) if batch.name else ((usable(main),), options)
 
     @property
     def _pad(self) -> int | None:
         """The padding id, by which Hugging Face classifiers find the last token of a row."""
-        pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
-        return pad if self.reads == "last" and isinstance(pad, int) and pad >= 0 else None
+        return padding_id(self.module) if self.reads == "last" else None
 
     def residuals(
         self, batch: TrainingBatch, layers: Collection[int], run: Callable[[], Any] | None = None
@@ -309,7 +317,7 @@ def aligned_loss(
             shifted. Default: the next token, if both positions are attended.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
         norm: "final" applies the model's final norm at every layer, "none" only at the last.
-        attention_mask: `batch pos`, 0 at padding.
+        attention_mask: `batch pos`, 0 at padding, which may be on either side.
         inputs: further keyword arguments of the model's forward pass.
 
     Returns:
@@ -335,7 +343,7 @@ def aligned_loss(
     attended = None if attention_mask is None else as_mask(attention_mask).to(tokens.device)
     targets = _targets(stream.reads, tokens, labels, attended)
     options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
-    batch = TrainingBatch(tokens, options, targets, attended)
+    batch = TrainingBatch(tokens, options, targets, attended).right_padded()
     terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
     paths, known = (tuple(opened.layers or ()), tuple(opened.unembed or ())), _CHECKED.setdefault(stream.module, set())
     if paths not in known:
