@@ -161,32 +161,50 @@ class Batch:
     def short_row(self) -> Batch:
         """A batch of the first tokens of the first row, with all attended positions counted.
 
-        A row without token ids is not cut.
+        It has fewer tokens than the row, so that an axis which is as long as the rows only by chance is noticed. A row is not
+        cut if it has no token ids, or has inputs that belong to it as a whole, such as images.
         """
-        row = self.first_row._cut(0, 1, SHORT) if self.has_tokens else self.first_row
+        row = self.first_row
+        if self.has_tokens and self.positional >= self.inputs.keys():
+            row = row._cut(slice(0, 1), max(1, min(SHORT, row.tokens.shape[1] - 1)))
         return replace(row, counted=row.attention, pooled=False)
 
     def rows(self, start: int, stop: int) -> Batch:
         """A batch of the rows `start` to `stop - 1`, cut to the length of the longest of these rows."""
-        width = int((self.attention | self.counted)[start:stop].any(0).nonzero()[-1]) + 1
-        part = self._cut(start, stop, width)
+        return self.chosen(slice(start, stop))
+
+    def chosen(self, rows: slice | list[int]) -> Batch:
+        """A batch of some rows, cut to the length of the longest of these rows.
+
+        Args:
+            rows: their indices.
+        """
+        part = self._cut(rows, int(self.lengths[rows].max()))
         return replace(part, inputs=cut_to_longest(part.inputs))
+
+    @property
+    def lengths(self) -> Tensor:
+        """For each row, the number of positions up to its last one that is attended or counted (`batch`)."""
+        kept = self.attention | self.counted
+        places = torch.arange(1, kept.shape[1] + 1)
+        return (kept * places).amax(1)
 
     def part(self, start: int, stop: int) -> Batch:
         """A batch of the rows `start` to `stop - 1`, with the same number of positions per row."""
-        return self._cut(start, stop, self.tokens.shape[1])
+        return self._cut(slice(start, stop), self.tokens.shape[1])
 
-    def _cut(self, start: int, stop: int, width: int) -> Batch:
-        cut = (slice(start, stop), slice(0, width))
+    def _cut(self, rows: slice | list[int], width: int) -> Batch:
+        cut = (rows, slice(0, width))
+        numbers = range(len(self.tokens))[rows] if isinstance(rows, slice) else rows
         return replace(
             self,
             tokens=self.tokens[cut],
             attention=self.attention[cut],
             counted=self.counted[cut],
-            first=self.first + start,
+            first=self.first + numbers[0],
             labels=None if self.labels is None else self.labels[cut],
-            origins=self.origins[start:stop],
-            inputs={n: v[cut] if n in self.positional else v[start:stop] for n, v in self.inputs.items()},
+            origins=tuple(self.origins[number] for number in numbers) if self.origins else (),
+            inputs={name: values[cut] if name in self.positional else values[rows] for name, values in self.inputs.items()},
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
