@@ -82,9 +82,16 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
     for depth in range(blocks[0].count(".") - 1, -1, -1):
         parent = ".".join(blocks[0].split(".")[:depth])
         beside = [f"{parent}.{name}".lstrip(".") for name, _ in names[parent].named_children()]
-        if norms := [path for path in beside if _is_norm(path, names)]:
+        if norms := [path for path in beside if _is_norm(path, names) and _fits(names[path], module)]:
             return norms[-1]
     return ""
+
+
+def _fits(norm: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether a norm may have the width of the residual stream. True if one of both is unknown."""
+    weight, width = getattr(norm, "weight", None), getattr(text_config(getattr(module, "config", None)), "hidden_size", None)
+    known = isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(width, int)
+    return not known or len(weight) == width
 
 
 def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None) -> tuple[Head, ...]:
@@ -102,7 +109,11 @@ def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None
     inside = blocks[0].split(".")[:-2]
     around = [".".join(inside[:depth]) for depth in range(len(inside), -1, -1)]
     children = [(parent, name, child) for parent in around for name, child in module.get_submodule(parent).named_children()]
-    norms = [f"{parent}.{name}".lstrip(".") for parent, name, child in children if has_name_of_norm(type(child))]
+    norms = [
+        f"{parent}.{name}".lstrip(".")
+        for parent, name, child in children
+        if has_name_of_norm(type(child)) and _fits(child, module)
+    ]
     others = [norm for norm in (*norms, "") if norm != head.norm and norm not in head.modules]
     return (head, *(replace(head, norm=norm) for norm in others))
 
