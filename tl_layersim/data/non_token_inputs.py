@@ -112,7 +112,7 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
     Args:
         inputs: inputs of the row.
-        length: number of tokens; None for a row without token ids.
+        length: number of tokens or embeddings; None for a row of other inputs.
         model: the model.
     """
     decoder = model.token_input != TOKEN_IDS

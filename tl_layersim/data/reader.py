@@ -273,7 +273,7 @@ class Reader:
                 None if labels is None else _row_labels(label, length),
                 marks=None if self.marks is None or marked is None else _row_mask(own_marks, length, self.marks),
                 inputs=inputs,
-                positional=positional(inputs, length if has_tokens else None, model),
+                positional=positional(inputs, length if has_tokens or name == EMBEDDINGS else None, model),
                 has_tokens=has_tokens,
             )
             yield whole if len(kept) == length else whole[int(kept[0]) : int(kept[-1]) + 1]
