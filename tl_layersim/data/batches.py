@@ -164,10 +164,38 @@ class Batch:
         It has fewer tokens than the row, so that an axis which is as long as the rows only by chance is noticed. A row is not
         cut if it has no token ids, or has inputs that belong to it as a whole, such as images.
         """
+        row = self.whole_row
+        return row._cut(slice(0, 1), max(1, min(SHORT, row.tokens.shape[1] - 1))) if row.can_be_cut else row
+
+    @property
+    def whole_row(self) -> Batch:
+        """The first row as a batch, without padding, with all attended positions counted."""
         row = self.first_row
-        if self.has_tokens and self.positional >= self.inputs.keys():
-            row = row._cut(slice(0, 1), max(1, min(SHORT, row.tokens.shape[1] - 1)))
         return replace(row, counted=row.attention, pooled=False)
+
+    @property
+    def doubled_row(self) -> Batch:
+        """The first row twice, one after the other, as one row. A row that cannot be cut is unchanged."""
+        row = self.whole_row
+        if not row.can_be_cut:
+            return row
+
+        def doubled(values: Tensor) -> Tensor:
+            return torch.cat([values, values], 1)
+
+        return replace(
+            row,
+            tokens=doubled(row.tokens),
+            attention=doubled(row.attention),
+            counted=doubled(row.counted),
+            labels=None,
+            inputs={name: doubled(values) for name, values in row.inputs.items()},
+        )
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether all inputs have one value for each token."""
+        return self.has_tokens and self.positional >= self.inputs.keys()
 
     def rows(self, start: int, stop: int) -> Batch:
         """A batch of the rows `start` to `stop - 1`, cut to the length of the longest of these rows."""
@@ -289,7 +317,7 @@ class Batches:
         """Key of the kept rows: the properties of the model and the options on which the rows depend."""
         own = self.model
         tools = (id(own.tokenizer), id(own.processor), self.labelled, self.count_positions is None)
-        sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
+        sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends, own.pixel_axes, own.channels)
         names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
         rule = self.data.positions
         return tools, sizes, names, repr(rule) if isinstance(rule, slice) else rule

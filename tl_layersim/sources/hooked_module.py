@@ -217,6 +217,7 @@ class HookedSource(CanReadSites):
             if not seen:
                 raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
             # The run of the last block that is measured.
+            self.choose_head(seen[0], logits, row.attention[0])
             return unembed_gap(self.unembed, seen[0][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:

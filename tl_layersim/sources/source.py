@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from .watched_forward import watch
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
+
+T = TypeVar("T")
+# Part of the names of sites on the residual stream.
+STREAM = ".hook_resid_"
 
 
 @dataclass(frozen=True)
@@ -316,6 +320,11 @@ def firing_order(
         for number in numbers:
             point = points[number]
             hidden = to_positions(given, point.channels, point.name, pos)
+            if STREAM in point.name and hidden.dim() > 3:
+                raise LayersimError(
+                    f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream must "
+                    "be one tensor batch x pos x width."
+                )
             widths[number] = at_point(hidden, point.part, shape, point.name).shape[-1]
 
     # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
@@ -332,6 +341,33 @@ def firing_order(
         if number not in widths:
             raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
     return tuple(order), tuple(widths[number] for number in range(len(points)))
+
+
+def on_short_row(batch: Batch, check: Callable[[Batch], T]) -> T:
+    """Run a check on a short row of a batch; or on a whole row if the model does not take the short one.
+
+    Some models pad rows to a multiple of a window, so that their activations have the positions of certain rows only. A row of
+    twice the length then shows whether activations have the positions of the rows, or as many by chance.
+
+    Args:
+        batch: the rows.
+        check: function that runs a forward pass over one row, and raises an error if the activations are not those of the row.
+    """
+    short, whole = batch.short_row, batch.whole_row
+    try:
+        return check(short)
+    except Exception:
+        if short.tokens.shape == whole.tokens.shape:
+            raise
+    found = check(whole)
+    try:
+        check(batch.doubled_row)
+    except LayersimError:
+        raise
+    except Exception:
+        # The row is too long for the model.
+        return found
+    return found
 
 
 def not_once(name: str, module: str, why: str) -> LayersimError:
@@ -362,6 +398,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     _model: Model
     _heads: tuple[Head, ...] = ()  # heads among which the first watched forward pass chooses
     _is_watched: bool = False  # whether a forward pass has shown that each block runs once, and what it passes on
+    _compares_rows: bool = False  # whether rows are compared with themselves alone, after the first `settle`
     _together: Together = Together.ALL  # the rows of a batch that run in one forward pass
     _compared: set[tuple[Together, bool]]  # kinds of batches in which a row had the same activations as alone
 
@@ -428,7 +465,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def _needs_comparison(self, batch: Batch) -> bool:
         """Whether rows of this batch have not been compared yet with the same rows alone."""
         # Processes that share the weights run the same forward passes.
-        return self._is_watched and (self._together, batch.padded) not in self._compared and not weight_peers(self.module)
+        return self._compares_rows and (self._together, batch.padded) not in self._compared and not weight_peers(self.module)
 
     def _changes_rows(self, batch: Batch, view: View) -> bool:
         """Whether the rows that run together change one another, by a comparison of one row with itself alone.
@@ -523,8 +560,9 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the residual layers were watched and the order of the sites is known. `settle` then runs no forward pass."""
-        return self._is_watched and self.reading.order is not None
+        """Whether `settle` has verified the residual layers, if they are read, and knows the order of the sites."""
+        is_verified = self._is_watched or (not self.reads_residual and self.model.stream != "unknown")
+        return is_verified and self.reading.order is not None
 
     def aside(self) -> bool:
         """Whether hooks must ignore the current forward pass, as while the front model of a stitched model runs."""
@@ -550,21 +588,18 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             LayersimError: a block runs several times or never, or does not pass on `batch pos width`; or a site is reached several
                 times or never.
         """
-        row = batch.short_row
-        if not self._is_watched:
-            with refusing_out_of_memory(batch.first_row), refusing_failed_forward(self.module):
-                try:
-                    self._watch(row)
-                except LayersimError:
-                    raise
-                except Exception:
-                    # Some models take rows of certain lengths only.
-                    self._watch(batch.first_row)
-            self._is_watched = True
-        if self.reading.order is None:
-            points = self.reading.points
-            order, widths = self._find_order((*points, *self._events()), row)
-            self.reading = SitesRead(points, order, widths[: len(points)])
+        with refusing_out_of_memory(batch.first_row), refusing_failed_forward(self.module):
+            if self.reads_residual and not self._is_watched:
+                on_short_row(batch, self._watch)
+                self._is_watched = True
+            elif self._model.stream == "unknown":
+                with torch.no_grad(), self.settling():
+                    self.call(batch.first_row)
+            if self.reading.order is None:
+                points = self.reading.points
+                order, widths = on_short_row(batch, partial(self._find_order, (*points, *self._events())))
+                self.reading = SitesRead(points, order, widths[: len(points)])
+        self._compares_rows = True
 
     def _watch(self, row: Batch) -> None:
         """Watch a forward pass over one row, check the residual layers, and correct the description of the model.
@@ -579,10 +614,10 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         seen.check(self._model.name)
         if seen.is_post_norm:
             self._model = replace(self._model, basis=POST_NORM)
-        if len(self._heads) > 1 and seen.output is not None and seen.last is not None:
-            self._choose_head(seen.last, seen.output, row.attention[0])
+        if seen.output is not None and seen.last is not None:
+            self.choose_head(seen.last, seen.output, row.attention[0])
 
-    def _choose_head(self, hidden: Tensor, output: Any, attended: Tensor) -> None:
+    def choose_head(self, hidden: Tensor, output: Any, attended: Tensor) -> None:
         """Keep the first of the possible heads that gives the model's own logits; the likeliest if none does.
 
         Args:
@@ -591,7 +626,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             attended: `pos`, the positions that the model attended to.
         """
         allowed = rounding(self._model.torch_dtype)
-        for head in self._heads:
+        for head in self._heads if len(self._heads) > 1 else ():
             lens = lens_of(self.module, head)
             # A norm of another width fails, and so does a head whose input is another one.
             with suppress(RuntimeError, TypeError, ValueError, IndexError):
@@ -607,8 +642,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
         modules = {point.module: self._module_at(point.module) for point in events}
-        with refusing_failed_forward(self.module):
-            return firing_order(events, modules, lambda: self.call(row), row.token_positions)
+        return firing_order(events, modules, lambda: self.call(row), row.token_positions)
 
     @contextmanager
     def settling(self) -> Iterator[None]:
