@@ -22,7 +22,7 @@ from ..core.wording import brief
 from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
-from ..sources.activation_checks import refuse_bad_logits
+from ..sources.activation_checks import need_known_norm, refuse_bad_logits
 from ..sources.model_description import Model
 from .analyzer import JIANG, LabelledAnalyzer, Run, SiteNeed, need_head, need_tokens
 from .cosine import mean_kernel
@@ -56,6 +56,8 @@ class LensAnalyzer(LabelledAnalyzer):
     def check(self, *models: Model) -> None:
         targets, own_labels = not is_none(self.labels), bool(self.label_source)
         need_head(models[0], type(self).__name__, targets=targets, own_labels=own_labels)
+        if self.norm == "none":
+            need_known_norm(models[0])
         if isinstance(self.heads, ExitHeads):
             self.heads.check(models[0])
 

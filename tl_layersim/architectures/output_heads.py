@@ -19,6 +19,11 @@ from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
 from .unembed import Head, HeadModule, Unembed, head_parts, plain_linear
 
 OF_BOXES = "bbox_predictor"
+# Modules of which a head without a norm may consist.
+WITHOUT_NORM = (
+    *(torch.nn.Linear, torch.nn.Bilinear, torch.nn.Identity, torch.nn.Dropout, torch.nn.Sequential, torch.nn.ModuleList),
+    *(torch.nn.Tanh, torch.nn.GELU, torch.nn.ReLU, torch.nn.SiLU, torch.nn.Sigmoid, torch.nn.Flatten),
+)
 # Classes of transformers that load a model with a head, for messages.
 CLASSES_WITH_HEAD = "AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelFor...Classification, as it was trained"
 
@@ -37,8 +42,10 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     names = dict(module.named_modules())
     if unembed is not None:
         paths = existing_paths(module, unembed, "unembed")
-        norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
-        return _scaled(Head(norm, tuple(paths[1:] if norm else paths)), module)
+        norm = paths[0] if len(paths) > 1 and (has_name_of_norm(type(names[paths[0]])) or _is_norm(paths[0], names)) else ""
+        parts = tuple(paths[1:] if norm else paths)
+        hidden = not norm and any(_may_hide_norm(names[path]) for path in parts)
+        return _scaled(Head(norm, parts, hides_norm=hidden), module)
     head = _tabled(module, blocks, names)
     if head is not None:
         return _scaled(head, module)
@@ -75,9 +82,40 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
     for depth in range(blocks[0].count(".") - 1, -1, -1):
         parent = ".".join(blocks[0].split(".")[:depth])
         beside = [f"{parent}.{name}".lstrip(".") for name, _ in names[parent].named_children()]
-        if norms := [path for path in beside if _is_norm(path, names[path])]:
+        if norms := [path for path in beside if _is_norm(path, names) and _fits(names[path], module)]:
             return norms[-1]
     return ""
+
+
+def _fits(norm: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether a norm may have the width of the residual stream. True if one of both is unknown."""
+    weight, width = getattr(norm, "weight", None), getattr(text_config(getattr(module, "config", None)), "hidden_size", None)
+    known = isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(width, int)
+    return not known or len(weight) == width
+
+
+def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None) -> tuple[Head, ...]:
+    """Heads that differ in the final norm: the likeliest, the same with another norm around the blocks, and without a norm.
+
+    A forward pass decides between them.
+
+    Args:
+        module: the model.
+        blocks: paths of its blocks.
+        head: the likeliest head; None if the model has none.
+    """
+    if head is None:
+        return ()
+    inside = blocks[0].split(".")[:-2]
+    around = [".".join(inside[:depth]) for depth in range(len(inside), -1, -1)]
+    children = [(parent, name, child) for parent in around for name, child in module.get_submodule(parent).named_children()]
+    norms = [
+        f"{parent}.{name}".lstrip(".")
+        for parent, name, child in children
+        if has_name_of_norm(type(child)) and _fits(child, module)
+    ]
+    others = [norm for norm in (*norms, "") if norm != head.norm and norm not in head.modules]
+    return (head, *(replace(head, norm=norm) for norm in others))
 
 
 def norms_between_layers(module: torch.nn.Module) -> bool:
@@ -127,9 +165,20 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
     return [name for name in HEADS if name in names][:1], "every"
 
 
-def _is_norm(path: str, module: torch.nn.Module) -> bool:
+def has_name_of_norm(kind: type) -> bool:
+    """Whether the name of a class of modules is that of a norm, such as LayerNorm or LlamaRMSNorm."""
+    return "norm" in kind.__name__.lower()
+
+
+def _is_norm(path: str, names: dict[str, torch.nn.Module]) -> bool:
+    """Whether a module is a norm by its name or its class, and not the norm of an embedding."""
     name = path.split(".")[-1].lower()
-    return "embed" not in name and ("norm" in type(module).__name__.lower() or "norm" in name or name.startswith("ln_"))
+    return "embed" not in name and (has_name_of_norm(type(names[path])) or "norm" in name or name.startswith("ln_"))
+
+
+def _may_hide_norm(module: torch.nn.Module) -> bool:
+    """Whether a part of a head may contain a norm: it is one, or contains one, or nothing is known about what it computes."""
+    return any(not isinstance(part, WITHOUT_NORM) for part in module.modules())
 
 
 def text_config(config: Any) -> Any:

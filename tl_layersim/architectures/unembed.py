@@ -84,6 +84,8 @@ class Head:
         soft_cap: c in c tanh(logits / c); None if the logits are not capped.
         scales_input: whether the model scales the head's input, so that the head's output is scaled already.
         pool: pooling of the positions if `reads` is "rows"; else None.
+        hides_norm: whether the user named the parts, and one of them may be or contain the final norm, so that no lens can leave
+            it out.
     """
 
     norm: str
@@ -93,6 +95,7 @@ class Head:
     soft_cap: float | None = None
     scales_input: bool = False
     pool: Pool | None = None
+    hides_norm: bool = False
 
     @property
     def classifies(self) -> bool:

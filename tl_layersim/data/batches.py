@@ -203,32 +203,78 @@ class Batch:
     def short_row(self) -> Batch:
         """A batch of the first tokens of the first row, with all attended positions counted.
 
-        A row without token ids is not cut.
+        It has fewer tokens than the row, so that an axis which is as long as the rows only by chance is noticed. A row is not
+        cut if it has no token ids, or has inputs that belong to it as a whole, such as images.
         """
-        row = self.first_row._cut(0, 1, SHORT) if self.has_tokens else self.first_row
+        row = self.whole_row
+        return row._cut(slice(0, 1), max(1, min(SHORT, row.tokens.shape[1] - 1))) if row.can_be_cut else row
+
+    @property
+    def whole_row(self) -> Batch:
+        """The first row as a batch, without padding, with all attended positions counted."""
+        row = self.first_row
         return replace(row, counted=row.attention, pooled=False)
+
+    @property
+    def doubled_row(self) -> Batch:
+        """The first row twice, one after the other, as one row. A row that cannot be cut is unchanged."""
+        row = self.whole_row
+        if not row.can_be_cut:
+            return row
+
+        def doubled(values: Tensor) -> Tensor:
+            return torch.cat([values, values], 1)
+
+        return replace(
+            row,
+            tokens=doubled(row.tokens),
+            attention=doubled(row.attention),
+            counted=doubled(row.counted),
+            labels=None,
+            inputs={name: doubled(values) for name, values in row.inputs.items()},
+        )
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether all inputs have one value for each token."""
+        return self.has_tokens and self.positional >= self.inputs.keys()
 
     def rows(self, start: int, stop: int) -> Batch:
         """A batch of the rows `start` to `stop - 1`, cut to the length of the longest of these rows."""
-        width = int((self.attention | self.counted)[start:stop].any(0).nonzero()[-1]) + 1
-        part = self._cut(start, stop, width)
+        return self.chosen(slice(start, stop))
+
+    def chosen(self, rows: slice | list[int]) -> Batch:
+        """A batch of some rows, cut to the length of the longest of these rows.
+
+        Args:
+            rows: their indices.
+        """
+        part = self._cut(rows, int(self.lengths[rows].max()))
         return replace(part, inputs=cut_to_longest(part.inputs))
+
+    @property
+    def lengths(self) -> Tensor:
+        """For each row, the number of positions up to its last one that is attended or counted (`batch`)."""
+        kept = self.attention | self.counted
+        places = torch.arange(1, kept.shape[1] + 1)
+        return (kept * places).amax(1)
 
     def part(self, start: int, stop: int) -> Batch:
         """A batch of the rows `start` to `stop - 1`, with the same number of positions per row."""
-        return self._cut(start, stop, self.tokens.shape[1])
+        return self._cut(slice(start, stop), self.tokens.shape[1])
 
-    def _cut(self, start: int, stop: int, width: int) -> Batch:
-        cut = (slice(start, stop), slice(0, width))
+    def _cut(self, rows: slice | list[int], width: int) -> Batch:
+        cut = (rows, slice(0, width))
+        numbers = range(len(self.tokens))[rows] if isinstance(rows, slice) else rows
         return replace(
             self,
             tokens=self.tokens[cut],
             attention=self.attention[cut],
             counted=self.counted[cut],
-            first=self.first + start,
+            first=self.first + numbers[0],
             labels=None if self.labels is None else self.labels[cut],
-            origins=self.origins[start:stop],
-            inputs={n: v[cut] if n in self.positional else v[start:stop] for n, v in self.inputs.items()},
+            origins=tuple(self.origins[number] for number in numbers) if self.origins else (),
+            inputs={name: values[cut] if name in self.positional else values[rows] for name, values in self.inputs.items()},
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
@@ -335,7 +381,7 @@ class Batches:
         own = self.model
         tools = (id(own.tokenizer), state_of(own.tokenizer), id(own.processor), state_of(own.processor))
         reading = (self.labelled, self.count_positions is None)
-        sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends)
+        sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends, own.pixel_axes, own.channels)
         names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
         return tools, reading, sizes, names, self.data.selection.record(), self.data.skip_first
 

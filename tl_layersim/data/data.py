@@ -27,6 +27,7 @@ class Notes:
         cut: number of texts that were cut to one row.
         warned: warnings of earlier passes, which are not repeated.
         unread: whether unread columns were logged.
+        packed: whether it was logged that rows hold several documents.
         runs: counts of token rows without a mask that end in runs of one token id.
     """
 
@@ -36,6 +37,7 @@ class Notes:
     cut: int = 0
     warned: set[str] = field(default_factory=set)
     unread: bool = False
+    packed: bool = False
     runs: RunsAtEnds = field(default_factory=RunsAtEnds)
 
     def begin(self) -> None:

@@ -27,6 +27,8 @@ EMBEDDINGS = "inputs_embeds"
 PIXELS = "pixel_values"
 # Number of axes that one row has in inputs of these names.
 ROW_AXES = {PIXELS: 3, "input_features": 2, "input_values": 1, EMBEDDINGS: 2}
+# Numbers of channels of images.
+CHANNELS = (1, 2, 3, 4)
 # Inputs that may have a single row for all rows of a batch.
 SHARED = ("position_ids", "token_type_ids")
 # Names of columns of tokens, and further outputs of tokenizers.
@@ -58,20 +60,59 @@ def further_inputs(data: Mapping[str, Any], model: ModelInputs, skipped: Sequenc
     return {name: data[name] for name in names if data.get(name) is not None}
 
 
-def main_rows(name: str, values: Any, level: Level) -> tuple[bool, list[Tensor]]:
+def main_rows(name: str, values: Any, level: Level, model: ModelInputs) -> tuple[bool, list[Tensor]]:
     """Split the main input into rows. Returns whether it is a single row without an axis of rows, and the rows.
 
     Args:
         name: name of the input.
         values: values of one row, or of several in their first axis.
         level: "row" for the values of one row, "batch" for several rows, "either" if unknown.
+        model: the model.
+
+    Raises:
+        LayersimError: pixels may be one image or rows of patches, or are not what the model takes.
     """
     is_list = isinstance(values, list | tuple)
     first = number_tensor(values[0] if is_list and len(values) else values, name)
     axes, known = first.dim() + is_list, ROW_AXES.get(name)
+    if name == PIXELS:
+        known = _pixel_axes(first.shape, axes, level, model)
     if level == "row" or (known is not None and axes <= known) or (level == "either" and known is None and axes < 2):
         return True, [number_tensor(values, name)]
     return False, [number_tensor(value, name) for value in values] if is_list else list(first)
+
+
+def _pixel_axes(shape: torch.Size, axes: int, level: Level, model: ModelInputs) -> int:
+    """Number of axes of one row of pixels: 3 for an image, 2 for patches that are cut out already.
+
+    Args:
+        shape: shape of the values, or of the first item of a list.
+        axes: number of axes of all values.
+        level: see `Level`.
+        model: the model.
+
+    Raises:
+        LayersimError: pixels may be one image or rows of patches, or are not what the model takes.
+    """
+    given = f"`{PIXELS}` in the data has shape {' x '.join(map(str, shape))}"
+    # Three axes without an axis of rows, or with one.
+    unclear = axes == len(shape) == 3 and level != "row"
+    if model.pixel_axes == 2:
+        if axes > 3:
+            raise LayersimError(f"{given}; {model.name} takes patches as its processor returns them: batch x patch x width.")
+        return 2
+    if model.pixel_axes == 3:
+        if unclear and model.channels not in (None, shape[0]):
+            raise LayersimError(
+                f"{given}; {model.name} takes images of {model.channels} channels: batch x {model.channels} x height x width."
+            )
+        return 3
+    if unclear and shape[0] in CHANNELS:
+        raise LayersimError(
+            f"{given}, which may be one image or a batch of patches. Pass an image as batch x channel x height x width, and "
+            "patches as a list of rows, each patch x width."
+        )
+    return 2 if axes <= 3 else 3
 
 
 def _by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
@@ -112,7 +153,7 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
 
     Args:
         inputs: inputs of the row.
-        length: number of tokens; None for a row without token ids.
+        length: number of tokens or embeddings; None for a row of other inputs.
         model: the model.
     """
     decoder = model.token_input != TOKEN_IDS
@@ -120,6 +161,7 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
         name
         for name, values in inputs.items()
         if (name == EMBEDDINGS and not decoder)
+        or (name == PIXELS and model.pixel_axes == 2)
         # Those of the other stack belong to its own tokens, also where they are as many.
         or (
             length is not None

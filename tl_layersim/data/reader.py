@@ -241,7 +241,7 @@ class Reader:
             level: see `Level`.
         """
         has_tokens, model = name == self.model.token_input, self.model
-        alone, values = _token_rows(column, data[column], model) if has_tokens else main_rows(name, data[column], level)
+        alone, values = _token_rows(column, data[column], model) if has_tokens else main_rows(name, data[column], level, model)
         count = None if alone else len(values)
         mask, labels = data.get(model.mask_input), labels_in(data) if self.labelled else None
         # A table of masks is checked at once, masks of different lengths row by row.
@@ -251,17 +251,18 @@ class Reader:
         marked = data.get(self.marks) if self.marks else None
         marks, targets = _by_row(self.marks, marked, count), _by_row("labels", labels, count)
         # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
-        skipped = (column, name, model.mask_input if has_tokens else MASK)
+        skipped = (column, name, model.mask_input, *(() if has_tokens else (MASK,)))
+        has_patches = name == PIXELS and model.pixel_axes == 2
         further = rows_of(further_inputs(data, model, skipped), count)
         for own, own_mask, label, own_marks, others in zip(values, masks, targets, marks, further, strict=True):
-            length = len(own) if has_tokens or name == EMBEDDINGS else 1
+            length = len(own) if has_tokens or has_patches or name == EMBEDDINGS else 1
             inputs = without_padding(others, model)
             if not has_tokens:
                 refuse_integers(name, own)
                 inputs = {name: own} | inputs
             attention = torch.ones(length, dtype=torch.bool)
             if has_tokens or mask is not None:
-                attention = _row_mask(own_mask, length, model.mask_input, unknown=not has_tokens and name != EMBEDDINGS)
+                attention = _row_mask(own_mask, length, model.mask_input, unknown=length == 1 and not (has_tokens or has_patches or name == EMBEDDINGS))
             # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
             # depend on the side.
             kept = (attention | (has_tokens and self.data.positions == "padded")).nonzero()[:, 0]
@@ -275,7 +276,7 @@ class Reader:
                 None if labels is None else _row_labels(label, length),
                 marks=None if self.marks is None or marked is None else _row_mask(own_marks, length, self.marks),
                 inputs=inputs,
-                positional=positional(inputs, length if has_tokens else None, model),
+                positional=positional(inputs, length if has_tokens or name == EMBEDDINGS else None, model),
                 has_tokens=has_tokens,
             )
             yield whole if len(kept) == length else whole[int(kept[0]) : int(kept[-1]) + 1]

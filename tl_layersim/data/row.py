@@ -101,6 +101,8 @@ class ModelInputs:
     pads: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    pixel_axes: int | None = None
+    channels: int | None = None
 
     @property
     def reads_rows(self) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
+from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, first_line
 from .data import Data, Notes
 from .non_token_inputs import ATTACH, as_plain, decoder_alone, innermost, reads_decoder
+from .packed_documents import documents_in
 from .row import ModelInputs, Row
 
 SEGMENTS = "token_type_ids"
@@ -223,6 +224,14 @@ class TextRows:
             yield replace(item, source=number) if isinstance(item, Row) else replace(item, number=number)
 
     def _split(self, row: Row) -> Iterator[Row]:
+        documents = documents_in(row, self.model)
+        if len(documents) > 1 and not self.notes.packed:
+            self.notes.packed = True
+            LOG.warning("Position ids begin again within rows of the data: each document in a row is measured as a row of its own.")
+        return itertools.chain.from_iterable(self._windows_of(document) for document in documents)
+
+    def _windows_of(self, row: Row) -> Iterator[Row]:
+        """Split a row of tokens at `seq_len`."""
         count = len(row.tokens)
         length = self.data.seq_len or count
         parts = [row] if count <= length else [row[start : start + length] for start in range(0, count, length)]

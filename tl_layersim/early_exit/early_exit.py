@@ -233,18 +233,17 @@ class EarlyExit:
             LayersimError: the logits differ, or the rule reads probabilities of a head with one output.
         """
         split_model = self.split_model
-        with split_model.evaluating(), torch.no_grad():
+        with split_model.evaluating(), torch.no_grad(), refusing_crashes(split_model):
             options = synthetic_inputs(split_model, 1, 1) | no_cache(split_model.module)
             split_model.tuples(lambda: split_model.module(**options))
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)
             self.causal = is_token_model and is_causal(split_model)
             self.generates = self.causal and "past_key_values" in inspect.signature(type(split_model.module).forward).parameters
-            with refusing_crashes(split_model):
-                outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
-                if self.rule.reads_logits:
-                    need_classes(outputs)
-                if self.generates:
-                    check_decoding(split_model, self.lens, ends)
+            outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
+            if self.rule.reads_logits:
+                need_classes(outputs)
+            if self.generates:
+                check_decoding(split_model, self.lens, ends)
 
     def __repr__(self) -> str:
         layers = ", ".join(map(str, self.at)) or "none"

@@ -17,11 +17,15 @@ from ..architectures.blocks import encoder_and_decoder
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError, excerpt
+from ..core.wording import with_article
+from ..data.batches import Batch
+from ..data.non_token_inputs import PIXELS, TOKEN_IDS
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream
 from ..sources.forward_arguments import no_cache
 from ..sources.hooked_module import HookedSource
 from ..sources.open_local import OpenedModel
+from ..sources.out_of_memory import is_out_of_memory
 from ..sources.partial_forward import LocalSplitModel, logits_of, no_known_head
 from .exit_decisions import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
@@ -56,11 +60,23 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
             f"`model` has weights on {', '.join(sorted(devices))}; all weights must be on one device. Load the model without "
             "device_map=."
         )
-    if source.model.stream == "unknown":
-        with split_model.evaluating(), torch.no_grad(), source.settling():
-            split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model.module))
-        need_stream(source.model, "Early exit")
-    return split_model, split_model.source.unembed
+    with split_model.evaluating(), refusing_crashes(split_model):
+        split_model.settle(_synthetic_row(split_model))
+    need_stream(source.model, "Early exit")
+    assert source.unembed is not None
+    return split_model, source.unembed
+
+
+def _synthetic_row(split_model: LocalSplitModel) -> Batch:
+    """A row of synthetic inputs."""
+    inputs = {name: values.cpu() for name, values in synthetic_inputs(split_model, 1, PROMPT + NEW).items()}
+    has_tokens = not reads_pixels(split_model)
+    if not has_tokens:
+        one = torch.ones(1, 1, dtype=torch.bool)
+        return Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0, inputs=inputs, has_tokens=False)
+    tokens = inputs.pop(split_model.model.token_input)
+    every = torch.ones_like(tokens, dtype=torch.bool)
+    return Batch(tokens, every, every, 0, inputs=inputs)
 
 
 def not_hugging_face(model: Any) -> LayersimError:
@@ -73,7 +89,7 @@ def not_hugging_face(model: Any) -> LayersimError:
 
 def reads_pixels(split_model: LocalSplitModel) -> bool:
     """Whether the model reads images."""
-    return getattr(split_model.module, "main_input_name", "input_ids") == "pixel_values"
+    return getattr(split_model.module, "main_input_name", TOKEN_IDS) == PIXELS
 
 
 def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
@@ -84,7 +100,13 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
     """
     generator = torch.Generator().manual_seed(0)
     config: Any = split_model.module.config
-    if not reads_pixels(split_model):
+    main = getattr(split_model.module, "main_input_name", TOKEN_IDS)
+    if main not in (TOKEN_IDS, PIXELS):
+        raise LayersimError(
+            f"`model` is {with_article(type(split_model.module).__name__)}, which takes `{main}`; it must take token ids or "
+            "images. The analyzer ExitCurve measures the exits of other models."
+        )
+    if main == TOKEN_IDS:
         vocabulary = split_model.model.vocabulary or 2
         ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
         pad = getattr(config, "pad_token_id", None)
@@ -127,7 +149,10 @@ def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
         yield
     except LayersimError:
         raise
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    # Models of other libraries raise errors of any class.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise LayersimError(
             f"{split_model.model.name} cannot run segment by segment: {type(error).__name__}: {excerpt(str(error), 240)}. "
             "Early exit needs blocks that share one residual stream, and attention that reads the given cache."

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
-from ..architectures.unembed import rounding
+from ..architectures.unembed import Unembed, rounding
 from ..core.arguments import FilePath, PositiveInt, typed
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.file_format import replacing_model
+from ..core.wording import first_line
+from ..sources.forward_arguments import no_cache
 from ..sources.identity import refuse_quantised
 from ..sources.open_local import OpenedModel
-from ..sources.partial_forward import logits_of
+from ..sources.out_of_memory import is_out_of_memory
+from ..sources.partial_forward import LocalSplitModel, logits_of, read_residuals
 from .exit_decisions import ExitCheck, ExitLens
 from .segments import FullSequence
 from .supported_models import not_hugging_face, open_for_early_exit, positions_read, relative_gap, synthetic_inputs
@@ -43,7 +49,8 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: FilePath | None = No
         A model of the same class, dtype and device. The given model is not changed and shares no weights with the copy.
 
     Raises:
-        LayersimError: the model has fewer blocks, or the logits of the copy differ from those of the logit lens.
+        LayersimError: the model has fewer blocks or cannot be built with fewer; or the residuals of the copy differ from the
+            model's, or its logits from those of the logit lens.
         OSError: the copy cannot be written; `save_to` is unchanged.
 
     Source:
@@ -73,24 +80,58 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: FilePath | None = No
     if n_layers > blocks:
         raise LayersimError(f"`n_layers` is {n_layers}; it must be at most {blocks}, the number of blocks.")
     # Weights from torch.inference_mode() could not be trained.
-    with torch.inference_mode(False):
-        config = shortened(model, split_model.source.paths, n_layers)
-        # The random weights are replaced below.
-        with torch.random.fork_rng(devices=[]):
-            short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
-        _copy_weights(model, short)
-        short.to(split_model.device).train(model.training)
-        if getattr(model, "generation_config", None) is not None:
-            short.generation_config = copy.deepcopy(model.generation_config)
-        if (tokenizer := getattr(model, "tokenizer", None)) is not None:
-            short.tokenizer = tokenizer
+    with torch.inference_mode(False), _refusing_failures(model, n_layers):
+        short = _first_blocks(model, split_model, n_layers)
         paths = None if opened.layers is None else opened.layers[:n_layers]
         _verify(split_model, unembed, replace(opened, model=short, layers=paths), n_layers)
+    tokenizer = getattr(short, "tokenizer", None)
     if save_to is not None:
         with replacing_model(save_to) as folder:
             short.save_pretrained(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+    return short
+
+
+@contextmanager
+def _refusing_failures(model: Any, n_layers: int) -> Iterator[None]:
+    """A context manager that turns an exception of the model or its configuration into a `LayersimError`.
+
+    Raises:
+        LayersimError: the shorter model could not be built or run.
+    """
+    try:
+        yield
+    except LayersimError:
+        raise
+    # Configurations and models of any library raise errors of any class.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise LayersimError(
+            f"`n_layers` is {n_layers}, but {type(model).__name__} cannot be built or run with so many blocks: "
+            f"{type(error).__name__}: {first_line(error)}."
+        ) from error
+
+
+def _first_blocks(model: Any, split_model: LocalSplitModel, n_layers: int) -> Any:
+    """A copy of a model with its first blocks, final norm and head.
+
+    Args:
+        model: a Hugging Face model.
+        split_model: the same model.
+        n_layers: number of blocks that are kept.
+    """
+    config = shortened(model, split_model.source.paths, n_layers)
+    # The random weights are replaced below.
+    with torch.random.fork_rng(devices=[]):
+        short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    _copy_weights(model, short)
+    short.to(split_model.device).train(model.training)
+    if getattr(model, "generation_config", None) is not None:
+        short.generation_config = copy.deepcopy(model.generation_config)
+    if (tokenizer := getattr(model, "tokenizer", None)) is not None:
+        short.tokenizer = tokenizer
     return short
 
 
@@ -137,20 +178,42 @@ def _copy_weights(model: Any, short: Any) -> None:
             x.requires_grad_(original[name].requires_grad)
 
 
-def _verify(split_model: Any, unembed: Any, short: OpenedModel, n_layers: int) -> None:
-    """Raise an error if the copy does not give the logits of the logit lens."""
+def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, n_layers: int) -> None:
+    """Raise an error if the copy does not compute the residual stream of the model, and the logits of the logit lens."""
     inputs = synthetic_inputs(split_model, 2, 6)
     positions = positions_read(split_model, unembed.reads, inputs)
     short_split, _ = open_for_early_exit(short, either_stack=True)
+    if len(short_split.blocks) != n_layers:
+        raise LayersimError(
+            f"`n_layers` is {n_layers}, but {type(short.model).__name__} has {len(short_split.blocks)} blocks if it is built with "
+            "so many; its configuration counts other blocks too."
+        )
+    options = inputs | no_cache(split_model.module)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
+        layers = range(n_layers + 1)
+        own = read_residuals(split_model.blocks, layers, lambda: split_model.module(**options))
+        copied = read_residuals(short_split.blocks, layers, lambda: short.model(**options))
         logits = logits_of(short.model(**inputs))
         check = ExitCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
         passes = FullSequence(split_model, (n_layers,), check, inputs, positions)
         passes.run()
         lens = passes.logits if unembed.reads == "every" else passes.logits[positions]
-    gap = relative_gap(logits, lens)
-    if not gap <= rounding(lens.dtype):
+    for layer in layers:
+        _refuse_different(f"Residuals at {split_model.model.layers[layer]}", copied[layer], own[layer])
+    _refuse_different(f"Logits after block {n_layers - 1}", logits, lens)
+
+
+def _refuse_different(what: str, ours: Tensor, theirs: Tensor) -> None:
+    """Raise an error if a tensor of the truncated model differs from that of the model.
+
+    Args:
+        what: description of the tensors, for the message.
+        ours: the tensor of the truncated model.
+        theirs: the tensor of the model.
+    """
+    gap = relative_gap(ours, theirs)
+    if not gap <= rounding(theirs.dtype):
         raise LayersimError(
-            f"Logits of the truncated model and of the logit lens after block {n_layers - 1} differ by {gap:.3g} of their "
-            "norm. The model cannot be truncated, because its blocks depend on the number of blocks."
+            f"{what} differ by {gap:.3g} of their norm between the truncated and the whole model. The model cannot be truncated, "
+            "because its blocks depend on the number of blocks."
         )

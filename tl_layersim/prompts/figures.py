@@ -19,7 +19,7 @@ from ..core.results import Result, axes
 from ..data.labels import NO_LABEL
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open_model import open_source
-from ..sources.activation_checks import refuse_bad_logits
+from ..sources.activation_checks import need_known_norm, refuse_bad_logits
 from .prompt_forward import run_on_prompt
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ def prediction_grid(
     check = partial(need_head, analyzer="prediction_grid", targets=True)
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
     source = open_source(model)
+    if norm == "none":
+        need_known_norm(source.model)
     out, tokens, word, provenance = run_on_prompt(source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True)
     refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(

@@ -7,6 +7,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from ..sources.forward_arguments import call_on, device_of, fewest_logits, forwa
 from ..sources.identity import edits_of
 from ..sources.nnsight import NNsightSource, kept_of, shippable
 from ..sources.source import OnServer, PartialSums, Source, firing_order
+from ..sources.watched_forward import watch
 from ..sources.without_weights import without_values
 from .backend import SMALL_RESULT, PreparedRequest
 from .client import NdifClient, SentJob, quiet
@@ -157,6 +159,19 @@ class RemoteSource(NNsightSource, OnServer):
                 raise UnsafeAnswer("has another form than the request returns")
 
         return self.ndif.request(lambda backend: run({"backend": backend.expecting(form, SMALL_RESULT + 2 * size)}))
+
+    def _watch(self, row: Batch) -> None:
+        arguments = forward_arguments(self.module, row, self._model)
+        points = self.residual.points
+        modules = {point.module: self._module_at(point.module) for point in points}
+
+        def run() -> Any:
+            with without_values():
+                return call_on(device_of(self.module), self.module, *arguments)
+
+        # A model whose forward pass depends on values cannot be watched here.
+        with suppress(*FAILURES), torch.no_grad(), self.evaluating():
+            watch(points, modules, (), run, row.token_positions, self.aside).check(self._model.name)
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> Order:
         arguments = forward_arguments(self.module, row, self._model)

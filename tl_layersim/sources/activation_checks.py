@@ -128,6 +128,19 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
         raise LayersimError(f"{what} needs every block of the residual stream, but layers= names {named}.")
 
 
+def need_known_norm(model: Model) -> None:
+    """Raise an error if a lens without the final norm is asked of a head whose norm is not known.
+
+    Raises:
+        LayersimError: the user named the head, and one of its parts may be or contain the norm.
+    """
+    if model.head is not None and model.head.hides_norm:
+        raise LayersimError(
+            f"`norm` is 'none', but it is not known which part of unembed={list(model.head.modules)} is the final norm to leave "
+            "out. Name the norm as the first path of `unembed`, or use norm='final'."
+        )
+
+
 def need_equal_width(model: Model, what: str) -> None:
     """Raise an error if the sites have different widths.
 

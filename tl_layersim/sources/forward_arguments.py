@@ -93,9 +93,10 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     """
     _refuse_masked_positions(batch, model)
     options: dict[str, Any] = {**no_cache(module)}
-    if batch.padded:
-        accepts = inspect.signature(type(module).forward).parameters.values()
-        if not any(p.name == model.mask_input or p.kind is p.VAR_KEYWORD for p in accepts):
+    accepts = inspect.signature(type(module).forward).parameters
+    is_required = model.mask_input in accepts and accepts[model.mask_input].default is inspect.Parameter.empty
+    if batch.padded or is_required:
+        if model.mask_input not in accepts and not any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
             raise LayersimError(
                 f"{type(module).__name__} takes no `{model.mask_input}`, but the rows of a batch have different lengths. Use "
                 "batch_size=1."

@@ -19,9 +19,9 @@ from ..activations.block_call import BlockCall, record_call
 from ..activations.view import SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
-from ..architectures.output_heads import lens_of
+from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.transformer_lens import is_transformer_lens
-from ..architectures.unembed import tensor_of, unembed_gap
+from ..architectures.unembed import Head, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
@@ -95,14 +95,15 @@ class HookedSource(CanReadSites):
             self.embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
-
-    def aside(self) -> bool:
-        """Whether hooks must ignore the current forward pass, as while the front model of a stitched model runs."""
-        return False
+            self._heads = possible_heads(model, self.paths, self._model.head) if unembed is None else ()
 
     @property
     def is_settled(self) -> bool:
         return super().is_settled and self._check is None
+
+    def _set_head(self, head: Head) -> None:
+        super()._set_head(head)
+        self.unembed = lens_of(self.module, head)
 
     def check_first_row(self, check: Callable[[Batch], None]) -> None:
         """Store a function that checks one batch; the next `settle` calls it once."""
@@ -202,8 +203,8 @@ class HookedSource(CanReadSites):
 
     def _not_in_order(self, given: str) -> LayersimError:
         return LayersimError(
-            f"The forward pass of {self.model.name} must reach each site once, in the order of the blocks, but {given}. Name "
-            "the blocks in the order in which they run, as layers=[...], and remove hooks that run the model again."
+            f"The forward pass of {self.model.name} must reach each site once, in the order of the blocks, but {given}. Each "
+            "block must run once, and no hook may run the model again."
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:
@@ -215,7 +216,9 @@ class HookedSource(CanReadSites):
             logits = tensor_of(self.call(row))
             if not seen:
                 raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
-            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
+            # The run of the last block that is measured.
+            self.choose_head(seen[0], logits, row.attention[0])
+            return unembed_gap(self.unembed, seen[0][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """Run one forward pass over a batch, with `more` as further keyword arguments."""

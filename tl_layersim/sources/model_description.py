@@ -69,6 +69,8 @@ class Model(ModelInputs):
         pads: padding ids in its configuration.
         starts: BOS ids in its configuration.
         ends: EOS ids in its configuration.
+        pixel_axes: number of axes of one row of `pixel_values`: 3 for images, 2 for patches; None if unknown.
+        channels: number of channels of an image; None if unknown.
         changes: changes to the model outside its weights, see `Provenance`.
         stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" if blocks are left out or the
             stream is also read inside blocks, "none" for other sites, "unknown" until a forward pass has tested it.
@@ -154,6 +156,8 @@ class Model(ModelInputs):
         object.__setattr__(self, "name", without_secrets(self.name))
 
 
+# Inputs of models that take the patches of images: which patches are padding, and in how many rows and columns they lie.
+PATCH_MASK, PATCH_SHAPES = "pixel_attention_mask", "spatial_shapes"
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
 HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
 
@@ -230,10 +234,39 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     if stack == "vision":
         # An attention mask beside the pixels is that of the other tower's texts.
         main, own = PIXELS, (own[0], "")
+    axes = _pixel_axes(module, names)
+    if axes == 2 and PATCH_MASK in names:
+        own = (own[0], PATCH_MASK)
     inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
     ids = {"pads": "pad_token_id", "starts": "bos_token_id", "ends": "eos_token_id"}
     more = {key: tuple(_ids(config, text, name)) for key, name in ids.items()} | {"processor": processor_of(module)}
+    more |= {"pixel_axes": axes, "channels": _image_channels(module) if axes == 3 else None}
     return {"inputs": inputs, "main_input": main, "token_input": own[0], "mask_input": own[1]} | more
+
+
+def _image_convolutions(module: torch.nn.Module) -> list[torch.nn.Module]:
+    return [part for part in module.modules() if isinstance(part, torch.nn.Conv2d | torch.nn.Conv3d)]
+
+
+def _pixel_axes(module: torch.nn.Module, names: list[str]) -> int | None:
+    """Number of axes of one row of `pixel_values`: 3 for images, 2 for patches; None if the modules do not show it.
+
+    Args:
+        module: the model.
+        names: names of its inputs.
+    """
+    if _image_convolutions(module):
+        return 3
+    # The numbers of rows and columns of an image whose patches are given.
+    return 2 if PATCH_SHAPES in names else None
+
+
+def _image_channels(module: torch.nn.Module) -> int | None:
+    """Number of channels of the images that a model takes; None if unknown."""
+    config = getattr(module, "config", None)
+    known = getattr(getattr(config, "vision_config", config), "num_channels", None)
+    first: Any = _image_convolutions(module)[0]
+    return known if isinstance(known, int) else int(first.in_channels)
 
 
 def _main_input(module: torch.nn.Module) -> str:

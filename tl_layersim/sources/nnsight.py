@@ -19,8 +19,8 @@ from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
 from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
-from ..architectures.output_heads import lens_of
-from ..architectures.unembed import Unembed, tensor_of, unembed_gap
+from ..architectures.output_heads import lens_of, possible_heads
+from ..architectures.unembed import Head, Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
 from ..core.wording import with_article
 from ..data.batches import Batch
@@ -175,6 +175,7 @@ class NNsightSource(CanReadSites):
         where = f" (remote={shown(remote)})" if remote else ""
         tokenizer = getattr(model, "tokenizer", None)
         known = describe(self.module, self.paths, type(model).__name__ + where, tokenizer, unembed, self._named)
+        self._heads = possible_heads(self.module, self.paths, known.head) if unembed is None else ()
         changes = "; ".join(filter(None, (edits_of(model), known.changes)))
         self._model = replace(known, processor=processor_of(model) or known.processor, changes=changes)
         self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
@@ -189,6 +190,10 @@ class NNsightSource(CanReadSites):
     def _envoy_at(self, path: str) -> Any:
         """The envoy of the module at a path, even if nnsight renames it."""
         return self._envoys[id(self.module.get_submodule(path))]
+
+    def _set_head(self, head: Head) -> None:
+        super()._set_head(head)
+        self.lens = lens_of(self.module, head, self._envoy_at)
 
     def _events(self) -> tuple[HookPoint, ...]:
         return tuple(HookPoint(path, path, incoming) for path in self.paths for incoming in (True, False))
@@ -241,6 +246,7 @@ class NNsightSource(CanReadSites):
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         if self._remote or self.calling:
             # Blocks are called again inside the trace.
+            self.refuse_dependent_rows(batch)
             with refusing_out_of_memory(batch, f"a forward pass{self._indivisible()}"):
                 return self._traced(batch, kernels)
         return super().run(batch, kernels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -58,22 +58,34 @@ def in_parts(batch: Batch, size: int, run: Callable[[Batch], View]) -> View:
         size: number of rows of a forward pass.
         run: function that runs one forward pass over some rows and returns their view.
     """
+    count = len(batch.tokens)
+    groups = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
+    return joined(batch, groups, lambda rows: run(batch.part(rows[0], rows[-1] + 1)))
+
+
+def joined(batch: Batch, groups: Sequence[list[int]], run: Callable[[list[int]], View]) -> View:
+    """Run groups of the rows of a batch one after the other, and return the activations of all rows as one `View`.
+
+    Args:
+        batch: the rows.
+        groups: indices of the rows in each group, ascending. Together they are all rows with a counted position.
+        run: function that runs the rows of a group and returns their view.
+    """
     known = tokens_alone(batch)
-    joined: View | None = None
-    filled = 0
-    for start in range(0, len(batch.tokens), size):
-        view = run(batch.part(start, min(start + size, len(batch.tokens))))
-        if joined is None:
+    row_of_sample = known.sequence
+    whole: View | None = None
+    for rows in groups:
+        view = run(rows)
+        if whole is None:
             sites, _, width = view.activations.shape
-            with refusing_out_of_memory(batch, f"keeping {len(known.sequence)} samples at {sites} sites, {width} wide,"):
-                activations = view.activations.new_empty(sites, len(known.sequence), width)
+            with refusing_out_of_memory(batch, f"keeping {len(row_of_sample)} samples at {sites} sites, {width} wide,"):
+                activations = view.activations.new_empty(sites, len(row_of_sample), width)
             fields: dict[str, Any] = {name: value.to(activations.device) for name, value in known.token_fields().items()}
-            joined = replace(view, activations=activations, memo={}, **fields)
-        end = filled + view.activations.shape[1]
-        joined.activations[:, filled:end] = view.activations
-        filled = end
-    assert joined is not None
-    return joined
+            whole = replace(view, activations=activations, memo={}, **fields)
+        samples = torch.isin(row_of_sample, torch.tensor(rows)).nonzero()[:, 0]
+        whole.activations[:, samples.to(view.activations.device)] = view.activations
+    assert whole is not None
+    return whole
 
 
 def reduce_batch(batch: Batch, kernels: Mapping[str, Kernel], *views: View) -> Reduced:

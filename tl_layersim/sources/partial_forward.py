@@ -17,7 +17,7 @@ from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import rounding, tensor_of
 from ..core.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..core.errors import LayersimError
-from ..core.wording import WHY_NOT_FINITE
+from ..core.wording import WHY_NOT_FINITE, first_line
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
 from .activation_checks import need_stream
@@ -25,6 +25,7 @@ from .forward_arguments import with_padding_ids
 from .hooked_module import HookedSource
 from .hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
 from .model_description import Model
+from .out_of_memory import is_out_of_memory
 from .source import CanReadSites
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -139,11 +140,17 @@ class SplitModel(ABC):
         return torch.device("cpu")
 
     def settle(self, batch: Batch) -> None:
-        """Raise an error if the modules are not blocks of one residual stream."""
-        if self.model.stream == "unknown":
-            self.source.settle(batch)
-            need_stream(self.source.model, "Stitching")
-            self.model = replace(self.model, stream="whole", basis=self.source.model.basis)
+        """Raise an error if the modules are not blocks of one residual stream.
+
+        Args:
+            batch: a batch of the data; its first row is run.
+        """
+        if self.source.is_settled:
+            return
+        self.source.settle(batch)
+        need_stream(self.source.model, "Stitching")
+        found = self.source.model
+        self.model = replace(self.model, stream=found.stream, basis=found.basis, head=found.head)
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
@@ -197,16 +204,37 @@ class SplitModel(ABC):
         """The batch, with the padding id of this model's configuration at padding positions."""
         return replace(batch, tokens=with_padding_ids(self.module, batch.tokens, batch.attention))
 
+    @contextmanager
+    def _refusing_failures(self, layer: int) -> Iterator[None]:
+        """A context manager that turns an exception of the model into a `LayersimError`.
+
+        Raises:
+            LayersimError: the model raised an exception.
+        """
+        try:
+            yield
+        except LayersimError:
+            raise
+        # Blocks that need results of blocks below them fail in any way.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise LayersimError(
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}: a forward pass from there fails with "
+                f"{type(error).__name__}: {first_line(error)}."
+            ) from error
+
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
         """Raise an error if the upper part does not reproduce the loss from the residual.
 
         Raises:
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
         """
-        own, x = self.score(batch, targets), self.hidden(batch, layer)
-        again = self.score(batch, targets, layer, x)
-        # Reversed coordinates give another direction of the same norm.
-        other = self.score(batch, targets, layer, x.flip(-1))
+        with self._refusing_failures(layer):
+            own, x = self.score(batch, targets), self.hidden(batch, layer)
+            again = self.score(batch, targets, layer, x)
+            # Reversed coordinates give another direction of the same norm.
+            other = self.score(batch, targets, layer, x.flip(-1))
         ours, theirs, wrong = (float(score["loss"]) for score in (again, own, other))
         if ours != ours and theirs != theirs:
             raise LayersimError(
@@ -302,6 +330,7 @@ class LocalSplitModel(SplitModel):
     def settle(self, batch: Batch) -> None:
         self._example = batch.first_row
         super().settle(batch)
+        self.source.refuse_dependent_rows(batch)
 
     @property
     def device(self) -> torch.device:

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
-from ..architectures.blocks import find_stacks, lists_by_stage, stack_of
+from ..architectures.blocks import POST_NORM, PRE_NORM, find_stacks, lists_by_stage, stack_of
 from ..architectures.hook_points import SITE_NAMES, HookPoint, StreamSum, at_point, channels_at, has_convolution, to_positions
+from ..architectures.output_heads import lens_of
 from ..architectures.site_selection import find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.unembed import Head, rounding, tensor_of, unembed_gap
 from ..core.distributed import weight_peers
 from ..core.errors import LOG, LayersimError
 from ..core.wording import amount
+from .batch_independence import TIMES_NOISE, Together, allowed_gaps, gaps, row_to_compare
 from .forward_arguments import refusing_failed_forward
-from .hooks import ForwardRun, eval_mode, kernels_alone, on_tensor, temporary_hooks
+from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
-from .out_of_memory import in_parts, is_out_of_memory, reduce_batch, refusing_out_of_memory, release_memory, too_large
+from .out_of_memory import in_parts, is_out_of_memory, joined, reduce_batch, refusing_out_of_memory, release_memory, too_large
+from .watched_forward import watch
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
+
+T = TypeVar("T")
+# Part of the names of sites on the residual stream.
+STREAM = ".hook_resid_"
 
 
 @dataclass(frozen=True)
@@ -292,16 +300,18 @@ def firing_order(
         points: the hook points.
         modules: the modules of the points, by path.
         run: runs the forward pass; its errors after the last hook point are ignored.
-        pos: number of positions of a row, if tokens determine it.
+        pos: number of positions of the one row, if tokens determine it.
 
     Raises:
-        LayersimError: a module runs more than once in a forward pass, or never.
+        LayersimError: a module runs more than once in a forward pass, or never; or a tensor has other axes than `batch pos`.
     """
     order: list[int] = []
     widths: dict[int, int] = {}
     together: dict[tuple[str, bool], list[int]] = {}
     for number, point in enumerate(points):
         together.setdefault((point.module, point.incoming), []).append(number)
+
+    shape = None if pos is None else (1, pos)
 
     def see(numbers: list[int], given: Tensor) -> None:
         if numbers[0] in widths:
@@ -310,7 +320,12 @@ def firing_order(
         for number in numbers:
             point = points[number]
             hidden = to_positions(given, point.channels, point.name, pos)
-            widths[number] = at_point(hidden, point.part, name=point.name).shape[-1]
+            if STREAM in point.name and hidden.dim() > 3:
+                raise LayersimError(
+                    f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream must "
+                    "be one tensor batch x pos x width."
+                )
+            widths[number] = at_point(hidden, point.part, shape, point.name).shape[-1]
 
     # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
     with temporary_hooks() as handles, torch.no_grad(), kernels_alone():
@@ -326,6 +341,33 @@ def firing_order(
         if number not in widths:
             raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
     return tuple(order), tuple(widths[number] for number in range(len(points)))
+
+
+def on_short_row(batch: Batch, check: Callable[[Batch], T]) -> T:
+    """Run a check on a short row of a batch; or on a whole row if the model does not take the short one.
+
+    Some models pad rows to a multiple of a window, so that their activations have the positions of certain rows only. A row of
+    twice the length then shows whether activations have the positions of the rows, or as many by chance.
+
+    Args:
+        batch: the rows.
+        check: function that runs a forward pass over one row, and raises an error if the activations are not those of the row.
+    """
+    short, whole = batch.short_row, batch.whole_row
+    try:
+        return check(short)
+    except Exception:
+        if short.tokens.shape == whole.tokens.shape:
+            raise
+    found = check(whole)
+    try:
+        check(batch.doubled_row)
+    except LayersimError:
+        raise
+    except Exception:
+        # The row is too long for the model.
+        return found
+    return found
 
 
 def not_once(name: str, module: str, why: str) -> LayersimError:
@@ -354,6 +396,11 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     _rows: int | None = None  # largest number of rows in a forward pass; None as long as every batch fits
     _named: bool  # whether the user named the blocks
     _model: Model
+    _heads: tuple[Head, ...] = ()  # heads among which the first watched forward pass chooses
+    _is_watched: bool = False  # whether a forward pass has shown that each block runs once, and what it passes on
+    _compares_rows: bool = False  # whether rows are compared with themselves alone, after the first `settle`
+    _together: Together = Together.ALL  # the rows of a batch that run in one forward pass
+    _compared: set[tuple[Together, bool]]  # kinds of batches in which a row had the same activations as alone
 
     @property
     def model(self) -> Model:
@@ -361,6 +408,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
+        self._compared = set()
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce_batch(batch, kernels, self.collect(batch))
@@ -370,7 +418,99 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """Run one forward pass over the batch and return its activations as a `View`."""
 
     def collect(self, batch: Batch) -> View:
-        """Return the activations of a batch as a `View`, from as many forward passes as memory requires.
+        """Return the activations of a batch as a `View`, from as many forward passes as the model requires.
+
+        If other rows or padding change the activations of a row, only rows of equal length run together, or each row alone. The
+        first batch of several rows shows this, and the first one with padding.
+
+        Raises:
+            LayersimError: a forward pass runs out of memory; or rows must run together, but change one another.
+        """
+        while True:
+            view = self._grouped(batch, self._together)
+            if self._needs_comparison(batch) and self._changes_rows(batch, view):
+                self._separate()
+                continue
+            return view
+
+    def _grouped(self, batch: Batch, together: Together) -> View:
+        """Run the rows of a batch that may run together, group by group."""
+        if together is Together.ALL:
+            return self._in_memory(batch)
+        groups = together.groups(batch)
+        if len(groups) > 1 and self._indivisible():
+            raise self._not_apart()
+        return joined(batch, groups, lambda rows: self._in_memory(batch.chosen(rows)))
+
+    def refuse_dependent_rows(self, batch: Batch) -> None:
+        """Raise an error if rows of a batch that run together change one another.
+
+        Raises:
+            LayersimError: they do.
+        """
+        if len(batch.tokens) == 1:
+            return
+        if self._needs_comparison(batch):
+            with self._without_calls():
+                self.collect(batch)
+        if self._together is not Together.ALL and len(self._together.groups(batch)) > 1:
+            raise self._not_apart()
+
+    def _not_apart(self) -> LayersimError:
+        return LayersimError(
+            f"`batch_size` is above 1, but in {self.model.name} other rows of a batch, or padding, change the activations of a row. "
+            f"The rows must run apart{self._indivisible()}: use Data(..., batch_size=1)."
+        )
+
+    def _needs_comparison(self, batch: Batch) -> bool:
+        """Whether rows of this batch have not been compared yet with the same rows alone."""
+        # Processes that share the weights run the same forward passes.
+        return self._compares_rows and (self._together, batch.padded) not in self._compared and not weight_peers(self.module)
+
+    def _changes_rows(self, batch: Batch, view: View) -> bool:
+        """Whether the rows that run together change one another, by a comparison of one row with itself alone.
+
+        Args:
+            batch: the rows.
+            view: their activations.
+        """
+        number = row_to_compare(batch, self._together)
+        if number is None:
+            return False
+        row = batch.chosen([number])
+        with self._without_calls():
+            alone = self._in_memory(row).activations
+            own = view.activations[:, (view.sequence == number).nonzero()[:, 0]]
+            found, allowed = gaps(own, alone), allowed_gaps(len(own), self._model.torch_dtype).to(own.device)
+            if bool((found > allowed).any()):
+                # Copies of the row have the same rounding as a batch, and change one another least.
+                copies = self._in_memory(row.chosen([0] * len(batch.tokens)))
+                noise = gaps(copies.activations[:, (copies.sequence == 0).nonzero()[:, 0]], alone)
+                if bool((found > allowed + TIMES_NOISE * noise).any()):
+                    return True
+        self._compared.add((self._together, batch.padded))
+        return False
+
+    def _separate(self) -> None:
+        """Run fewer rows together from now on."""
+        self._together = self._together.next
+        LOG.warning(
+            "Other rows of a batch, or padding, change the activations of a row in %s: %s from now on.",
+            self.model.name,
+            "only rows of equal length run together" if self._together is Together.OF_ONE_LENGTH else "each row runs alone",
+        )
+
+    @contextmanager
+    def _without_calls(self) -> Iterator[None]:
+        """A context manager in which views contain no calls of blocks."""
+        before, self.calling = self.calling, False
+        try:
+            yield
+        finally:
+            self.calling = before
+
+    def _in_memory(self, batch: Batch) -> View:
+        """Run rows together, in as many forward passes as memory requires.
 
         A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows
         that worked.
@@ -420,8 +560,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     @property
     def is_settled(self) -> bool:
-        """Whether `Model.stream` and the order of the sites are known. `settle` then runs no forward pass."""
-        return self.model.stream != "unknown" and self.reading.order is not None
+        """Whether `settle` has verified the residual layers, if they are read, and knows the order of the sites."""
+        is_verified = self._is_watched or (not self.reads_residual and self.model.stream != "unknown")
+        return is_verified and self.reading.order is not None
+
+    def aside(self) -> bool:
+        """Whether hooks must ignore the current forward pass, as while the front model of a stitched model runs."""
+        return False
 
     @abstractmethod
     def call(self, batch: Batch) -> Any:
@@ -435,39 +580,75 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return ()
 
     def settle(self, batch: Batch) -> None:
-        """Run one row to find order and widths of the sites, and whether they are the residual stream.
+        """Run one row to verify the residual layers, and to find order and widths of the sites.
 
         Nothing runs if all of this is known.
+
+        Raises:
+            LayersimError: a block runs several times or never, or does not pass on `batch pos width`; or a site is reached several
+                times or never.
         """
-        if self._model.stream == "unknown":
-            row = batch.first_row
-            with (
-                refusing_out_of_memory(row),
-                refusing_failed_forward(self.module),
-                torch.no_grad(),
-                ForwardRun() as forward,
-                self.settling(forward.stop),
-            ):
-                self.call(row)
-        if self.reading.order is None:
-            points = self.reading.points
-            order, widths = self._find_order((*points, *self._events()), batch.short_row)
-            self.reading = SitesRead(points, order, widths[: len(points)])
+        with refusing_out_of_memory(batch.first_row), refusing_failed_forward(self.module):
+            if self.reads_residual and not self._is_watched:
+                on_short_row(batch, self._watch)
+                self._is_watched = True
+            elif self._model.stream == "unknown":
+                with torch.no_grad(), self.settling():
+                    self.call(batch.first_row)
+            if self.reading.order is None:
+                points = self.reading.points
+                order, widths = on_short_row(batch, partial(self._find_order, (*points, *self._events())))
+                self.reading = SitesRead(points, order, widths[: len(points)])
+        self._compares_rows = True
+
+    def _watch(self, row: Batch) -> None:
+        """Watch a forward pass over one row, check the residual layers, and correct the description of the model.
+
+        The pass runs to its end: a block that runs again is no layer of a residual stream that is read once.
+        """
+        points = self.residual.points
+        modules = {point.module: self._module_at(point.module) for point in points}
+        blocks = [self.module.get_submodule(path) for path in self.paths] if self._model.basis == PRE_NORM else []
+        with torch.no_grad(), kernels_alone(), self.evaluating(), self.settling():
+            seen = watch(points, modules, blocks, lambda: self.call(row), row.token_positions, self.aside)
+        seen.check(self._model.name)
+        if seen.is_post_norm:
+            self._model = replace(self._model, basis=POST_NORM)
+        if seen.output is not None and seen.last is not None:
+            self.choose_head(seen.last, seen.output, row.attention[0])
+
+    def choose_head(self, hidden: Tensor, output: Any, attended: Tensor) -> None:
+        """Keep the first of the possible heads that gives the model's own logits; the likeliest if none does.
+
+        Args:
+            hidden: activations of the last block, for one row.
+            output: output of the model.
+            attended: `pos`, the positions that the model attended to.
+        """
+        allowed = rounding(self._model.torch_dtype)
+        for head in self._heads if len(self._heads) > 1 else ():
+            lens = lens_of(self.module, head)
+            # A norm of another width fails, and so does a head whose input is another one.
+            with suppress(RuntimeError, TypeError, ValueError, IndexError):
+                assert lens is not None
+                difference, size = unembed_gap(lens, hidden[0], tensor_of(output)[0], attended).tolist()
+                if difference <= allowed * max(size, 1e-3):
+                    self._set_head(head)
+                    return
+
+    def _set_head(self, head: Head) -> None:
+        """Replace the head in the description of the model, and the logit lens."""
+        self._model = replace(self._model, head=head)
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
         modules = {point.module: self._module_at(point.module) for point in events}
-        with refusing_failed_forward(self.module):
-            return firing_order(events, modules, lambda: self.call(row), row.token_positions)
+        return firing_order(events, modules, lambda: self.call(row), row.token_positions)
 
     @contextmanager
-    def settling(self, end: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """A context manager that tests, in its first forward pass, whether modules share one residual stream.
-
-        Args:
-            end: function that is called after the last module.
-        """
+    def settling(self) -> Iterator[None]:
+        """A context manager that tests, in its first forward pass, whether modules share one residual stream."""
         with temporary_hooks() as handles:
-            handles += [on_tensor(*place) for place in self.stream_test(end)]
+            handles += [on_tensor(*place) for place in self.stream_test(lambda: None)]
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:

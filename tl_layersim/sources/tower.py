@@ -60,6 +60,9 @@ class TowerSource(HookedSource):
             processor=processor_of(self.clip),
         )
 
+    def settle(self, batch: Batch) -> None:
+        super().settle(self._own(batch))
+
     def collect(self, batch: Batch) -> View:
         return super().collect(self._own(batch))
 

@@ -21,7 +21,7 @@ from ..data.labels import NO_LABEL, as_labels
 from ..data.padding_masks import as_mask
 from ..data.right_padding import RightPadding
 from ..remote.open_model import open_source
-from ..sources.activation_checks import need_stream, refuse_other_logits
+from ..sources.activation_checks import need_known_norm, need_stream, refuse_other_logits
 from ..sources.forward_arguments import device_of, no_cache, padding_id, with_padding_ids
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
@@ -171,6 +171,8 @@ class ResidualStream:
         Returns:
             For each layer, the inputs of the head, `sample width`; and the targets, `sample`.
         """
+        if norm is False:
+            need_known_norm(self.source.model)
         pos = next(iter(residuals.values())).shape[1]
         index, targets = positions_with_targets(self.reads, batch.targets, self._attended(batch), pos)
         read = {}

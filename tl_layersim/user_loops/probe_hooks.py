@@ -463,6 +463,8 @@ class Recorder:
         if frame.inner:
             frame.tokens, frame.attention = parent.tokens, parent.attention
             frame.decoder, frame.cached = parent.decoder, parent.cached
+            # A stack that is called again on its own output runs its blocks again in the same forward pass.
+            frame.read_here = set(parent.read_here)
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         frame.cached |= any(given.get(name) is not None for name in CACHE_ARGUMENTS)
@@ -477,8 +479,11 @@ class Recorder:
             if any(given.get(name) is not None for name in OTHER_INPUTS) and not _is_tokens(tokens):
                 # A separate tower of a model that also reads text.
                 frame.tokens, frame.attention = None, None
+                frame.read_here = set()
         if _is_tokens(tokens):
             frame.tokens = tokens.detach()
+            # Inputs of its own make a call of a stack a forward pass of its own.
+            frame.read_here = set()
         # The outer model takes the plain mask; the stack inside it may take a mask that is computed from it.
         if mask is not None and (frame.attention is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
             frame.attention = mask
@@ -547,14 +552,25 @@ class Recorder:
             return
         frame = here if self.inside else here.outermost
         for site in sites:
-            if not self.inside and here.level >= 0 and site in here.read_here:
-                raise self._not_once(site, "it runs more than once in a forward pass")
+            if here.level >= 0 and site in here.read_here:
+                if not self.inside:
+                    raise self._not_once(site, "it runs more than once in a forward pass")
+                raise LayersimError(
+                    f"{self.names[site]} (module {self.points[site].module}) is reached more than once in a forward pass of "
+                    f"{self.source.model.name}, and each block must run exactly once. Inside hooks, call model(tokens), not "
+                    "model.forward(...)."
+                )
             if not self._expected(site, frame):
                 return
             here.read_here.add(site)
             pos = None if here.tokens is None or here.tokens.dim() != 2 else here.tokens.shape[1]
             point, name = self.points[site], self.names[site]
             places = to_positions(whole_tensor(hidden, name), point.channels, name, pos)
+            if self.inside and places.dim() > 3:
+                raise LayersimError(
+                    f"{name} (module {point.module}) of {self.source.model.name} is {' x '.join(map(str, places.shape))}, and a "
+                    "residual stream must be one tensor batch x pos x width."
+                )
             frame.reading = frame.reading or self._start(site, here, places)
             frame.reading.buffer.put(site, places, point.part)
             frame.reading.seen.append(site)

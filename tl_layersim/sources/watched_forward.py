@@ -1,0 +1,163 @@
+"""A watched forward pass: how often, in which order and on which tensors the blocks of a model run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..activations.block_call import first_tensor
+from ..architectures.hook_points import HookPoint, to_positions
+from ..architectures.output_heads import has_name_of_norm
+from ..core.errors import LayersimError
+from .hooks import in_this_thread, on_leave, on_tensor, temporary_hooks
+
+
+@dataclass
+class WatchedForward:
+    """The residual layers of a model in one forward pass over one row.
+
+    Attributes:
+        points: hook points of the residual layers, in the order in which blocks must run.
+        pos: number of positions of the row; None if tokens do not determine it.
+        runs: number of times that the forward pass reached each point.
+        order: indices of the points, in the order in which they were reached first.
+        shapes: shape of the activations at each point; of a feature map, with its positions on one axis.
+        last: the activations at the last point.
+        ends_in_norm: for each block, whether its output is the output of a norm inside it.
+        output: output of the model; None if the forward pass failed after the last block.
+    """
+
+    points: Sequence[HookPoint]
+    pos: int | None
+    runs: Counter[int] = field(default_factory=Counter)
+    order: list[int] = field(default_factory=list)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    last: Tensor | None = None
+    ends_in_norm: list[bool] = field(default_factory=list)
+    output: Any = None
+
+    def see(self, number: int, hidden: Tensor) -> None:
+        """Record that the forward pass reached a point.
+
+        Args:
+            number: index of the point.
+            hidden: its activations.
+        """
+        self.runs[number] += 1
+        if self.runs[number] > 1:
+            return
+        point = self.points[number]
+        self.order.append(number)
+        self.shapes[number] = tuple(to_positions(hidden, point.channels, point.name, self.pos).shape)
+        if number == len(self.points) - 1:
+            self.last = hidden.detach()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the forward pass reached every point."""
+        return len(self.order) == len(self.points)
+
+    @property
+    def is_post_norm(self) -> bool:
+        """Whether the output of every block is the output of a norm inside it."""
+        return bool(self.ends_in_norm) and all(self.ends_in_norm)
+
+    def check(self, model: str) -> None:
+        """Raise an error if the points are not layers of one residual stream that is computed once.
+
+        Args:
+            model: name of the model.
+
+        Raises:
+            LayersimError: a block runs several times, never or out of order, or passes on other axes than `batch pos width`.
+        """
+        for number, point in enumerate(self.points):
+            if self.runs[number] != 1:
+                reached = f"{self.runs[number]} times" if self.runs[number] else "never"
+                raise LayersimError(
+                    f"The layers of {model} cannot be read: {point.name} (module {point.module}) is reached {reached} in a "
+                    "forward pass over one row of this data, and each block must run exactly once."
+                )
+        for before, number in zip(self.order, self.order[1:], strict=False):
+            if number < before:
+                raise LayersimError(
+                    f"The layers of {model} cannot be read: the forward pass reaches {self.points[number].name} (module "
+                    f"{self.points[number].module}) after {self.points[before].name}. `layers` must name blocks in the order in "
+                    "which they run."
+                )
+        for number, point in enumerate(self.points):
+            if not self._has_axes(self.shapes[number]):
+                row = "one row" if self.pos is None else f"one row of {self.pos} positions"
+                raise LayersimError(
+                    f"The layers of {model} cannot be read: {point.name} (module {point.module}) is "
+                    f"{' x '.join(map(str, self.shapes[number]))} for {row}, and a residual stream must be one tensor "
+                    "batch x pos x width."
+                )
+
+    def _has_axes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape is that of activations of one row, `1 pos width`; or without an axis of rows, or of positions."""
+        if self.pos is None:
+            return len(shape) in (2, 3) and shape[0] == 1
+        return shape[:-1] in ((1, self.pos), (self.pos,))
+
+
+def watch(
+    points: Sequence[HookPoint],
+    modules: Mapping[str, torch.nn.Module],
+    blocks: Sequence[torch.nn.Module],
+    call: Callable[[], Any],
+    pos: int | None,
+    aside: Callable[[], bool],
+) -> WatchedForward:
+    """Run a forward pass to its end, and record what it does at the residual layers.
+
+    Args:
+        points: hook points of the residual layers.
+        modules: the modules of the points, by path.
+        blocks: the blocks.
+        call: runs the forward pass over one row; its errors after the last block are ignored.
+        pos: number of positions of the row, if tokens determine it.
+        aside: whether the current forward pass is not that of the model.
+    """
+    seen = WatchedForward(points, pos)
+    with temporary_hooks() as handles:
+
+        def see(number: int, hidden: Tensor) -> None:
+            if not aside():
+                seen.see(number, hidden)
+
+        handles += [on_tensor(modules[point.module], point.incoming, partial(see, n)) for n, point in enumerate(points)]
+        for block in blocks:
+            handles += _norm_hooks(block, seen.ends_in_norm)
+        try:
+            seen.output = call()
+        except LayersimError:
+            raise
+        except Exception:
+            if not seen.is_complete:
+                raise
+    return seen
+
+
+def _norm_hooks(block: torch.nn.Module, ends_in_norm: list[bool]) -> list[RemovableHandle]:
+    """Hooks that append to a list, for each run of a block, whether its output is the output of a norm inside it."""
+    last: list[Tensor] = []
+
+    def keep(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            last[:] = [output]
+
+    def compare(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        hidden = first_tensor(output)
+        ends_in_norm.append(any(hidden.shape == normed.shape and torch.equal(hidden, normed) for normed in last))
+        last.clear()
+
+    norms = [part for part in block.modules() if part is not block and has_name_of_norm(type(part))]
+    return [on_leave(norm, in_this_thread(keep)) for norm in norms] + [on_leave(block, in_this_thread(compare))]
