@@ -13,6 +13,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.many import SweepError
 from tl_layersim.many.sweep import data_digest
+from tl_layersim.sources.hooked_module import HookedSource
 
 from ..options import called
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
@@ -228,4 +229,4 @@ class TestCheckpoint:
         assert len({data_digest(kind) for kind in kinds}) == len(kinds)
         assert data_digest([{"b": 1, "a": 2}]) == data_digest([{"a": 2, "b": 1}])
         assert data_digest(["x"] * 1500) != data_digest(["x"] * 1501)
-        assert data_digest(["x"] * 1500 + ["y"]) == data_digest(["x"] * 1501)
+        assert data_digest(["x"] * 1500 + ["y"]) != data_digest(["x"] * 1501)
