@@ -225,6 +225,8 @@ def sending_backend() -> Any:
             if not isinstance(found, tuple | list) or len(found) != 3:
                 raise UnsafeAnswer("does not hold what the request returns")
             ticket, number, value = found
+            if type(ticket) is not str or type(number) is not int:
+                raise UnsafeAnswer("has no ticket and no checksum")
             if ticket != self.ticket:
                 raise DamagedAnswer("the result belongs to another request")
             # Before the checksum, because the form names what is wrong.
