@@ -215,7 +215,7 @@ def _opened(found: Any, ticket: str, form: FormOfSums) -> list[dict[str, Any]]:
         passes: list[dict[str, Any]] = found[2]
         for one in passes:
             _refuse_other_pass(one, form)
-        if sent != ticket or number != checksum(passes):
+        if type(number) is not int or sent != ticket or number != checksum(passes):
             raise UnsafeAnswer("has other numbers than the server computed, or belongs to another trace")
     except UnsafeAnswer as error:
         raise LayersimError(f"The result of a trace with probe.read() is refused, because it {error}.") from None

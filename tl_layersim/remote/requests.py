@@ -126,29 +126,32 @@ class RequestSchedule:
             self.most_batches, self.lowered = most_batches, self.lowered + 1
 
 
-# Width of sites whose width is not known, and the number of matrices of the size of a site that a kernel may return.
+# Width of sites whose width is not known, and the smallest number of matrices of this width that a site may have.
 UNKNOWN_WIDTH, MATRICES = 8192, 16
 
 
-def largest_sums(group: Sequence[Batch], kernels: int, sites: int, width: int, least: int) -> int:
+def largest_sums(group: Sequence[Batch], kernels: int, sites: int, width: int, classes: int, joined: bool, least: int) -> int:
     """Largest number of bytes of the sums of a request.
 
-    Kernels return sums over samples: numbers, vectors and matrices of sites, of samples and of the width of a site, and for
-    each site a few matrices of these sizes.
+    The largest sums are matrices of the width of a site for each pair of sites, and vectors of this width for each class. If
+    the sums of leaves are not added, kernels may also return matrices of the samples.
 
     Args:
         group: batches of the request.
         kernels: number of kernels.
         sites: number of sites.
         width: width of the widest site; 0 if not known.
+        classes: number of classes, such as the size of the vocabulary.
+        joined: whether the sums of leaves are added.
         least: smallest limit.
     """
     leaves = sum(batch.leaf_rows // batch.leaf for batch in group)
-    side = max(width or UNKNOWN_WIDTH, sites, *(int(batch.counted.sum()) for batch in group))
-    most = least + 8 * MATRICES * leaves * kernels * sites * side * side
-    # Sums that do not fit into memory help nobody.
+    samples = 0 if joined else max(int(batch.counted.sum()) for batch in group)
+    width = width or UNKNOWN_WIDTH
+    numbers = sites * (max(sites, MATRICES) * max(width, samples) ** 2 + classes * width)
+    # Twice as many, because a kernel may return several of them; but sums that do not fit into memory help nobody.
     free: int = psutil.virtual_memory().available
-    return max(least, min(most, free // 2))
+    return max(least, min(least + 2 * 8 * leaves * kernels * numbers, free // 2))
 
 
 # Zstandard levels of nnsight's requests and of NDIF's results.

@@ -236,7 +236,7 @@ class RemoteSource(NNsightSource, OnServer):
             raise self._too_long(group[0], error) from None
         most = 1 << ((len(group) - 1).bit_length() - 1)
         self.schedule.lower(most)
-        if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
+        if limit := re.search(r"timeout of (\d{1,9}(?:\.\d+)?)s", str(error)):
             # Some servers report their limit only in this message.
             self.offer = replace(self.offer, job_limit=float(limit[1]))
         LOG.warning("%s ended a job at its time limit; requests now hold at most %d batches", self.offer.server, most)
@@ -255,7 +255,8 @@ class RemoteSource(NNsightSource, OnServer):
         rows, sites = sum(batch.leaf_rows for batch in group), tuple(len(reader.names) for reader in readers)
         form = FormOfSums(rows, sites, tuple(shipped), joined)
         width = max(self.widths or (self.model.d_model or 0,))
-        largest = largest_sums(group, len(shipped), max(sites), width, SMALL_RESULT)
+        classes = self.model.vocabulary or 0
+        largest = largest_sums(group, len(shipped), max(sites), width, classes, joined, SMALL_RESULT)
         with self._frozen.in_place(shipped):
             return take(lambda backend: submit(*about, backend.expecting(form, largest)))
 
@@ -288,8 +289,8 @@ class RemoteSource(NNsightSource, OnServer):
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
         rows = len(batch.tokens)
         return LayersimError(
-            f"The smallest request, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's time limit for a job: "
-            f"{server_text(error)} ({self.offer.server}). Use a smaller seq_len= or batch_size=, or fewer analyzers at once."
+            f"The smallest request, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's time limit for a job. "
+            f"{self.offer.server} says: '{server_text(error)}'. Use a smaller seq_len= or batch_size=, or fewer analyzers at once."
         )
 
 

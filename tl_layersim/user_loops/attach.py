@@ -110,8 +110,9 @@ def attach(
     hooks were added before.
 
     An nnsight model is measured inside your own traces, after your interventions, in this process or on a server: call
-    `probe.read()` in an empty invoke of each trace, see `Probe.read`. The lens and the sites are checked by a short row of
-    tokens when the probe is made.
+    `probe.read()` in an empty invoke of each trace, see `Probe.read`. A model of a hub whose weights are not loaded is
+    taken to be on a server; one of a folder is loaded. The lens and the sites are checked by a short row of tokens when the
+    probe is made.
 
     Args:
         model: HookedTransformer, TransformerBridge, a Hugging Face or an nnsight model; or what `open_model` returns.
