@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import file_format
+from tl_layersim.core.result_declarations import below
 
 from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, residuals, view_for
 from .helpers import FILES, RESULTS, read_checkpoint
 
 DEEP: Any = []
@@ -96,7 +100,7 @@ def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
         lambda: lsim.analyze(model, data, "cka", checkpoint="a\0b"),
         lambda: lsim.truncate(model, 1, save_to="a\0b"),
     ):
-        with pytest.raises((ValueError, OSError)):
+        with pytest.raises(lsim.LayersimError):
             call()
     assert os.listdir() == []
 
@@ -116,6 +120,84 @@ def test_a_malformed_result_is_refused_or_works(name, tmp_path):
             refused += str(path) in str(error)
     # Each refusal names the file.
     assert refused + worked == 6
+
+
+def uses(result):
+    """All that a user does with a loaded result, but for figures."""
+    report = lsim.Report({"a": result})
+    yield repr(result)
+    yield report.to_markdown()
+    yield report.to_frame()
+    yield result.to_xarray()
+    yield report.headline()
+    yield result.finding()
+    yield result._repr_html_()
+    for field, axes in result.tensor_fields().items():
+        yield result.to_frame(field)
+        if len(axes) in (1, 2):
+            yield result.to_latex(field)
+
+
+def figures(result):
+    for picture in result.pictures:
+        yield result.plot(picture.name)
+
+
+MEASURES = sorted(find_analyzers())
+
+
+def result_named(name: str) -> lsim.Result:
+    """A small result: of an analyzer, or from a file of the tests."""
+    if name in MEASURES:
+        cls = find_analyzers()[name]
+        return from_views(cls(), [view_for(cls, residuals(1))])
+    return lsim.load(FILES / name)
+
+
+def leaves(node: Any) -> list[tuple[Any, Any]]:
+    """Each entry of a header; of a list, its first and its last item."""
+    keys = list(node) if isinstance(node, dict) else sorted({0, len(node) - 1}) if isinstance(node, list) and node else []
+    return [(node, key) for key in keys] + [place for key in keys for place in leaves(node[key])]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*MEASURES, *(name for name in RESULTS if name != "report.safetensors")])
+def test_an_entry_of_another_type_is_refused_or_every_use_works(name, tmp_path):
+    """Over each entry of the header of each result class."""
+    header, tensors = file_format.read(result_named(name).save(tmp_path / "result"), ("result",))
+    own = {key: value for key, value in header.items() if key not in ("format", "kind")}
+    rng, outcomes, raw = random.Random(name), Counter(), []
+    for number in range(len(leaves(own))):
+        changed = copy.deepcopy(own)
+        node, key = leaves(changed)[number]
+        before = node[key]
+        node[key] = rng.choice([other for other in OTHERS if other != before])
+        file = file_format.write(tmp_path / "x", "result", changed, tensors)
+        try:
+            found = lsim.load(file)
+        except lsim.LayersimError as error:
+            outcomes["refused"] += str(file) in str(error)
+            continue
+        outcomes["works"] += 1
+        try:
+            repr(found)
+            if rng.random() < 0.2:
+                list(uses(found))
+            if rng.random() < 0.05:
+                list(figures(found))
+        except Exception as error:
+            raw.append((key, before, node[key], repr(error)))
+    assert raw == []
+    # Each refusal names the file.
+    assert outcomes["refused"] + outcomes["works"] == number + 1
+    assert outcomes["refused"] >= 10
+
+
+def test_every_result_class_is_mutated():
+    """But for abstract ones, and those that hold results of these classes alone."""
+    found = {type(result_named(name)).__name__ for name in [*MEASURES, *(n for n in RESULTS if n != "report.safetensors")]}
+    known = {cls.__name__ for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")}
+    assert known - found <= {"CalibratedMatrix", "MinibatchMatrix", "ModelGrid", "RegressionMetricsResult", "TowerSimilarity"}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in [*FILES.glob("*.checkpoint"), *FILES.glob("*.run")]))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.core.errors import warn, without_secrets
+from tl_layersim.core.errors import remove_secrets, warn, without_secrets
 from tl_layersim.remote.client import NdifClient
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -31,11 +31,78 @@ TOKEN = "hf_" + "a1B2" * 8
         (f"org/model with {TOKEN}", "org/model with hf_***"),
         ("https://host/org/model@main", "https://host/org/model@main"),
         ("org/model@revision", "org/model@revision"),
+        ("https:/me:secret@host/x does not exist", "https:/host/x does not exist"),
+        ("'me:secret@host/model'", "'host/model'"),
+        (f"api_{TOKEN}", "api_hf_***"),
+        (f"my{TOKEN}_copy", "myhf_***_copy"),
+        ("api_org_" + "a1B2" * 8, "api_org_***"),
+        ("hf://user/name@main", "hf://user/name@main"),
+        ("sha256:abc of blocks.0@3", "sha256:abc of blocks.0@3"),
+        ("C:/users/me@home/x", "C:/users/me@home/x"),
         ("blocks.0: 3 @ 4", "blocks.0: 3 @ 4"),
     ],
 )
 def test_secrets_are_taken_out_of_a_text_and_nothing_else(text, shown):
     assert without_secrets(text) == shown
+
+
+LOGIN = "https://me:secret@host/x"
+CALLS = {
+    "load": lambda: lsim.load(LOGIN),
+    "Report.load": lambda: lsim.Report.load(LOGIN),
+    "load_run": lambda: lsim.load_run(LOGIN),
+    "merge": lambda: lsim.merge(LOGIN),
+    "merge of several": lambda: lsim.merge(["x", LOGIN]),
+    "save": lambda: lsim.Report({}).save(LOGIN),
+    "to_html": lambda: lsim.Report({}).to_html(LOGIN),
+    "checkpoint": lambda: lsim.analyze(tiny_llama(), random_tokens(), "cosine", checkpoint=LOGIN),
+    "heads": lambda: lsim.LogitLens(heads=LOGIN),
+    "model": lambda: lsim.analyze(LOGIN, random_tokens(), "cosine"),
+    "data": lambda: lsim.analyze(tiny_llama(), LOGIN, "cosine"),
+    "a token": lambda: lsim.load(f"api_{TOKEN}/secret"[:-7]),
+}
+
+
+def exceptions(error):
+    """An exception, and all that a traceback may print with it."""
+    found, waiting = [], [error]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += [one for one in (found[-1].__cause__, found[-1].__context__) if one is not None and one not in found]
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_exception_shows_no_login_and_neither_does_its_cause(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((lsim.LayersimError, OSError)) as caught:
+        call()
+    for error in exceptions(caught.value):
+        for text in (str(error), repr(error), *map(str, getattr(error, "__notes__", ()))):
+            assert "secret" not in text
+            assert TOKEN not in text
+
+
+def test_a_damaged_file_in_a_folder_named_as_a_login(tmp_path):
+    """The error of the library, which quotes the path, is the cause."""
+    folder = tmp_path / "https:" / "me:secret@host"
+    folder.mkdir(parents=True)
+    (folder / "x").write_bytes(b"12")
+    for call in (lsim.load, lsim.merge, lsim.load_run):
+        with pytest.raises(lsim.LayersimError) as caught:
+            call(folder / "x")
+        assert not [one for one in exceptions(caught.value) if "secret" in f"{one} {one!r}"]
+
+
+def test_an_exception_that_writes_its_text_anew_is_detached():
+    class Quoting(Exception):
+        def __str__(self):
+            return LOGIN
+
+    error = lsim.LayersimError("x")
+    error.__cause__ = Quoting()
+    remove_secrets(error)
+    assert exceptions(error) == [error]
 
 
 @pytest.mark.parametrize("name", ["https://me:secret@host/model", "me:secret@host/model", "https://host/m?token=secret"])

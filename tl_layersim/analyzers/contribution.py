@@ -13,7 +13,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
+from ..core.wording import brief
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import Model
 from .analyzer import CSORDAS, Analyzer, Run, omitted_at
@@ -66,6 +67,12 @@ class ContributionResult(Result):
         within=(-1, 1),
     )
     sublayers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Their numbers of blocks are read below; a file may hold other names.
+        if wrong := [name for name in self.sublayers if not SUBLAYER.fullmatch(name)]:
+            raise LayersimError(f"`sublayers` has {brief(wrong[0])}; it must have outputs of attention and of MLP.")
 
     def headline(self) -> dict[str, float]:
         blocks = [stack_and_block(name) for name in self.sublayers]

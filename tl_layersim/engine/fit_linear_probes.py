@@ -245,8 +245,10 @@ def linear_probe(
         described, counter = with_tokenizer(source.model, data.tokenizer), position_counter([source])
         count = Batches(parts[0], described, count_positions=counter).count_rows()
         # Read here, because `analyze` would name errors in it after `data`.
-        held_out = replace(parts[1], tokenizer=data.tokenizer)
-        if not Batches(held_out, described, count_positions=counter, argument="test_data").count_rows():
+        held_out = Batches(
+            replace(parts[1], tokenizer=data.tokenizer), described, count_positions=counter, argument="test_data"
+        )
+        if not sum(1 for _ in held_out.rows()):
             raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
         probe = replace(probe, first_test_row=count)
         data = replace(data, source=[part.source for part in parts])

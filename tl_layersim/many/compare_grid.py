@@ -255,6 +255,21 @@ class AllPairs(Analyzer):
             None if own is None else replace(own, join=partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, own.join)))
         )
 
+    def _distance(self, result: Any) -> float:
+        """Distance of two models from their result.
+
+        Raises:
+            LayersimError: the user's function fails, or returns no number.
+        """
+        if self.distance is None:
+            return float(result.distance())
+        try:
+            return float(self.distance(result))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise LayersimError(
+                f"`distance` is {brief(self.distance)}, which gives no number for a {type(result).__name__}: {error}"
+            ) from error
+
     def compute(self, sums: Sums, run: Run) -> ModelGrid:
         numbers = range(len(self.models))
         options = {name: value for name, value in run.provenance.options.items() if name != IDENTITY}
@@ -265,7 +280,7 @@ class AllPairs(Analyzer):
             others = f" {len(warned) - 1} more warnings concern other pairs of the {len(numbers)} models."
             warn(warned[0] + (others if len(warned) > 1 else ""))
         every = [[either_order(results, a, b) for b in numbers] for a in numbers]
-        values = [[float(one.distance() if self.distance is None else self.distance(one)) for one in row] for row in every]
+        values = [[self._distance(one) for one in row] for row in every]
         sites = every[0][0].layers
         equal = all(one.values.shape == (len(sites), len(sites)) for row in every for one in row)
         by_site = [[one.values.diagonal() if equal else one.values.new_zeros(0) for one in row] for row in every]

@@ -404,5 +404,5 @@ def _series(given: Any, default: str) -> pandas.Series[float]:
     try:
         numeric: pandas.Series[float] = given.map(float).astype(float)
     except (TypeError, ValueError) as error:
-        raise LayersimError(f"`{default}` is {brief(original)}; it must hold numbers, by name or in order.") from error
+        raise LayersimError(f"`{default.lower()}s` is {brief(original)}; it must hold numbers, by name or in order.") from error
     return numeric.rename(label or given.name or default)

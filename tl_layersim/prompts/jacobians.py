@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -124,6 +125,16 @@ class CouplingMatrices(Result):
     connections: tuple[str, ...]
     method: str
     tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for connection in self.connections:
+            # Figures read block and tokens; a file may hold other labels.
+            numbers = re.fullmatch(r"(\d{1,9}): (\d{1,9}) > (\d{1,9})", connection)
+            if numbers is None or max(int(numbers[2]), int(numbers[3])) >= len(self.tokens):
+                raise LayersimError(
+                    f"`connections` has {brief(connection)}; it must be such as 3: 0 > 1, of {len(self.tokens)} tokens."
+                )
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ class TrainingData:
                 lowest.append(int(targets.min()))
                 highest.append(int(targets.max()))
         if not found:
-            raise LayersimError(f"`data` has no position with a {'next token' if self.labels == 'next_token' else 'label'}.")
+            what = "next token" if self.labels == "next_token" else "label"
+            raise LayersimError(f"`{self.batches.argument}` has no position with a {what}.")
         return found, (min(lowest), max(highest))
 
     def __len__(self) -> int:
