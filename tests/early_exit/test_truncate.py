@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
@@ -98,3 +99,66 @@ class TestTruncate:
         monkeypatch.setattr("tl_layersim.early_exit.truncate.weight_peers", lambda module: frozenset({0, 1}))
         with pytest.raises(lsim.LayersimError, match=r"`model`.*\[0, 1\]"):
             truncate(tiny_llama(3), 2)
+
+
+SMALL = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def zamba():
+    kinds = ["mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"]
+    more = {"n_mamba_heads": 2, "attention_head_dim": 16, "mamba_dt_rank": 4, "layers_block_type": kinds}
+    return transformers.ZambaForCausalLM(transformers.ZambaConfig(**SMALL, **more, num_hidden_layers=6))
+
+
+def recurrent_gemma():
+    more = {"num_hidden_layers": 6, "lru_width": 32, "attention_window_size": 4}
+    return transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**SMALL, **more))
+
+
+def gemma4():
+    more = {"head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8}
+    more |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 4}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SMALL, **more, layer_types=kinds))
+
+
+def wav2vec2():
+    config = transformers.Wav2Vec2Config(
+        **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 32},
+        **{"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_conv_pos_embeddings": 8},
+        num_conv_pos_embedding_groups=2,
+    )
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+@pytest.mark.parametrize("make", [zamba, recurrent_gemma, gemma4, wav2vec2])
+def test_errors_of_a_model_are_refusals(make):
+    torch.manual_seed(0)
+    with pytest.raises(lsim.LayersimError, match="2|input_values"):
+        truncate(make().eval(), 2)
+
+
+def test_inputs_that_are_no_tokens_are_refused_by_name():
+    with pytest.raises(lsim.LayersimError, match="`input_values`"):
+        EarlyExit(wav2vec2().eval(), 0.5)
+
+
+def test_a_point_at_which_blocks_need_those_below_is_refused():
+    torch.manual_seed(0)
+    model = gemma4().eval()
+    with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_post"):
+        lsim.stitch(model, model, random_tokens(10, 14), at=(0, 0), adapter="identity")
+
+
+def test_a_copy_whose_blocks_depend_on_their_number_is_refused():
+    """Its last block alone is another function."""
+    model = tiny_llama(4)
+
+    class Depends(type(model)):
+        def __init__(self, config) -> None:
+            super().__init__(config)
+            self.model.layers[0].register_forward_hook(lambda _m, _args, output: output * config.num_hidden_layers)
+
+    torch.manual_seed(0)
+    with pytest.raises(lsim.LayersimError, match=r"blocks\.0\.hook_resid_post"):
+        truncate(Depends(model.config).eval(), 2)

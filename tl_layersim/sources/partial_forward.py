@@ -152,6 +152,16 @@ class SplitModel(ABC):
         found = self.source.model
         self.model = replace(self.model, stream=found.stream, basis=found.basis, head=found.head)
 
+    def refuse_dependent_rows(self, batches: Sequence[Batch]) -> None:  # noqa: B027 (not known of a model on a server)
+        """Raise an error if rows of a batch that run together change one another.
+
+        Args:
+            batches: the batches; one of each kind is run.
+
+        Raises:
+            LayersimError: they do.
+        """
+
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
         """A context manager that turns off dropout and the gradients of the weights."""
@@ -330,7 +340,10 @@ class LocalSplitModel(SplitModel):
     def settle(self, batch: Batch) -> None:
         self._example = batch.first_row
         super().settle(batch)
-        self.source.refuse_dependent_rows(batch)
+
+    def refuse_dependent_rows(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            self.source.refuse_dependent_rows(batch)
 
     @property
     def device(self) -> torch.device:

@@ -608,11 +608,12 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """
         points = self.residual.points
         modules = {point.module: self._module_at(point.module) for point in points}
-        blocks = [self.module.get_submodule(path) for path in self.paths] if self._model.basis == PRE_NORM else []
+        # What TransformerLens processes it describes itself.
+        blocks = [] if is_transformer_lens(self.module) else [self.module.get_submodule(path) for path in self.paths]
         with torch.no_grad(), kernels_alone(), self.evaluating(), self.settling():
             seen = watch(points, modules, blocks, lambda: self.call(row), row.token_positions, self.aside)
         seen.check(self._model.name)
-        if seen.is_post_norm:
+        if seen.is_post_norm and self._model.basis == PRE_NORM:
             self._model = replace(self._model, basis=POST_NORM)
         if seen.output is not None and seen.last is not None:
             self.choose_head(seen.last, seen.output, row.attention[0])
@@ -625,7 +626,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             output: output of the model.
             attended: `pos`, the positions that the model attended to.
         """
-        allowed = rounding(self._model.torch_dtype)
+        allowed = rounding(self._model.torch_dtype, torch.float32)
         for head in self._heads if len(self._heads) > 1 else ():
             lens = lens_of(self.module, head)
             # A norm of another width fails, and so does a head whose input is another one.

@@ -245,6 +245,7 @@ class StitchExperiment:
             for each in self.models:
                 stack.enter_context(each.evaluating())
                 each.settle(self.evaluation[0])
+                each.refuse_dependent_rows([*self.fit_data, *self.evaluation])
             # Errors of back models and of evaluation data come before the fits.
             for back, layer in dict.fromkeys(one[2:] for one in left.values()):
                 self._check(back, layer)
