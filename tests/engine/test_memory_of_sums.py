@@ -7,15 +7,19 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import LayersimError, LayersimWarning, Sums
+from tl_layersim.core import LayersimError, LayersimWarning
+from tl_layersim.core.sums import most_copies
+from tl_layersim.engine import run as engine
 from tl_layersim.engine.run import check_memory
 
-CASES = [(1, False, 3), (1024, False, 13), (1000, True, 38)]
+from ..tiny_models import random_tokens, tiny_llama
+
+CASES = [(1, False, 3), (1024, False, 13), (1000, True, 54)]
 
 
 @pytest.mark.parametrize(("leaves", "intervals", "copies"), CASES)
 def test_sums_that_may_not_fit_are_warned_of(leaves, intervals, copies, monkeypatch, recwarn):
-    sums = {"a": Sums({"x": torch.zeros(100, dtype=torch.float64)}), "b": Sums({"x": torch.zeros(1, dtype=torch.float64)})}
+    sums = {"a": 800, "b": 8}
     memory, need = psutil.virtual_memory(), copies * 808
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need))
     check_memory(sums, leaves, intervals)
@@ -27,10 +31,48 @@ def test_sums_that_may_not_fit_are_warned_of(leaves, intervals, copies, monkeypa
 
 @pytest.mark.parametrize(("leaves", "intervals", "copies"), CASES)
 def test_all_copies_of_the_sums_are_within_the_limit_of_the_analyzer(leaves, intervals, copies):
-    sums = {"procrustes": Sums({"x": torch.zeros(1000, dtype=torch.float64)}), "cosine": Sums({"x": torch.zeros(10**6)})}
+    sums = {"procrustes": 8000, "cosine": 4 * 10**6}
     fits, larger = (
         {"procrustes": lsim.Procrustes(max_memory_gb=copies * size / 1e9), "cosine": lsim.Cosine()} for size in (8000, 7999)
     )
     check_memory(sums, leaves, intervals, fits)
     with pytest.raises(LayersimError, match=rf"\b{copies} copies(.|\n)*'procrustes'"):
         check_memory(sums, leaves, intervals, larger)
+
+
+LABELS = torch.randint(0, 2, (16, 20), generator=torch.Generator().manual_seed(0))
+LARGE = {
+    "exact cka": lambda gb: lsim.CKA(estimator="exact", max_memory_gb=gb),
+    "cca": lambda gb: lsim.CCA(max_memory_gb=gb),
+    "procrustes": lambda gb: lsim.Procrustes(permutations=19, max_memory_gb=gb),
+    "predictivity": lambda gb: lsim.LinearPredictivity(max_memory_gb=gb),
+    "rank": lambda gb: lsim.EffectiveRank(max_memory_gb=gb),
+    "probe": lambda gb: lsim.LinearProbe(labels=LABELS, max_memory_gb=gb),
+}
+
+
+@pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_run_beyond_the_limit_is_refused_before_a_kernel_runs(name, batch_size, monkeypatch):
+    sizes, refused = [], []
+    check = engine.check_memory
+
+    def noted(known, leaves, intervals, analyzers, at_once):
+        sizes.append(sum(known.values()))
+        refused.append(most_copies(leaves, intervals, at_once) * sizes[-1])
+        check(known, leaves, intervals, analyzers, at_once)
+
+    monkeypatch.setattr(engine, "check_memory", noted)
+    model, data = tiny_llama(), lsim.Data(random_tokens(16, 20), batch_size=batch_size)
+    lsim.analyze(model, data, LARGE[name](4.0), intervals=True)
+    # What is known before the pass with the large sums is their size, up to counts and sums of samples.
+    number = sizes.index(max(sizes)) - 1
+    expected, measured = sizes[number : number + 2]
+    assert measured / 1.3 < expected <= measured
+    before = list(sizes)
+    sizes.clear()
+    with pytest.raises(LayersimError, match="`max_memory_gb`"):
+        lsim.analyze(model, data, LARGE[name](0.99 * refused[number] / 1e9), intervals=True)
+    # The check after the first batch is not reached.
+    assert sizes == before[: number + 1]

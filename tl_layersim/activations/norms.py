@@ -91,8 +91,8 @@ def activation_sizes(*views: View) -> dict[str, Tensor]:
         *views: views of the same tokens, one for each model.
 
     Returns:
-        For each model, with its index before each key: "tokens", `place`; "norm^1", "norm^2" and "norm^4", `site place`,
-        sums of these powers of |x|; and `site`: "all power" and "largest power", sums over rows of the mean of x^2 / |x|^2 over samples, of all
+        For each model, with its index before each key: "tokens", `place`; "norm^2" and "norm^4", `site place`, sums of |x|^2
+        and |x|^4; and `site`: "all power" and "largest power", sums over rows of the mean of x^2 / |x|^2 over samples, of all
         dimensions and of the largest one; "all variance" and "largest variance", the same of the variance over the samples of a
         row after position 3.
     """
@@ -123,7 +123,7 @@ def _sizes_of(
     x: Tensor, place: Tensor, rows: tuple[Tensor, Tensor], later: Tensor, rows_of_later: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
     unit, norm = unit_vectors(x)
-    out = {f"norm^{power}": _by_group(norm**power, place, FIRST_PLACES + 1) for power in (1, 2, 4)}
+    out = {f"norm^{2 * power}": _by_group(norm ** (2 * power), place, FIRST_PLACES + 1) for power in (1, 2)}
     # Samples are divided by their mean norm. There may be no samples.
     size = norm[later].sum() / max(len(later), 1)
     size = size.where(size > 0, 1)

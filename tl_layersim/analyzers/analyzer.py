@@ -40,7 +40,7 @@ AUBRY = "(Aubry et al. 2025, {})."
 CSORDAS = "(Csordás, Manning and Potts 2025, {})."
 
 SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
-Weight = Literal["samples", "mean", "power", "variance"]
+Weight = Literal["samples", "power", "variance"]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ class Analyzer(ABC):
         - `optional_families`: further families that it reads where the model has them.
         - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
         - `prompts`: whether each row must be a numbered text of its own: packed rows and `attach` then raise an error.
-        - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples";
-            samples in the "mean" alone, if it is subtracted and samples then have equal weight; and dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
+        - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
+            dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
+        - `sums_in_first_pass`: whether the large sums, which `sum_numbers` counts, are those of the first pass.
         - `by_statistics`: whether models to compare run one after another, so that only their statistics of a batch are held.
     """
 
@@ -136,6 +137,7 @@ class Analyzer(ABC):
     needs_calls: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
     weighs: ClassVar[tuple[Weight, ...]] = ()
+    sums_in_first_pass: ClassVar[bool] = False
     by_statistics: ClassVar[bool] = False
 
     @property

@@ -18,11 +18,18 @@ from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histog
 from ..core.intervals import QUANTILES
 from ..sources.model_description import Model
 from ._samples import check_finite
+from ..core.site_names import site_in_words
 from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
 
 # Bins of the histograms over [-1, 1], whose quantiles are off by a thousandth at most.
 BINS = 2000
+# First tokens of a row whose part in the mean is summed apart. More would make results of servers large.
+MEAN_PLACES = 2
+# Shift of the mean by first tokens from which a run warns, relative to the other tokens; a cosine of two such layers moves by about 0.1.
+LARGEST_SHIFT = 0.4
+# Fewer tokens scatter by themselves.
+LEAST_TOKENS = 200
 
 
 @result_class
@@ -274,9 +281,7 @@ class Cosine(Analyzer):
         if isinstance(self.center, Tensor):
             check_finite("center", self.center)
         raw = isinstance(self.center, str) and self.center == "none"
-        # A mean that is given does not depend on the tokens of this run.
-        own_mean = isinstance(self.center, str) and self.center == "dataset"
-        object.__setattr__(self, "weighs", (*(("mean",) if own_mean else ()), "power" if raw else "variance"))
+        object.__setattr__(self, "weighs", ("power" if raw else "variance",))
 
     def check_sites(self, *models: Model) -> None:
         super().check_sites(*models)
@@ -293,7 +298,8 @@ class Cosine(Analyzer):
         return mean_kernel if isinstance(self.center, str) and self.center == "dataset" else None
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(cosine_kernel, mean=self._mean(first))
+        # A mean that is given does not depend on the tokens of this run.
+        return partial(cosine_kernel, mean=self._mean(first), of_these_tokens=bool(first))
 
     def _mean(self, first: Sums) -> Tensor | None:
         if isinstance(self.center, Tensor):
@@ -315,6 +321,8 @@ class Cosine(Analyzer):
                 f"The cosine is not defined for tokens whose residual {what} up to rounding. These tokens are omitted: "
                 f"{affected}. A layer is NaN if all tokens are omitted."
             )
+        if "place count" in sums.fields and (text := moved_mean(sums, run)):
+            warn(text)
         mean = sums["sum"] / pairs
         itself = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
         # Rounding can yield cosines above 1 and variances below 0. The cosine of a layer with itself is exactly 1.
@@ -387,7 +395,45 @@ def mean_kernel(view: View) -> dict[str, Tensor]:
     }
 
 
-def cosine_kernel(view: View, *, mean: Tensor | None) -> dict[str, Tensor]:
+def moved_mean(sums: Sums, run: Run) -> str:
+    """Warning that the first tokens of rows move the mean that is subtracted; "" for no warning.
+
+    A mean that the first tokens have moved by q times the root mean square of the other centred tokens adds a common direction
+    to these, and so about q^2 / (1 + q^2) to their cosines.
+
+    Args:
+        sums: sums of `cosine_kernel`.
+        run: the finished run.
+    """
+    count, total, power = sums["place count"].double(), sums["place sum"], sums["place power"]
+    if int(count.sum()) < LEAST_TOKENS:
+        return ""
+    moved = []
+    for start in range(1, MEAN_PLACES + 1):
+        others = count[start:].sum()
+        # All centred tokens sum to 0.
+        shift = total[:, :start].sum(1).norm(dim=-1) / others
+        spread = (power[:, start:].sum(1) / others - shift.square()).clamp(min=0).sqrt()
+        moved.append(torch.stack([shift / spread, (power[:, :start] / count[:start]).amax(1).sqrt() / spread]))
+    shifts, sizes = torch.stack(moved, 1).nan_to_num(nan=0.0, posinf=0.0)
+    # Numbers of first tokens at which the shift has reached three quarters of its largest value.
+    most = shifts.amax(0)
+    large = (most > LARGEST_SHIFT).nonzero()[:, 0].tolist()
+    if not large:
+        return ""
+    needed = max(int((shifts[:, site] >= 0.75 * most[site]).int().argmax()) + 1 for site in large)
+    site = max(large, key=lambda number: float(most[number]))
+    remedy = f"skip_first={needed} leaves out these tokens."
+    if run.provenance.options.get("positions", "all") != "all":
+        remedy = f"Leave the first {needed} out of positions=."
+    return (
+        f"The first tokens of rows decide the mean that Cosine subtracts at {len(large)} site{'s' * (len(large) > 1)}. At "
+        f"{site_in_words(run.layers[site])}, they are up to {float(sizes[needed - 1, site]):.3g} times as long as the others, "
+        f"and move the mean by {float(most[site]):.2g} times the length of the others. {remedy}"
+    )
+
+
+def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = False) -> dict[str, Tensor]:
     """Sums, counts and histograms of the cosines between layers, over the tokens of a batch.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
@@ -395,6 +441,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None) -> dict[str, Tensor]:
     Args:
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
+        of_these_tokens: whether `mean` is the mean of all tokens; sums over first tokens, by their place, then show its causes.
     """
     # The widths may be known only now, and a view pads narrower sites with zeros.
     odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
@@ -424,6 +471,11 @@ def cosine_kernel(view: View, *, mean: Tensor | None) -> dict[str, Tensor]:
         "raw_adjacent": torch.zeros(layers - 1, dtype=torch.float64, device=device),
     }
     offset = None if mean is None else mean.to(x)[:, None]
+    place = view.position.to(device).clamp(max=MEAN_PLACES)
+    if of_these_tokens:
+        out["place count"] = torch.bincount(place, minlength=MEAN_PLACES + 1)
+        out["place power"] = torch.zeros(layers, MEAN_PLACES + 1, dtype=torch.float64, device=device)
+        out["place sum"] = torch.zeros(layers, MEAN_PLACES + 1, x.shape[-1], dtype=torch.float64, device=device)
     ratios = [torch.zeros(layers - 1, 0, dtype=torch.float64, device=device)]
     for start in range(0, tokens, 256):
         chunk = x[:, start : start + 256]
@@ -436,6 +488,10 @@ def cosine_kernel(view: View, *, mean: Tensor | None) -> dict[str, Tensor]:
         else:
             centred = chunk - offset
             known = beyond_rounding(centred, offset).T
+            if of_these_tokens:
+                own = place[start : start + 256]
+                out["place power"].index_add_(1, own, norms(centred).square())
+                out["place sum"].index_add_(1, own, centred.double())
             cosine = _cosines(unit_vectors(centred)[0], known)
         counted = known.double()
         out["pairs"] += (counted.T @ counted).long()

@@ -293,6 +293,7 @@ class LinearProbe(ProbeAnalyzer):
     """
 
     name: ClassVar[str] = "linear_probe"
+    sums_in_first_pass: ClassVar[bool] = True
 
     ridge: PositiveFloat = 0.1
     max_classes: TwoOrMore = 100

@@ -268,6 +268,32 @@ def most_nodes(leaves: int, intervals: bool) -> int:
     return max(whole + (rest + 1).bit_length(), before)
 
 
+# Copies of the sums that are held beside the nodes of the tree while two nodes are added.
+ADDED = 2
+
+
+def most_copies(leaves: int, intervals: bool, at_once: int = 1) -> int:
+    """Largest number of copies of its sums that a run holds at once.
+
+    Args:
+        leaves: see `most_nodes`.
+        intervals: see `most_nodes`.
+        at_once: number of leaves that one batch returns.
+
+    Examples:
+        >>> [most_copies(leaves, False) for leaves in (1, 1000)], [most_copies(leaves, True) for leaves in (16, 64)]
+        ([3, 12], [28, 51])
+    """
+    nodes = most_nodes(leaves, intervals)
+    if not intervals:
+        return nodes + at_once - 1 + ADDED
+    # While blocks double, those of both sizes are held.
+    doubled = MOST_BLOCKS // 2 if leaves >= MOST_BLOCKS else 0
+    # Sums without a block are built from those of halves, quarters and so on, before and after it.
+    halves = 2 * min(leaves, MOST_BLOCKS).bit_length()
+    return max(nodes, at_once) + max(doubled, halves) + ADDED
+
+
 @dataclass(frozen=True)
 class SumTree:
     """Binary tree whose nodes are sums over consecutive rows. See `push` for the order of additions.

@@ -211,7 +211,7 @@ def analyze(
             Analyzers that need the residual stream raise an error for other sites.
         per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
         intervals: keep the sums of 16 to 32 jackknife blocks of consecutive rows, which give every result confidence intervals:
-            `result.interval("values")`. Memory holds up to 48 times the sums.
+            `result.interval("values")`. Memory holds up to 54 times the sums.
         baseline: "untrained" also measures three models of the same architecture with fresh weights
             (`tl_layersim.sources.untrained`) on the same data. Figures and tables show them beside the trained model;
             `result.untrained` holds their results.

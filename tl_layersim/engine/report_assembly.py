@@ -30,8 +30,6 @@ from ..sources.model_description import Model
 # docs/traps.md has the measurements behind both.
 LEAST_EFFECTIVE_FRACTION = 0.2
 LARGEST_DIMENSION = 0.5
-# Shift of the mean by few tokens, relative to the mean norm of the others. A shift q adds about q^2 to every cosine.
-LARGEST_SHIFT = 0.25
 # Fewer tokens scatter by themselves.
 LEAST_TOKENS = 200
 
@@ -58,12 +56,9 @@ def notes_on_sizes(
     for name, analyzer in analyzers.items():
         own = sums.get(SIZES + name, Sums())
         for what in analyzer.weighs if own else ():
-            if what in ("samples", "mean") and analyzer.whole_rows:
+            if what == "samples" and analyzer.whole_rows:
                 continue
-            if what in ("samples", "mean"):
-                text = _samples(own, models_of[name], options, what == "mean")
-            else:
-                text = _dimension(own, models_of[name], what)
+            text = _samples(own, models_of[name], options) if what == "samples" else _dimension(own, models_of[name], what)
             if text:
                 found.setdefault(text, []).append(name)
     return [(f"{', '.join(names)}: {text}", names) for text, names in found.items()]
@@ -83,38 +78,12 @@ def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
     return second.square() / (fourth * sums[f"{number} tokens"][start:].sum())
 
 
-def few_tokens(sums: Sums, number: int, start: int) -> tuple[Tensor, Tensor]:
-    """Size of the few largest tokens of each `site`, and the shift of the mean by them.
-
-    Both are divided by the mean norm of the other tokens. Samples before position `start` are left out. If a fraction f of the
-    tokens has norm B and hardly any power is elsewhere, f is (sum |x|^2)^2 / (n sum |x|^4) and B^2 is sum |x|^4 / sum |x|^2.
-
-    Args:
-        sums: sums of the kernel `activation_sizes`.
-        number: index of the model.
-        start: the first position that is counted.
-    """
-    first, second, fourth = (sums[f"{number} norm^{power}"][:, start:].sum(1) for power in (1, 2, 4))
-    count = sums[f"{number} tokens"][start:].sum()
-    size = (fourth / second).sqrt()
-    share = second.square() / (fourth * count)
-    others = (first / count - share * size).clamp(min=0) / (1 - share)
-    return size / others, share * size / others
-
-
-def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any], mean: bool) -> str:
-    """Warning that the effective sample size is small, or that the mean is that of few samples; "" for no warning.
-
-    Args:
-        sums: sums of the kernel `activation_sizes`.
-        models: the models with the sites that were read.
-        options: how the data was read.
-        mean: whether large samples count in the mean alone.
-    """
+def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
+    """Warning that the effective sample size is small; "" for no warning."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
     # By number of first positions that are left out, the sites at which few samples weigh most.
-    few = [_few(sums, models, start, mean) for start in range(FIRST_PLACES + 1)]
+    few = [_few(sums, models, start) for start in range(FIRST_PLACES + 1)]
     if not few[0]:
         return ""
     least = min(few[0], key=lambda layer: few[0][layer])
@@ -122,36 +91,20 @@ def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any], me
     unskipped = options.get("positions", "all") == "all"
     remedy = f"skip_first={start} leaves out the large tokens." if unskipped else f"Leave the first {start} out of positions=."
     left = f" At {len(few[start])} of these sites, few tokens still decide." if few[start] else ""
-    do = remedy + left if start else "The large tokens are not at the start of a row; inspect the rows."
-    if not mean:
-        return (
-            f"few tokens decide these numbers at {_sites(few[0])}. At {site_in_words(least)}, the effective sample size is "
-            f"{few[0][least]:.2g} of the tokens. {do}"
-        )
-    sizes = {
-        layer: (float(size), float(shift))
-        for number, model in enumerate(models)
-        for layer, size, shift in zip(model.layers, *few_tokens(sums, number, 0), strict=True)
-    }
-    largest = max(few[0], key=lambda layer: sizes[layer][1])
-    size, shift = sizes[largest]
     return (
-        f"few tokens decide the mean that is subtracted at {_sites(few[0])}, and so these numbers. At "
-        f"{site_in_words(largest)}, they are {size:.3g} times as long as the others, and move the mean by {shift:.2g} times the "
-        f"length of the others. {do}"
+        f"few tokens decide these numbers at {_sites(few[0])}. At {site_in_words(least)}, the effective sample size is "
+        f"{few[0][least]:.2g} of the tokens. "
+        + (remedy + left if start else "The large tokens are not at the start of a row; inspect the rows.")
     )
 
 
-def _few(sums: Sums, models: Sequence[Model], start: int, mean: bool) -> dict[str, float]:
-    """Effective fraction of the samples, by the sites at which few samples decide the measure."""
-    found = {}
-    for number, model in enumerate(models):
-        fractions = effective_fraction(sums, number, start)
-        shifts = few_tokens(sums, number, start)[1]
-        for layer, fraction, shift in zip(model.layers, fractions.tolist(), shifts.tolist(), strict=True):
-            if fraction < LEAST_EFFECTIVE_FRACTION and (not mean or shift > LARGEST_SHIFT):
-                found[layer] = fraction
-    return found
+def _few(sums: Sums, models: Sequence[Model], start: int) -> dict[str, float]:
+    return {
+        layer: float(value)
+        for number, model in enumerate(models)
+        for layer, value in zip(model.layers, effective_fraction(sums, number, start), strict=True)
+        if value < LEAST_EFFECTIVE_FRACTION
+    }
 
 
 def _sites(named: Mapping[str, float]) -> str:

@@ -26,7 +26,7 @@ from ..analyzers.analyzer import Analyzer
 from ..core.distributed import add_over_ranks, rank_and_size
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_nodes, rows_in_block
+from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_copies, rows_in_block
 from ..core.wording import brief, with_article
 from ..data.batches import Batch, BatchSize, RowDigests, batch_sizes
 from ..data.data import Data
@@ -40,8 +40,6 @@ from .two_models import crossing, one_after_another, side_by_side
 
 # Leaves of a run whose number is not known, for the memory of its sums.
 TYPICAL_LEAVES = 1024
-# Copies of the sums that are held beside the nodes of the tree while two nodes are added.
-ADDED = 2
 TITLES = {FIRST: "first pass", MAIN: "layers"}
 
 
@@ -164,6 +162,7 @@ class DataPass:
         fresh = Tally(tree=SumTree(self.first_block, start))
         self.state = PassState(self.tallies.get(self.name) or fresh, tuple(self.kernels))
         self._began = time.monotonic() - self.state.tally.seconds
+        self._memory_is_checked = False
         self._lens_is_checked = not (is_main and any(analyzer.needs_unembed for analyzer in self.analyzers.values()))
 
     def run(self) -> None:
@@ -183,22 +182,28 @@ class DataPass:
 
         with self.file.saved_on_interrupt(self._snapshot, summed), self._bar() as bar:
             for parts in self._partial_sums(bar.set_postfix_str):
-                self._refuse_not_finite(parts)
-                self.state.add(parts, time.monotonic() - self._began)
-                tally = self.state.tally
-                if tally.tree.rows == sum(part.count for part in parts):
-                    leaves = TYPICAL_LEAVES if rows is None else math.ceil(rows / parts[0].count)
-                    check_memory(tally.tree.total().sums, leaves, self.first_block is not None, self.analyzers)
+                self._add(parts)
+                # No variable holds sums while the next batch runs.
+                del parts
+                tokens, sequences = self.state.tally.tokens, self.state.tally.sequences
                 if rows is not None and self.total is None and self.within is None:
                     # Rows that are not read yet are taken to be as long as those that are.
-                    bar.total = round(tally.tokens * rows / max(1, tally.sequences))
-                bar.update(tally.tokens - bar.n)
+                    bar.total = round(tokens * rows / max(1, sequences))
+                bar.update(tokens - bar.n)
                 if is_remote or self.file.due:
                     self.file.save(*self._snapshot())
             self.state.add_unmeasured(time.monotonic() - self._began)
             bar.update(self.state.tally.tokens - bar.n)
         self.state.tally = self.tallies[self.name] = replace(self.state.tally, done=True)
         self.file.save(*self._snapshot())
+
+    def _add(self, parts: Sequence[PartialSums]) -> None:
+        """Add the sums of a batch, and check the memory that the run needs after the first one."""
+        self._refuse_not_finite(parts)
+        self.state.add(parts, time.monotonic() - self._began)
+        tree = self.state.tally.tree
+        if tree.rows == sum(part.count for part in parts):
+            self._check_memory(bytes_of(tree.total().sums), parts[0].count, len(parts))
 
     def read(self) -> Iterator[Batch]:
         """Yields the batches on which this process runs the kernels.
@@ -266,10 +271,31 @@ class DataPass:
             for name, models in self.analysis.plan.models().items():
                 self.analysis.analyzers[name].check(*models)
 
+    def _check_memory(self, sizes: Mapping[str, int], leaf: int, at_once: int) -> None:
+        """Raise an error if the sums of an analyzer exceed its limit, see `check_memory`.
+
+        Args:
+            sizes: bytes of the sums of each analyzer.
+            leaf: number of rows in a leaf of the first batch.
+            at_once: number of leaves of the first batch.
+        """
+        rows = rows_in_data(self.analysis.batches.data)
+        leaves = TYPICAL_LEAVES if rows is None else math.ceil(rows / leaf)
+        check_memory(sizes, leaves, self.first_block is not None, self.analyzers, at_once)
+
     def _check(self, batch: Batch) -> None:
-        """Raise an error if an analyzer cannot read the batch. Before the first batch, the logit lens is checked too."""
+        """Raise an error if an analyzer cannot read the batch. Before the first batch, memory and the lens are checked too."""
         for analyzer in self.analyzers.values():
             analyzer.check_batch(batch, cast(Model, self.analysis.batches.model))
+        if not self._memory_is_checked:
+            self._memory_is_checked = True
+            models = self.analysis.plan.models()
+            known = {
+                name: round(8 * analyzer.sum_numbers(*models[name]))
+                for name, analyzer in self.analyzers.items()
+                if analyzer.sums_in_first_pass == (self.name == FIRST)
+            }
+            self._check_memory(known, batch.leaf, batch.leaf_rows // batch.leaf)
         if not self._lens_is_checked:
             for source in self.sources:
                 if source.model.head is not None:
@@ -413,25 +439,41 @@ def rows_in_data(data: Data) -> int | None:
         return None
 
 
+def bytes_of(sums: Mapping[str, Sums]) -> dict[str, int]:
+    """Bytes of the sums of each analyzer.
+
+    Args:
+        sums: sums of one batch, by kernel.
+    """
+    sizes = Counter[str]()
+    for name, own in sums.items():
+        sizes[analyzer_of(name)] += sum(value.nbytes for value in own.fields.values())
+    return dict(sizes)
+
+
 def check_memory(
-    sums: Mapping[str, Sums], leaves: int, intervals: bool, analyzers: Mapping[str, Analyzer] = MappingProxyType({})
+    sizes: Mapping[str, int],
+    leaves: int,
+    intervals: bool,
+    analyzers: Mapping[str, Analyzer] = MappingProxyType({}),
+    at_once: int = 1,
 ) -> None:
     """Raise an error if the sums of an analyzer exceed its limit; warn if all sums exceed the free memory.
 
     Sums are added in pairs, so several copies are held at once.
 
     Args:
-        sums: sums of one batch, by kernel.
+        sizes: bytes of the sums of each analyzer.
         leaves: number of groups of rows (leaves) whose sums are added, or an upper limit.
         intervals: whether jackknife blocks are kept.
         analyzers: analyzers by name, which may have a limit `max_memory_gb`.
+        at_once: number of leaves that one batch returns.
 
     Raises:
         LayersimError: the sums of an analyzer need more than its limit.
     """
-    copies, needs = most_nodes(max(leaves, 1), intervals) + ADDED, Counter[str]()
-    for name, own in sums.items():
-        needs[analyzer_of(name)] += copies * sum(value.nbytes for value in own.fields.values())
+    copies = most_copies(max(leaves, 1), intervals, at_once)
+    needs = Counter({name: copies * size for name, size in sizes.items()})
     for name, need in needs.items():
         limit = getattr(analyzers.get(name), "max_memory_gb", math.inf)
         if need > limit * 1e9:

@@ -15,15 +15,18 @@ from torch import Tensor, nn
 from ..architectures.blocks import entering, refuse_paths
 from ..architectures.hook_points import HookPoint
 from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.unembed import rounding
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.data import Data
-from ..data.non_token_inputs import TOKEN_IDS
+from ..data.non_token_inputs import MASK, TOKEN_IDS
+from ..data.right_padding import POSITION_IDS, RightPadding
 from ..sources.forward_arguments import no_cache
 from ..sources.hooked_module import HookedSource
 from ..sources.identity import hooks_on
-from ..sources.partial_forward import LocalSplitModel
+from ..sources.hooks import eval_mode
+from ..sources.partial_forward import LocalSplitModel, logits_of
 from .adapters import Adapter
 
 # Inputs that belong to the cache of the back model.
@@ -53,6 +56,7 @@ class StitchedModel(nn.Module):
         self.config: Any = getattr(self.back, "config", None)
         self.main_input_name = back.model.main_input
         self.reading_front = False
+        self._takes_left_padding = False
         # This runs the back model once.
         back.tuples()
 
@@ -131,14 +135,22 @@ class StitchedModel(nn.Module):
                 vars(self.back)["forward"] = own
 
         # Generation reads from the signature which arguments it may pass, such as positions.
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = self.adapter(self._read_front(front, dict(zip(names, args, strict=False)) | kwargs))
+            with back.entered(self.at[1], lambda _: x):
+                return call(*args, **kwargs)
+
         @functools.wraps(call)
         def through_front(*args: Any, **kwargs: Any) -> Any:
             # The front may be the same model.
             plain()
             try:
-                x = self.adapter(self._read_front(front, dict(zip(names, args, strict=False)) | kwargs))
-                with back.entered(self.at[1], lambda _: x):
-                    return call(*args, **kwargs)
+                given = dict(zip(names, args, strict=False)) | kwargs
+                order = _padding_of(given)
+                if order.moves:
+                    kwargs = kwargs | self._positions(given, names)
+                    self._refuse_moved(order, given | kwargs, run)
+                return run(args, kwargs)
             finally:
                 vars(self.back)["forward"] = through_front
 
@@ -148,6 +160,46 @@ class StitchedModel(nn.Module):
             yield
         finally:
             plain()
+
+    def _positions(self, given: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
+        """Position ids that count from the first token of each row, for a back model that takes them and got none."""
+        if POSITION_IDS not in names or given.get(POSITION_IDS) is not None:
+            return {}
+        return {POSITION_IDS: (given[MASK].long().cumsum(1) - 1).clamp(min=0)}
+
+    def _refuse_moved(self, order: RightPadding, given: dict[str, Any], run: Callable[..., Any]) -> None:
+        """Raise an error if padding on the left changes the logits. The comparison is made once.
+
+        Args:
+            order: the rows with their padding on the right.
+            given: the inputs of the back model by name, with padding on the left.
+            run: runs the stitched model.
+
+        Raises:
+            LayersimError: the logits differ from those with padding on the right.
+        """
+        if self._takes_left_padding:
+            return
+        # Generation asks for the logits of the last position alone.
+        inputs = {name: value for name, value in given.items() if "label" not in name and "logits_to_keep" not in name}
+        # Probes would take these forward passes for those of the caller.
+        self.reading_front = True
+        try:
+            with torch.no_grad(), eval_mode(self):
+                left = logits_of(run((), inputs))
+                right = order.restored(logits_of(run((), order.moved_inputs(inputs))))
+        finally:
+            self.reading_front = False
+        if left.dim() == 3:
+            kept = given[MASK].bool().to(left.device)
+            left, right = left[kept], right[kept]
+        gap = float((left.double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
+        if not gap <= rounding(left.dtype):
+            raise LayersimError(
+                f"`attention_mask` has padding on the left, which changes the logits of {type(self.front).__name__} stitched to "
+                f"{type(self.back).__name__} by {gap:.2g} of their norm. Pad rows on the right."
+            )
+        self._takes_left_padding = True
 
     def _read_front(self, front: LocalSplitModel, given: dict[str, Any]) -> Tensor:
         """The front's residual at the stitch point, for the inputs of the back model."""
@@ -171,12 +223,20 @@ class StitchedModel(nn.Module):
             elif name not in ("attention_mask", "position_ids") and bool(value.any()):
                 raise LayersimError(f"`{name}` is not an input of the front model, {front.model.name}.")
         args, options = (given[main].to(front.device),), no_cache(self.front)
+        outer = self.reading_front
         try:
             self.reading_front = True
             # The adapter is on the device of the back model.
             return front.read(self.at[0], lambda: self.front(*args, **passed, **options)).to(self._split_models[1].device)
         finally:
-            self.reading_front = False
+            self.reading_front = outer
+
+
+def _padding_of(given: dict[str, Any]) -> RightPadding:
+    """Where the padding is in the inputs of a forward pass by name."""
+    mask = given.get(MASK)
+    whole_rows = isinstance(mask, Tensor) and mask.dim() == 2 and given.get("past_key_values") is None
+    return RightPadding(mask.bool() if whole_rows and mask is not None else None)
 
 
 class StitchedSource(HookedSource):

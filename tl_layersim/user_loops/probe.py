@@ -23,7 +23,7 @@ from ..data.batches import new_digest
 from ..data.padding_masks import as_mask
 from ..data.positions import Positions
 from ..engine.report_assembly import make_report
-from ..engine.run import TYPICAL_LEAVES, check_memory, sums_of
+from ..engine.run import TYPICAL_LEAVES, bytes_of, check_memory, sums_of
 from ..engine.site_plan import SitePlan
 from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
 from ..remote.traces import FormOfSums, partial_sums
@@ -165,7 +165,7 @@ class Probe:
         refuse_not_finite(not_finite, [self._source.sites], where)
         own = sums_of(names, out)
         if self._intervals and not any(node.sums[name] for node in self._tree.nodes for name in names):
-            check_memory(own, TYPICAL_LEAVES, True)
+            check_memory(bytes_of(own), TYPICAL_LEAVES, True)
         return own
 
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
