@@ -43,9 +43,9 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     if unembed is not None:
         paths = existing_paths(module, unembed, "unembed")
         norm = paths[0] if len(paths) > 1 and (has_name_of_norm(type(names[paths[0]])) or _is_norm(paths[0], names)) else ""
-        parts = tuple(paths[1:] if norm else paths)
-        hidden = not norm and any(_may_hide_norm(names[path]) for path in parts)
-        return _scaled(Head(norm, parts, hides_norm=hidden), module)
+        named_parts = tuple(paths[1:] if norm else paths)
+        hidden = not norm and any(_may_hide_norm(names[path]) for path in named_parts)
+        return _scaled(Head(norm, named_parts, hides_norm=hidden), module)
     head = _tabled(module, blocks, names)
     if head is not None:
         return _scaled(head, module)
@@ -90,8 +90,9 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
 def _fits(norm: torch.nn.Module, module: torch.nn.Module) -> bool:
     """Whether a norm may have the width of the residual stream. True if one of both is unknown."""
     weight, width = getattr(norm, "weight", None), getattr(text_config(getattr(module, "config", None)), "hidden_size", None)
-    known = isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(width, int)
-    return not known or len(weight) == width
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(width, int):
+        return True
+    return len(weight) == width
 
 
 def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None) -> tuple[Head, ...]:

@@ -407,7 +407,7 @@ def forward_methods(kind: type) -> dict[str, FunctionType]:
 
 
 # Values that `ValueNames` describes in full.
-PLAIN = (
+PLAIN_VALUES = (
     *(str, bool, int, float, complex, enum.Enum, np.generic, np.ndarray, torch.dtype),
     *(FunctionType, BuiltinFunctionType, functools.partial),
 )
@@ -475,7 +475,7 @@ class ObjectTexts:
         """
         if isinstance(value, torch.Tensor):
             return None if value.is_meta or hasattr(value, "placements") else digest_of_tensor(value).hex()
-        if value is None or isinstance(value, PLAIN):
+        if value is None or isinstance(value, PLAIN_VALUES):
             return repr(self._names.named(value))
         if isinstance(value, MethodType):
             # The object of a method counts on its own where it is a part of the model.

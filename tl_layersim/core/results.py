@@ -673,7 +673,7 @@ class Report(Mapping[str, Any]):
             OSError: the file cannot be written; an older file at `path` is unchanged.
         """
         table = self.to_frame()
-        texts = {name: table[name].astype(object).map(plain_cell) for name in table if table[name].dtype.kind not in "fi"}
+        texts = {str(name): table[name].astype(object).map(plain_cell) for name in table if table[name].dtype.kind not in "fi"}
         text = table.assign(**texts).to_csv(index=False)
         with replacing(path) as file:
             file.write(text.encode())

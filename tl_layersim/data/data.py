@@ -98,7 +98,7 @@ class KeptRows:
 
 
 @dataclass
-class Reading:
+class SourceReading:
     """What calls have read of a source, and the content of the source at that time.
 
     Attributes:
@@ -186,7 +186,7 @@ class Data:
     prepend_bos: bool = True
     chat_template: str | None = None
     add_generation_prompt: bool = False
-    _reading: Reading = field(default_factory=Reading, init=False)
+    _reading: SourceReading = field(default_factory=SourceReading, init=False)
     # Whether this is the data of one call, whose source was compared with what earlier calls have read.
     _is_of_call: bool = field(default=False, init=False)
 
@@ -205,17 +205,17 @@ class Data:
             **defaults: options for raw data in which the call differs from the defaults of `Data`.
         """
         if not isinstance(given, Data):
-            return cls(given, **defaults)._of_call(Reading())
+            return cls(given, **defaults)._of_call(SourceReading())
         if given._is_of_call:
             return given
         # An iterator that was read cannot be read again, so its rows are those that were kept.
         if not given.read_once:
             content = content_digest(given.source)
             if content is None or content != given._reading.content:
-                object.__setattr__(given, "_reading", Reading(content))
+                object.__setattr__(given, "_reading", SourceReading(content))
         return given._of_call(given._reading)
 
-    def _of_call(self, reading: Reading) -> Data:
+    def _of_call(self, reading: SourceReading) -> Data:
         """A copy for one call, which shares the rows that were read."""
         copy = replace(self)
         object.__setattr__(copy, "_reading", reading)

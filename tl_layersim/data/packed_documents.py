@@ -9,7 +9,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from .row import ModelInputs, Row
 
-POSITION_IDS = ("position_ids", "decoder_position_ids")
+NAMES_OF_POSITION_IDS = ("position_ids", "decoder_position_ids")
 
 
 def documents_in(row: Row, model: ModelInputs) -> list[Row]:
@@ -28,7 +28,7 @@ def documents_in(row: Row, model: ModelInputs) -> list[Row]:
     Raises:
         LayersimError: position ids neither rise by 1 nor begin again; or the model makes one prediction for the whole row.
     """
-    name = next((name for name in POSITION_IDS if name in row.positional), None)
+    name = next((name for name in NAMES_OF_POSITION_IDS if name in row.positional), None)
     if name is None:
         return [row]
     attended = row.attention.nonzero()[:, 0]

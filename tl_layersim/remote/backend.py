@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..core.errors import LayersimError
-from ..sources.result_seals import checksum
+from ..sources.result_seals import seal_sum
 from .connection import TRANSFER, Answer, Subscription, fetched, seconds_for, subscription
 from .failures import DamagedAnswer, RequestFailed, TransientFailure, UnsafeAnswer, is_network_error, server_text
 from .result_reader import decompressed, read_result, refuse_larger
@@ -103,7 +103,7 @@ def sending_backend() -> Any:
         def request(self, request: Any, tracer: Any) -> Any:
             """Send a request, wait for its job and return its result."""
             blob = self._serialize(tracer)
-            with reading(), subscription(f"{self.ws_host}/subscribe", self._headers(), self._largest_message()) as states:
+            with reading_results(), subscription(f"{self.ws_host}/subscribe", self._headers(), self._largest_message()) as states:
                 # Subscribed before the request is sent, so that no message is missed.
                 request.session_id = states.session()
                 self.note(self._post(request, blob))
@@ -166,7 +166,7 @@ def sending_backend() -> Any:
         def submit(self, tracer: Any) -> None:
             """Send a request without waiting for its job, whose name becomes `job_id`."""
             blob = self._serialize(tracer)
-            with reading():
+            with reading_results():
                 response = self._post(RequestModel(model_key=self.model_key, compress=self.compress, env=self.env), blob)
                 if not re.fullmatch(r"[!-~]{1,200}", response.id):
                     raise DamagedAnswer("the answer to a request names no job")
@@ -175,7 +175,7 @@ def sending_backend() -> Any:
 
         def poll(self, tracer: Any = None) -> Any:
             """Ask for the state of the job `job_id`, and return its result if it is complete, else None."""
-            with reading():
+            with reading_results():
                 address = f"{self.host}/response/{quote(self.job_id, safe='')}"
                 answer = fetched("GET", address, headers=self._headers(), largest=OVERHEAD, seconds=TRANSFER)
                 if answer.code == 404:
@@ -232,7 +232,7 @@ def sending_backend() -> Any:
                 raise DamagedAnswer("the result belongs to another request")
             # Before the checksum, because the form names what is wrong.
             self.expectation.form(value)
-            if number != checksum(value):
+            if number != seal_sum(value):
                 kernels = getattr(self.expectation.form, "kernels", ())
                 sums = f" for {', '.join(map(repr, kernels))}" if kernels else ""
                 raise UnsafeAnswer(f"has other numbers than the server computed{sums}: its checksum differs")
@@ -242,7 +242,7 @@ def sending_backend() -> Any:
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def reading_results() -> Iterator[None]:
     """Context manager that turns every unforeseen error of reading a server's answers into `DamagedAnswer`."""
     try:
         yield

@@ -29,7 +29,7 @@ from .failures import (
     last_line,
     server_text,
 )
-from .server_status import ServerStatus, host_of, parse_status, remove_secrets
+from .server_status import ServerStatus, host_of, parse_status, remove_secrets_of_record
 
 # Words that name a failure of the server. In a traceback only NO_SANDBOX does: the request may use the other words.
 TRANSIENT = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
@@ -138,7 +138,7 @@ class NdifClient:
     def __init__(self, remote: bool | str, model_key: str, env: Mapping[str, Any]) -> None:
         self.host = host_of(remote)
         # The logger of httpx logs the address of each request at level INFO.
-        logging.getLogger("httpx").addFilter(remove_secrets)
+        logging.getLogger("httpx").addFilter(remove_secrets_of_record)
         self.name = without_login(self.host)
         self.model_key = model_key
         self.env = dict(env)

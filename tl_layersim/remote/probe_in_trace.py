@@ -22,7 +22,7 @@ from ..data.batches import FIRST_ROWS, next_tokens
 from ..data.labels import NO_LABEL
 from ..data.positions import Positions
 from ..sources.nnsight import TraceReader
-from ..sources.result_seals import checksum, sealed
+from ..sources.result_seals import seal_sum, sealed
 from .failures import UnsafeAnswer
 from .traces import FormOfSums, add_batch_sums, add_leaves
 
@@ -215,7 +215,7 @@ def _opened(found: Any, ticket: str, form: FormOfSums) -> list[dict[str, Any]]:
         passes: list[dict[str, Any]] = found[2]
         for one in passes:
             _refuse_other_pass(one, form)
-        if type(number) is not int or sent != ticket or number != checksum(passes):
+        if type(number) is not int or sent != ticket or number != seal_sum(passes):
             raise UnsafeAnswer("has other numbers than the server computed, or belongs to another trace")
     except UnsafeAnswer as error:
         raise LayersimError(f"The result of a trace with probe.read() is refused, because it {error}.") from None

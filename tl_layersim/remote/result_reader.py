@@ -24,10 +24,10 @@ from ..core.errors import in_words
 from .failures import DamagedAnswer, UnsafeAnswer, server_text
 
 # Compressed bytes that are decompressed at a time; at most 128 kB come out of 4 bytes.
-CHUNK = 1024
+BYTES_AT_A_TIME = 1024
 # Largest number of instructions, values and nested containers in a result; a run has some thousand values.
 INSTRUCTIONS, VALUES, DEPTH = 1_000_000, 200_000, 16
-DTYPES = {
+RESULT_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -81,11 +81,11 @@ def decompressed(content: bytes, largest: int) -> bytes:
 
     decompressor, size = zstandard.ZstdDecompressor().decompressobj(), 0
     parts: list[bytes] = []
-    for start in range(0, len(content), CHUNK):
+    for start in range(0, len(content), BYTES_AT_A_TIME):
         if decompressor.eof:
             break
         try:
-            parts.append(decompressor.decompress(content[start : start + CHUNK]))
+            parts.append(decompressor.decompress(content[start : start + BYTES_AT_A_TIME]))
         except zstandard.ZstdError:
             raise DamagedAnswer(f"the {len(content)} bytes of the result cannot be decompressed") from None
         size += len(parts[-1])
@@ -260,8 +260,8 @@ class _PlainUnpickler(pickle.Unpickler):
     storage_of: Callable[[Any], _Storage]
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
+        if module == "torch" and name in RESULT_DTYPES:
+            return RESULT_DTYPES[name]
         known = {
             ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
             # Of a tensor's hooks, which are always empty.

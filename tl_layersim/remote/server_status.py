@@ -33,7 +33,7 @@ def host_of(remote: bool | str) -> str:
     return host
 
 
-def remove_secrets(record: logging.LogRecord) -> bool:
+def remove_secrets_of_record(record: logging.LogRecord) -> bool:
     """Log filter that removes logins and signatures from addresses."""
     record.msg, record.args = without_secrets(record.getMessage()), None
     return True
@@ -41,7 +41,7 @@ def remove_secrets(record: logging.LogRecord) -> bool:
 
 CRITICAL = ("nnsight", "transformers", "torch")
 # Longest name or version of a server that is kept.
-LONGEST_NAME = 100
+LONGEST_SERVER_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
     entries = [entry for entry in known if entry.get("application_state") == "RUNNING"]
     own: dict[str, Any] = next((entry for entry in entries if entry.get("model_key") == model_key), {})
     compared = EnvComparison(_local_env(), env)
-    local, remote = compared.local_python, server_text(compared.remote_python, most=LONGEST_NAME)
+    local, remote = compared.local_python, server_text(compared.remote_python, most=LONGEST_SERVER_NAME)
     differing = [f"Python {local} here, {remote} there"] if _minor(local) != _minor(remote) else []
     for package, versions in compared.critical_mismatches.items():
-        there = server_text(versions["remote"], most=LONGEST_NAME)
-        differing.append(f"{server_text(package, most=LONGEST_NAME)} {versions['local']} here, {there} there")
+        there = server_text(versions["remote"], most=LONGEST_SERVER_NAME)
+        differing.append(f"{server_text(package, most=LONGEST_SERVER_NAME)} {versions['local']} here, {there} there")
     packages = env.get("packages", {})
-    known_versions = {name: server_text(packages[name], most=LONGEST_NAME) for name in CRITICAL if name in packages}
+    known_versions = {name: server_text(packages[name], most=LONGEST_SERVER_NAME) for name in CRITICAL if name in packages}
     return ServerStatus(
-        running=tuple(sorted({server_text(entry.get("repo_id"), most=LONGEST_NAME) for entry in entries})),
+        running=tuple(sorted({server_text(entry.get("repo_id"), most=LONGEST_SERVER_NAME) for entry in entries})),
         dtype=_dtype(own.get("dtype")),
         job_limit=_limit(own.get("execution_timeout_seconds")),
         versions={"python": remote} | known_versions,

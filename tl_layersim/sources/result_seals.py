@@ -39,13 +39,13 @@ def sealed(value: Any, ticket: str | None) -> Any:
         >>> sealed({"a": 1}, None)
         {'a': 1}
         >>> ticket, number, value = sealed({"a": 1}, "t")
-        >>> ticket, number == checksum({"a": 1}), number == checksum({"a": 2})
+        >>> ticket, number == seal_sum({"a": 1}), number == seal_sum({"a": 2})
         ('t', True, False)
     """
-    return value if ticket is None else (ticket, checksum(value), value)
+    return value if ticket is None else (ticket, seal_sum(value), value)
 
 
-def checksum(value: Any) -> int:
+def seal_sum(value: Any) -> int:
     """A number that depends on all names, dtypes, shapes and bits of a result.
 
     Args:
@@ -64,13 +64,13 @@ def checksum(value: Any) -> int:
         return _hash(torch.tensor(list(f"{type(value).__name__} {value!r}".encode()), dtype=torch.int64))
     total = start + len(parts)
     for part in parts:
-        total = (total * 1_000_003 + checksum(part)) % MODULUS
+        total = (total * 1_000_003 + seal_sum(part)) % MODULUS
     return total
 
 
 def _checksum_of_tensor(value: Tensor) -> int:
     flat = value.detach().cpu().contiguous().reshape(-1)
-    kind = checksum(f"{value.dtype} {list(value.shape)}")
+    kind = seal_sum(f"{value.dtype} {list(value.shape)}")
     bits = flat.view(torch.int64) if flat.element_size() == 8 else flat.view(torch.uint8).long()
     return (kind * 1_000_003 + _hash(bits)) % MODULUS
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # Part of the names of sites on the residual stream.
-STREAM = ".hook_resid_"
+STREAM_SITE = ".hook_resid_"
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def firing_order(
         for number in numbers:
             point = points[number]
             hidden = to_positions(given, point.channels, point.name, pos)
-            if STREAM in point.name and hidden.dim() > 3:
+            if STREAM_SITE in point.name and hidden.dim() > 3:
                 raise LayersimError(
                     f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream must "
                     "be one tensor batch x pos x width."
@@ -399,7 +399,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     _heads: tuple[Head, ...] = ()  # heads among which the first watched forward pass chooses
     _is_watched: bool = False  # whether a forward pass has shown that each block runs once, and what it passes on
     _compares_rows: bool = False  # whether rows are compared with themselves alone, after the first `settle`
-    _together: Together = Together.ALL  # the rows of a batch that run in one forward pass
+    _rows_together: Together = Together.ALL  # the rows of a batch that run in one forward pass
     _compared: set[tuple[Together, bool]]  # kinds of batches in which a row had the same activations as alone
 
     @property
@@ -427,7 +427,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             LayersimError: a forward pass runs out of memory; or rows must run together, but change one another.
         """
         while True:
-            view = self._grouped(batch, self._together)
+            view = self._grouped(batch, self._rows_together)
             if self._needs_comparison(batch) and self._changes_rows(batch, view):
                 self._separate()
                 continue
@@ -453,7 +453,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         if self._needs_comparison(batch):
             with self._without_calls():
                 self.collect(batch)
-        if self._together is not Together.ALL and len(self._together.groups(batch)) > 1:
+        if self._rows_together is not Together.ALL and len(self._rows_together.groups(batch)) > 1:
             raise self._not_apart()
 
     def _not_apart(self) -> LayersimError:
@@ -465,7 +465,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def _needs_comparison(self, batch: Batch) -> bool:
         """Whether rows of this batch have not been compared yet with the same rows alone."""
         # Processes that share the weights run the same forward passes.
-        return self._compares_rows and (self._together, batch.padded) not in self._compared and not weight_peers(self.module)
+        return self._compares_rows and (self._rows_together, batch.padded) not in self._compared and not weight_peers(self.module)
 
     def _changes_rows(self, batch: Batch, view: View) -> bool:
         """Whether the rows that run together change one another, by a comparison of one row with itself alone.
@@ -474,7 +474,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             batch: the rows.
             view: their activations.
         """
-        number = row_to_compare(batch, self._together)
+        number = row_to_compare(batch, self._rows_together)
         if number is None:
             return False
         row = batch.chosen([number])
@@ -488,16 +488,16 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
                 noise = gaps(copies.activations[:, (copies.sequence == 0).nonzero()[:, 0]], alone)
                 if bool((found > allowed + TIMES_NOISE * noise).any()):
                     return True
-        self._compared.add((self._together, batch.padded))
+        self._compared.add((self._rows_together, batch.padded))
         return False
 
     def _separate(self) -> None:
         """Run fewer rows together from now on."""
-        self._together = self._together.next
+        self._rows_together = self._rows_together.next
         LOG.warning(
             "Other rows of a batch, or padding, change the activations of a row in %s: %s from now on.",
             self.model.name,
-            "only rows of equal length run together" if self._together is Together.OF_ONE_LENGTH else "each row runs alone",
+            "only rows of equal length run together" if self._rows_together is Together.OF_ONE_LENGTH else "each row runs alone",
         )
 
     @contextmanager

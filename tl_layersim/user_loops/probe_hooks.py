@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -105,7 +105,8 @@ def not_copied(module: torch.nn.Module, handle: RemovableHandle) -> RemovableHan
     ):
         if handle.id in hooks:
             # Torch asks only whether there is an entry.
-            flags[handle.id] = CopiedAsFlag(Removal(hooks, handle.id), handle)  # type: ignore[assignment]
+            removal = Removal(cast("OrderedDict[int, Any]", hooks), handle.id)
+            flags[handle.id] = CopiedAsFlag(removal, handle)  # type: ignore[assignment]
     return handle
 
 
