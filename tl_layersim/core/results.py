@@ -673,7 +673,8 @@ class Report(Mapping[str, Any]):
             OSError: the file cannot be written; an older file at `path` is unchanged.
         """
         table = self.to_frame()
-        texts = {str(name): table[name].astype(object).map(plain_cell) for name in table if table[name].dtype.kind not in "fi"}
+        labels = [str(name) for name in table.columns if table[name].dtype.kind not in "fi"]
+        texts = {name: table[name].astype(object).map(plain_cell) for name in labels}
         text = table.assign(**texts).to_csv(index=False)
         with replacing(path) as file:
             file.write(text.encode())

@@ -14,7 +14,7 @@ from ..core.wording import equation, p_value_text
 from .heat_map import MATRICES, about_zero
 from .lines_and_bars import ZERO_LINE, Ends, add_band
 from .many_model_figures import line_plot, map_of_two
-from .site_labels import inside_title, quantity_with_unit, short_names
+from .site_labels import inside_title, markup, quantity_with_unit, short_names
 from .style import BLUE, GREEN, GREY, MOST_LINES, ORANGE, layer_axis, model_name, styled, with_room_for_legend, with_subtitle
 
 if TYPE_CHECKING:
@@ -142,7 +142,9 @@ def fit_figure(fit: xarray.Dataset) -> go.Figure:
         hover = "%{customdata}<br>%{y:.4g}<extra></extra>"
         marker = {"size": 8, "color": points, "symbol": symbol}
         y = one["values"].values
-        fig.add_scatter(x=depth, y=y, mode="markers", name=name, marker=marker, customdata=list(sites), hovertemplate=hover)
+        fig.add_scatter(
+            x=depth, y=y, mode="markers", name=name, marker=marker, customdata=list(map(markup, sites)), hovertemplate=hover
+        )
         words = f"{a:.4g} exp({b:.4g} l), R² = {one['r_squared'].item():.3f}"
         fig.add_scatter(x=x, y=a * np.exp(b * x), mode="lines", name=words, line={"color": curve}, hoverinfo="skip")
 

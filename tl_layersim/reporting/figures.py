@@ -33,7 +33,7 @@ from .lines_and_bars import (
     with_baselines,
 )
 from .many_model_figures import model_heatmap
-from .site_labels import axis_title, series_label, short_names, site_words
+from .site_labels import axis_title, markup, series_label, short_names, site_words
 from .style import DASHES, GREY, MOST_LINES, PAPER_SIZES, series_look, with_provenance, with_size
 
 # Axes whose series are ordered.
@@ -116,7 +116,7 @@ def _field_figure(result: Any, field: str, width: str | None) -> go.Figure:
     elif len(labels[0]) > MOST_LINES and axes[0] not in ("model", "stage"):
         return series_heat_map(result, field, axes, titles, ends)
     looks = series_look(len(labels[0]), ordered=axes[0] in ORDERED_AXES)
-    names = [series_label(axes[0], label) for label in labels[0]]
+    names = [markup(series_label(axes[0], label)) for label in labels[0]]
     series = [Series(name, values[n], ends and ends.at(n), **looks[n]) for n, name in enumerate(names)]
     better = f"{titles[1]}<br>{declared.better} is better" if declared.better else titles[1]
     log = axes[0] == "direction" or (declared.scale == "log" and is_wide(values))
@@ -135,7 +135,7 @@ def _many_lines(result: Result, axes: tuple[str, ...], labels: list[Any], values
     rows = values.reshape(-1, values.shape[-1])
     series, others = [], len(rows) // len(labels[0])
     for n, (row, parts) in enumerate(zip(rows, product(*shown), strict=True)):
-        words = ", ".join(series_label(axis, part) for axis, part in zip(axes, parts, strict=False))
+        words = ", ".join(markup(series_label(axis, part)) for axis, part in zip(axes, parts, strict=False))
         look = colours[n // others] | {"dash": DASHES[n % others % len(DASHES)]}
         series.append(Series(words, np.where(row > 0, row, np.nan), **look))
     return lines(labels[-1], series, *titles, axes[-1], log=True)

@@ -16,7 +16,7 @@ from ..core.intervals import bounds_of
 from ..core.result_declarations import JOINT
 from ..core.results import Result
 from .lines_and_bars import Ends, hover_texts, interval_ends, known_columns
-from .site_labels import axis_title, short_names, site_axis_title, visible_token
+from .site_labels import axis_title, markup, short_names, site_axis_title, visible_token
 from .style import (
     CELL_AXIS,
     DIVERGING,
@@ -260,8 +260,8 @@ def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, q
     """
     texts = None if ends is None else hover_texts(ends)
     data = [
-        [(row, column) if texts is None else (row, column, texts[i, j]) for j, column in enumerate(columns)]
-        for i, row in enumerate(rows)
+        [(row, column) if texts is None else (row, column, texts[i, j]) for j, column in enumerate(map(markup, columns))]
+        for i, row in enumerate(map(markup, rows))
     ]
     words = "row: %{customdata[0]}<br>column: %{customdata[1]}<br>" + quantity + ": %{z:.4f}"
     own = "" if ends is None else "%{customdata[2]}"
@@ -439,7 +439,7 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
         places = {"tickvals": list(line), "range": [line[0] - 0.5, line[0] + widest - 0.5]}
         fig.update_xaxes(ticktext=ticks, tickangle=0, tickfont={"size": 11}, row=number, col=1, **places, **plain)
         step = max(1, -(-len(layers) // MOST_LAYERS))
-        names = {"tickvals": list(range(0, len(layers), step)), "ticktext": short_names(layers)[::step]}
+        names = {"tickvals": list(range(0, len(layers), step)), "ticktext": list(map(markup, short_names(layers)[::step]))}
         fig.update_yaxes(title=site_axis_title(layers, "Block"), row=number, col=1, **names, **plain)
     fig.update_xaxes(title="After token", row=len(lines), col=1)
     fig.update_layout(

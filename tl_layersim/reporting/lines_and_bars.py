@@ -14,7 +14,7 @@ from plotly.colors import hex_to_rgb
 from ..core.intervals import bounds_of
 from ..core.report_tables import LAYER_AXES
 from ..core.results import Result
-from .site_labels import axis_title, series_label, short_names, visible_token
+from .site_labels import axis_title, markup, series_label, short_names, visible_token
 from .style import (
     BLUE,
     DARK,
@@ -95,8 +95,11 @@ def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str
         label: label of the line, as markup.
     """
     if ends is None:
-        return {"customdata": list(names), "hovertemplate": "%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>"}
-    data = [list(pair) for pair in zip(names, hover_texts(ends), strict=True)]
+        return {
+            "customdata": list(map(markup, names)),
+            "hovertemplate": "%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+        }
+    data = [list(pair) for pair in zip(map(markup, names), hover_texts(ends), strict=True)]
     return {"customdata": data, "hovertemplate": "%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>"}
 
 
@@ -444,7 +447,7 @@ def bars(names: tuple[Any, ...], values: Any, ends: Ends | None, axis: str, titl
             marker={"color": BLUE},
             # Whiskers are dark, so that they are seen inside the bar too.
             error_y=None if ends is None else whiskers(values, ends) | {"color": DARK},
-            customdata=list(zip(names, margins, strict=True)),
+            customdata=list(zip(map(markup, names), margins, strict=True)),
             hovertemplate="%{customdata[0]}<br>%{y:,.4g}%{customdata[1]}<extra></extra>",
         )
     )
@@ -523,7 +526,7 @@ def paths(
     last = len(tokens) - 1
     names = [html.escape(f"{n + skipped} {visible_token(token, LETTERS)}", quote=False) for n, token in enumerate(tokens)]
     looks = {0: "first token", last: "last token"}
-    places = ["before the first block" if name == "embed" else f"after block {name}" for name in short_names(layers)]
+    places = ["before the first block" if name == "embed" else f"after block {markup(name)}" for name in short_names(layers)]
     symbols = ["circle-open", *["circle"] * (len(layers) - 2), "square"]
     # The first and the last token are drawn last, above the others.
     for i in [*range(1, last), *dict.fromkeys((0, last))]:
@@ -539,7 +542,9 @@ def paths(
             text=[""] * (len(layers) - 1) + [f"<b>{names[i]}</b>" if i in looks else ""],
             textposition="top center",
             cliponaxis=False,
-            customdata=[f"token <b>{names[i]}</b><br>{place}<br>{name}" for place, name in zip(places, layers, strict=True)],
+            customdata=[
+                f"token <b>{names[i]}</b><br>{place}<br>{markup(name)}" for place, name in zip(places, layers, strict=True)
+            ],
             hovertemplate="%{customdata}<extra></extra>",
         )
     for name, symbol in (("first layer", "circle-open"), ("last layer", "square")):

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
 from .lines_and_bars import Ends, hover_texts
-from .site_labels import short_names
+from .site_labels import markup, short_names
 from .style import DARK, colour_bar, styled, with_subtitle
 
 # Number of traces of edges: plotly is slow with thousands of traces.
@@ -47,7 +47,7 @@ def block_network(strength: Any, strongest: float, names: tuple[str, ...], title
             line = {"color": edge_colour(level / LEVELS), "width": 0.5 + 4.5 * level / LEVELS}
             fig.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip")
     middle = [
-        ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, names[a], names[b], strength[a, b], texts[a, b])
+        ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, markup(names[a]), markup(names[b]), strength[a, b], texts[a, b])
         for a in range(blocks)
         for b in range(a)
     ]
@@ -65,15 +65,20 @@ def block_network(strength: Any, strongest: float, names: tuple[str, ...], title
         "%{customdata[2]:.3f}%{customdata[3]} beyond chance<extra></extra>",
     )
     fig.add_scatter(
-        x=x, y=y, mode="markers", marker={"size": 8, "color": DARK}, customdata=list(names), hovertemplate=NAME_ONLY
+        x=x,
+        y=y,
+        mode="markers",
+        marker={"size": 8, "color": DARK},
+        customdata=list(map(markup, names)),
+        hovertemplate=NAME_ONLY,
     )
     fig.add_scatter(
         x=1.1 * x,
         y=1.1 * y,
         mode="text",
-        text=short_names(names),
+        text=list(map(markup, short_names(names))),
         textfont={"size": 13},
-        customdata=list(names),
+        customdata=list(map(markup, names)),
         hovertemplate=NAME_ONLY,
     )
     fig.update_layout(showlegend=False)

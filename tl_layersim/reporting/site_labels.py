@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.errors import printable
 from ..core.site_names import SiteParts, parse_site
 
 AXES = {
@@ -211,6 +213,16 @@ def axis_title(axis: str) -> str:
         ('Prompt length (tokens)', 'Head number')
     """
     return AXES.get(axis) or _words(axis)
+
+
+def markup(label: Any) -> Any:
+    """A label as text of a figure, which plotly reads as HTML. Numbers are unchanged.
+
+    Examples:
+        >>> markup("<a href=x>"), markup(3)
+        ('&lt;a href=x&gt;', 3)
+    """
+    return html.escape(printable(label, lines=False), quote=False) if isinstance(label, str) else label
 
 
 def series_label(axis: str, label: object) -> str:

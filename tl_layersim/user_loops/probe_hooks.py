@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -64,7 +64,7 @@ class Removal:
         key: key of the entry.
     """
 
-    def __init__(self, entries: OrderedDict[int, Any], key: int) -> None:
+    def __init__(self, entries: MutableMapping[int, Any], key: int) -> None:
         self.entries = entries
         self.key = key
 
