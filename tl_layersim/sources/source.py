@@ -322,8 +322,8 @@ def firing_order(
             hidden = to_positions(given, point.channels, point.name, pos)
             if STREAM in point.name and hidden.dim() > 3:
                 raise LayersimError(
-                    f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream must "
-                    "be one tensor batch x pos x width."
+                    f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream "
+                    "must be one tensor batch x pos x width."
                 )
             widths[number] = at_point(hidden, point.part, shape, point.name).shape[-1]
 
@@ -399,7 +399,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     _heads: tuple[Head, ...] = ()  # heads among which the first watched forward pass chooses
     _is_watched: bool = False  # whether a forward pass has shown that each block runs once, and what it passes on
     _compares_rows: bool = False  # whether rows are compared with themselves alone, after the first `settle`
-    _together: Together = Together.ALL  # the rows of a batch that run in one forward pass
+    _rows_together: Together = Together.ALL  # the rows of a batch that run in one forward pass
     _compared: set[tuple[Together, bool]]  # kinds of batches in which a row had the same activations as alone
 
     @property
@@ -427,7 +427,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             LayersimError: a forward pass runs out of memory; or rows must run together, but change one another.
         """
         while True:
-            view = self._grouped(batch, self._together)
+            view = self._grouped(batch, self._rows_together)
             if self._needs_comparison(batch) and self._changes_rows(batch, view):
                 self._separate()
                 continue
@@ -453,19 +453,20 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         if self._needs_comparison(batch):
             with self._without_calls():
                 self.collect(batch)
-        if self._together is not Together.ALL and len(self._together.groups(batch)) > 1:
+        if self._rows_together is not Together.ALL and len(self._rows_together.groups(batch)) > 1:
             raise self._not_apart()
 
     def _not_apart(self) -> LayersimError:
         return LayersimError(
-            f"`batch_size` is above 1, but in {self.model.name} other rows of a batch, or padding, change the activations of a row. "
-            f"The rows must run apart{self._indivisible()}: use Data(..., batch_size=1)."
+            f"`batch_size` is above 1, but in {self.model.name} other rows of a batch, or padding, change the activations of a "
+            f"row, and they cannot run apart{self._indivisible()}. Use Data(..., batch_size=1)."
         )
 
     def _needs_comparison(self, batch: Batch) -> bool:
         """Whether rows of this batch have not been compared yet with the same rows alone."""
         # Processes that share the weights run the same forward passes.
-        return self._compares_rows and (self._together, batch.padded) not in self._compared and not weight_peers(self.module)
+        is_known = (self._rows_together, batch.padded) in self._compared
+        return self._compares_rows and not is_known and not weight_peers(self.module)
 
     def _changes_rows(self, batch: Batch, view: View) -> bool:
         """Whether the rows that run together change one another, by a comparison of one row with itself alone.
@@ -474,7 +475,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             batch: the rows.
             view: their activations.
         """
-        number = row_to_compare(batch, self._together)
+        number = row_to_compare(batch, self._rows_together)
         if number is None:
             return False
         row = batch.chosen([number])
@@ -488,16 +489,16 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
                 noise = gaps(copies.activations[:, (copies.sequence == 0).nonzero()[:, 0]], alone)
                 if bool((found > allowed + TIMES_NOISE * noise).any()):
                     return True
-        self._compared.add((self._together, batch.padded))
+        self._compared.add((self._rows_together, batch.padded))
         return False
 
     def _separate(self) -> None:
         """Run fewer rows together from now on."""
-        self._together = self._together.next
+        self._rows_together = self._rows_together.next
         LOG.warning(
             "Other rows of a batch, or padding, change the activations of a row in %s: %s from now on.",
             self.model.name,
-            "only rows of equal length run together" if self._together is Together.OF_ONE_LENGTH else "each row runs alone",
+            "each row runs alone" if self._rows_together is Together.ALONE else "only rows of equal length run together",
         )
 
     @contextmanager
@@ -585,8 +586,8 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Nothing runs if all of this is known.
 
         Raises:
-            LayersimError: a block runs several times or never, or does not pass on `batch pos width`; or a site is reached several
-                times or never.
+            LayersimError: a block runs several times or never, or does not pass on `batch pos width`; or a site is reached
+                several times or never.
         """
         with refusing_out_of_memory(batch.first_row), refusing_failed_forward(self.module):
             if self.reads_residual and not self._is_watched:
