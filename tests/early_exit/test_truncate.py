@@ -134,7 +134,7 @@ def wav2vec2():
 @pytest.mark.parametrize("make", [zamba, recurrent_gemma, gemma4, wav2vec2])
 def test_errors_of_a_model_are_refusals(make):
     torch.manual_seed(0)
-    with pytest.raises(lsim.LayersimError, match="2|input_values"):
+    with pytest.raises(lsim.LayersimError, match=r"2|input_values"):
         truncate(make().eval(), 2)
 
 

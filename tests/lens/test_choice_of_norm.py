@@ -54,7 +54,9 @@ def test_the_norm_that_gives_the_logits_of_the_model_is_chosen(make):
     model = make()
     with torch.no_grad():
         expected = loss(model(TOKENS).logits)
-    assert float(lsim.analyze(model, TOKENS, lsim.LogitLens())["logit_lens"].cross_entropy[-1]) == pytest.approx(expected, abs=1e-5)
+    assert float(lsim.analyze(model, TOKENS, lsim.LogitLens())["logit_lens"].cross_entropy[-1]) == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def without_norm(model, blocks, head):
@@ -103,7 +105,10 @@ class Scaled(torch.nn.Module):
 HEADS = {
     "inside a head": ([torch.nn.LayerNorm(16), torch.nn.Linear(16, 100)], ["head"]),
     "without a name": ([Scaled(), torch.nn.Linear(16, 100)], ["head.0", "head.1"]),
-    "after another part": ([torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 100)], ["head.0", "head.1", "head.2"]),
+    "after another part": (
+        [torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 100)],
+        ["head.0", "head.1", "head.2"],
+    ),
 }
 
 

@@ -20,7 +20,7 @@ def load(name: str, dtype: torch.dtype | None = None):
 
 
 def counting(model, url: str):
-    """nnsight's own backend, which also counts the bytes of a trace."""
+    """Nnsight's own backend, which also counts the bytes of a trace."""
     from nnsight.intervention.backends.remote import RemoteBackend
 
     class Counting(RemoteBackend):

@@ -145,7 +145,7 @@ def test_blocks_that_are_called_again_need_rows_that_may_run_together():
 def test_a_stitch_needs_rows_that_may_run_together():
     model = own(MIXES["a mean over all positions"])
     with pytest.raises(lsim.LayersimError, match=r"`batch_size`"):
-        lsim.stitch(model, model, lsim.Data(ROWS, batch_size=8), at=(0, 0), adapter="identity", eval_data=ROWS)
+        lsim.stitch(model, model, lsim.Data(ROWS, batch_size=8), at=(0, 0), adapter="identity", eval_data=ROWS * 4)
 
 
 def test_a_batch_of_some_rows_is_cut_to_the_longest_of_them():

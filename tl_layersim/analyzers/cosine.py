@@ -16,9 +16,9 @@ from ..activations.norms import beyond_rounding, norms, unit_vectors
 from ..activations.view import Kernel, View
 from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.intervals import QUANTILES
+from ..core.site_names import site_in_words
 from ..sources.model_description import Model
 from ._samples import check_finite
-from ..core.site_names import site_in_words
 from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
 

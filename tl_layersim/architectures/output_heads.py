@@ -43,9 +43,9 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     if unembed is not None:
         paths = existing_paths(module, unembed, "unembed")
         norm = paths[0] if len(paths) > 1 and (has_name_of_norm(type(names[paths[0]])) or _is_norm(paths[0], names)) else ""
-        named_parts = tuple(paths[1:] if norm else paths)
-        hidden = not norm and any(_may_hide_norm(names[path]) for path in named_parts)
-        return _scaled(Head(norm, named_parts, hides_norm=hidden), module)
+        after = tuple(paths[1:] if norm else paths)
+        hides_norm = not norm and any(_may_hide_norm(names[path]) for path in after)
+        return _scaled(Head(norm, after, hides_norm=hides_norm), module)
     head = _tabled(module, blocks, names)
     if head is not None:
         return _scaled(head, module)
@@ -89,7 +89,8 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
 
 def _fits(norm: torch.nn.Module, module: torch.nn.Module) -> bool:
     """Whether a norm may have the width of the residual stream. True if one of both is unknown."""
-    weight, width = getattr(norm, "weight", None), getattr(text_config(getattr(module, "config", None)), "hidden_size", None)
+    weight = getattr(norm, "weight", None)
+    width = getattr(text_config(getattr(module, "config", None)), "hidden_size", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(width, int):
         return True
     return len(weight) == width
@@ -110,11 +111,7 @@ def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None
     inside = blocks[0].split(".")[:-2]
     around = [".".join(inside[:depth]) for depth in range(len(inside), -1, -1)]
     children = [(parent, name, child) for parent in around for name, child in module.get_submodule(parent).named_children()]
-    norms = [
-        f"{parent}.{name}".lstrip(".")
-        for parent, name, child in children
-        if has_name_of_norm(type(child)) and _fits(child, module)
-    ]
+    norms = [f"{parent}.{name}".lstrip(".") for parent, name, child in children if has_name_of_norm(type(child))]
     others = [norm for norm in (*norms, "") if norm != head.norm and norm not in head.modules]
     return (head, *(replace(head, norm=norm) for norm in others))
 

@@ -84,8 +84,8 @@ class Head:
         soft_cap: c in c tanh(logits / c); None if the logits are not capped.
         scales_input: whether the model scales the head's input, so that the head's output is scaled already.
         pool: pooling of the positions if `reads` is "rows"; else None.
-        hides_norm: whether the user named the parts, and one of them may be or contain the final norm, so that no lens can leave
-            it out.
+        hides_norm: whether the user named the parts, and one of them may be or contain the final norm, which no lens can then
+            leave out.
     """
 
     norm: str

@@ -15,8 +15,8 @@ NAMES_OF_POSITION_IDS = ("position_ids", "decoder_position_ids")
 def documents_in(row: Row, model: ModelInputs) -> list[Row]:
     """Split a row at the positions at which its position ids begin again, so that each document is a row of its own.
 
-    Models keep documents of one row apart only in some batches, and some models never do. A document that is a row of its own is
-    measured as the model reads it alone.
+    Models keep documents of one row apart only in some batches, and some models never do. A document that is a row of its own
+    is measured as the model reads it alone.
 
     Args:
         row: the row.
@@ -37,8 +37,8 @@ def documents_in(row: Row, model: ModelInputs) -> list[Row]:
         return [row]
     if model.reads_rows:
         raise LayersimError(
-            f"`{name}` begins again within row {row.source} of the data, which therefore holds {len(starts)} documents, but the "
-            f"head of {model.name} makes one prediction per row. Give each document as a row."
+            f"`{name}` begins again within row {row.source} of the data, which therefore holds {len(starts)} documents, but "
+            f"the head of {model.name} makes one prediction per row. Give each document as a row."
         )
     ends = [*(start - 1 for start in starts[1:]), len(attended) - 1]
     return [row[int(attended[start]) : int(attended[end]) + 1] for start, end in zip(starts, ends, strict=True)]
@@ -56,6 +56,7 @@ def document_starts(ids: Tensor, name: str, number: int) -> list[int]:
         LayersimError: an id neither is the one before plus 1, nor lower, nor again the first id of the row.
 
     Examples:
+        >>> import torch
         >>> document_starts(torch.tensor([0, 1, 2, 0, 1, 0, 0]), "position_ids", 0)
         [0, 3, 5, 6]
     """
@@ -66,8 +67,8 @@ def document_starts(ids: Tensor, name: str, number: int) -> list[int]:
             continue
         if value > before or (value == before and value != values[0]):
             raise LayersimError(
-                f"`{name}` goes from {before} to {value} in row {number} of the data; it must rise by 1 from token to token, or "
-                "begin again at a lower value, where another document begins."
+                f"`{name}` goes from {before} to {value} in row {number} of the data; it must rise by 1 from token to token, "
+                "or begin again at a lower value, where another document begins."
             )
         starts.append(place)
     return starts

@@ -262,7 +262,12 @@ class Reader:
                 inputs = {name: own} | inputs
             attention = torch.ones(length, dtype=torch.bool)
             if has_tokens or mask is not None:
-                attention = _row_mask(own_mask, length, model.mask_input, unknown=length == 1 and not (has_tokens or has_patches or name == EMBEDDINGS))
+                attention = _row_mask(
+                    own_mask,
+                    length,
+                    model.mask_input,
+                    unknown=length == 1 and not (has_tokens or has_patches or name == EMBEDDINGS),
+                )
             # Padding on either side is removed unless it is counted: rows are padded again on the right, so positions do not
             # depend on the side.
             kept = (attention | (has_tokens and self.data.positions == "padded")).nonzero()[:, 0]

@@ -227,7 +227,9 @@ class TextRows:
         documents = documents_in(row, self.model)
         if len(documents) > 1 and not self.notes.packed:
             self.notes.packed = True
-            LOG.warning("Position ids begin again within rows of the data: each document in a row is measured as a row of its own.")
+            LOG.warning(
+                "Position ids begin again within rows of the data: each document in a row is measured as a row of its own."
+            )
         return itertools.chain.from_iterable(self._windows_of(document) for document in documents)
 
     def _windows_of(self, row: Row) -> Iterator[Row]:

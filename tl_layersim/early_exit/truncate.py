@@ -185,8 +185,8 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
     short_split, _ = open_for_early_exit(short, either_stack=True)
     if len(short_split.blocks) != n_layers:
         raise LayersimError(
-            f"`n_layers` is {n_layers}, but {type(short.model).__name__} has {len(short_split.blocks)} blocks if it is built with "
-            "so many; its configuration counts other blocks too."
+            f"`n_layers` is {n_layers}, but {type(short.model).__name__} has {len(short_split.blocks)} blocks if it is built "
+            "with so many; its configuration counts other blocks too."
         )
     options = inputs | no_cache(split_model.module)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
@@ -214,6 +214,6 @@ def _refuse_different(what: str, ours: Tensor, theirs: Tensor) -> None:
     gap = relative_gap(ours, theirs)
     if not gap <= rounding(theirs.dtype):
         raise LayersimError(
-            f"{what} differ by {gap:.3g} of their norm between the truncated and the whole model. The model cannot be truncated, "
-            "because its blocks depend on the number of blocks."
+            f"{what} differ by {gap:.3g} of their norm between the truncated and the whole model. The model cannot be "
+            "truncated, because its blocks depend on the number of blocks."
         )

@@ -136,8 +136,8 @@ def need_known_norm(model: Model) -> None:
     """
     if model.head is not None and model.head.hides_norm:
         raise LayersimError(
-            f"`norm` is 'none', but it is not known which part of unembed={list(model.head.modules)} is the final norm to leave "
-            "out. Name the norm as the first path of `unembed`, or use norm='final'."
+            f"`norm` is 'none', but it is not known which part of unembed={list(model.head.modules)} is the final norm to "
+            "leave out. Name the norm as the first path of `unembed`, or use norm='final'."
         )
 
 

@@ -90,7 +90,8 @@ def gaps(own: Tensor, alone: Tensor) -> Tensor:
 def allowed_gaps(sites: int, dtype: torch.dtype) -> Tensor:
     """Largest differences that rounding causes without a doubt (`site`).
 
-    Many models compute norms and attention weights in float32 whatever their dtype. The rounding of each block adds to that of the blocks before it, as in a random walk.
+    Many models compute norms and attention weights in float32 whatever their dtype. The rounding of each block adds to that of
+    the blocks before it, as in a random walk.
 
     Args:
         sites: number of sites, in the order of computation.

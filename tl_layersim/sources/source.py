@@ -322,8 +322,8 @@ def firing_order(
             hidden = to_positions(given, point.channels, point.name, pos)
             if STREAM_SITE in point.name and hidden.dim() > 3:
                 raise LayersimError(
-                    f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream must "
-                    "be one tensor batch x pos x width."
+                    f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream "
+                    "must be one tensor batch x pos x width."
                 )
             widths[number] = at_point(hidden, point.part, shape, point.name).shape[-1]
 
@@ -458,14 +458,15 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def _not_apart(self) -> LayersimError:
         return LayersimError(
-            f"`batch_size` is above 1, but in {self.model.name} other rows of a batch, or padding, change the activations of a row. "
-            f"The rows must run apart{self._indivisible()}: use Data(..., batch_size=1)."
+            f"`batch_size` is above 1, but in {self.model.name} other rows of a batch, or padding, change the activations of a "
+            f"row, and they cannot run apart{self._indivisible()}. Use Data(..., batch_size=1)."
         )
 
     def _needs_comparison(self, batch: Batch) -> bool:
         """Whether rows of this batch have not been compared yet with the same rows alone."""
         # Processes that share the weights run the same forward passes.
-        return self._compares_rows and (self._rows_together, batch.padded) not in self._compared and not weight_peers(self.module)
+        is_known = (self._rows_together, batch.padded) in self._compared
+        return self._compares_rows and not is_known and not weight_peers(self.module)
 
     def _changes_rows(self, batch: Batch, view: View) -> bool:
         """Whether the rows that run together change one another, by a comparison of one row with itself alone.
@@ -497,7 +498,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         LOG.warning(
             "Other rows of a batch, or padding, change the activations of a row in %s: %s from now on.",
             self.model.name,
-            "only rows of equal length run together" if self._rows_together is Together.OF_ONE_LENGTH else "each row runs alone",
+            "each row runs alone" if self._rows_together is Together.ALONE else "only rows of equal length run together",
         )
 
     @contextmanager
@@ -585,8 +586,8 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Nothing runs if all of this is known.
 
         Raises:
-            LayersimError: a block runs several times or never, or does not pass on `batch pos width`; or a site is reached several
-                times or never.
+            LayersimError: a block runs several times or never, or does not pass on `batch pos width`; or a site is reached
+                several times or never.
         """
         with refusing_out_of_memory(batch.first_row), refusing_failed_forward(self.module):
             if self.reads_residual and not self._is_watched:

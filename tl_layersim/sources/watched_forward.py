@@ -89,8 +89,8 @@ class WatchedForward:
             if number < before:
                 raise LayersimError(
                     f"The layers of {model} cannot be read: the forward pass reaches {self.points[number].name} (module "
-                    f"{self.points[number].module}) after {self.points[before].name}. `layers` must name blocks in the order in "
-                    "which they run."
+                    f"{self.points[number].module}) after {self.points[before].name}. `layers` must name blocks in the order "
+                    "in which they run."
                 )
         for number, point in enumerate(self.points):
             if not self._has_axes(self.shapes[number]):

@@ -24,8 +24,8 @@ from ..data.non_token_inputs import MASK, TOKEN_IDS
 from ..data.right_padding import POSITION_IDS, RightPadding
 from ..sources.forward_arguments import no_cache
 from ..sources.hooked_module import HookedSource
-from ..sources.identity import hooks_on
 from ..sources.hooks import eval_mode
+from ..sources.identity import hooks_on
 from ..sources.partial_forward import LocalSplitModel, logits_of
 from .adapters import Adapter
 

@@ -569,8 +569,8 @@ class Recorder:
             places = to_positions(whole_tensor(hidden, name), point.channels, name, pos)
             if self.inside and places.dim() > 3:
                 raise LayersimError(
-                    f"{name} (module {point.module}) of {self.source.model.name} is {' x '.join(map(str, places.shape))}, and a "
-                    "residual stream must be one tensor batch x pos x width."
+                    f"{name} (module {point.module}) of {self.source.model.name} is {' x '.join(map(str, places.shape))}, and "
+                    "a residual stream must be one tensor batch x pos x width."
                 )
             frame.reading = frame.reading or self._start(site, here, places)
             frame.reading.buffer.put(site, places, point.part)
