@@ -108,13 +108,14 @@ def adapted_model(model: Any) -> Any:
     """
     if type(model).__module__.split(".")[0] != "peft" or not isinstance(model, torch.nn.Module):
         return None
-    for config in model.peft_config.values():
+    wrapper: Any = model
+    for config in wrapper.peft_config.values():
         kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
         outside = getattr(config, "is_prompt_learning", False) or kind in ("XLORA", "POLY")
         # Adapters of these act from a token on, which the wrapper finds.
         if outside or getattr(config, "alora_invocation_tokens", None) is not None:
             return None
-    return model.base_model.model
+    return wrapper.base_model.model
 
 
 def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
