@@ -45,6 +45,6 @@ def drawn(path: Path, profile: Path) -> str:
     page = path.with_suffix(".printed.html")
     page.write_text(PRINT.join(path.read_text().rsplit("</body>", 1)))
     command = ["chromium", *FLAGS, f"--user-data-dir={profile}", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
     assert "CONSOLE" not in done.stderr, re.findall(r".*CONSOLE.*", done.stderr)
     return done.stdout

@@ -31,7 +31,7 @@ def _run(script: str, arguments: tuple[str, ...], environment: dict[str, str]) -
     exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
 
 
-def finish(*processes: BaseProcess, seconds: float = 240) -> None:
+def finish(*processes: BaseProcess, seconds: float = 1500) -> None:
     """Wait until processes end; raises an error if one of them fails or takes longer."""
     try:
         for process in processes:
@@ -42,7 +42,7 @@ def finish(*processes: BaseProcess, seconds: float = 240) -> None:
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
-def kill_when(path: Path, process: BaseProcess, seconds: float = 120) -> None:
+def kill_when(path: Path, process: BaseProcess, seconds: float = 900) -> None:
     """Kill a process as soon as a file exists that it writes."""
     end = time.monotonic() + seconds
     while not path.exists() and process.is_alive() and time.monotonic() < end:

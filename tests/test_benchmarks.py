@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,35 +60,43 @@ def test_without_a_gpu_the_script_says_how_it_runs(gpu, monkeypatch, capsys):
     assert "--device cpu --shape tiny" in capsys.readouterr().err
 
 
-def test_rounds_end_before_the_deadline(gpu):
+@pytest.fixture
+def clock(gpu, monkeypatch):
+    """A clock that the test moves, in place of the machine's."""
+    now = [1000.0]
+    read = lambda: now[0]  # noqa: E731
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=read, perf_counter=read))
+    return now
+
+
+def test_rounds_end_before_the_deadline(gpu, clock):
     device, calls = gpu.Device("cpu"), []
 
     def slow():
-        calls.append(time.monotonic())
-        time.sleep(0.05)
+        calls.append(clock[0])
+        clock[0] += 0.05
 
-    deadline = time.monotonic() + 0.4
+    deadline = clock[0] + 0.4
     found = gpu.measure(device, {"a": slow, "b": slow}, deadline, repeats=50)
-    assert time.monotonic() < deadline + 0.1
+    assert clock[0] <= deadline
     assert found.warm
     assert 1 <= len(found.seconds["a"]) == len(found.seconds["b"]) <= 3
     # In turn: the runs of a round stand beside one another.
     assert len(calls) == 2 + 2 * len(found.seconds["a"])
 
 
-def test_a_part_without_time_keeps_its_only_round(gpu):
-    found = gpu.measure(gpu.Device("cpu"), {"a": lambda: None, "b": lambda: None}, time.monotonic() - 1, repeats=5)
+def test_a_part_without_time_keeps_its_only_round(gpu, clock):
+    found = gpu.measure(gpu.Device("cpu"), {"a": lambda: None, "b": lambda: None}, clock[0] - 1, repeats=5)
     assert not found.warm
     assert [len(own) for own in found.seconds.values()] == [1, 1]
     assert "without a warm-up" in "\n".join(gpu.table("pass", found))
 
 
-def test_time_that_a_part_leaves_goes_to_the_next_ones(gpu):
-    clock = gpu.Clock(100.0)
-    first = clock.deadline("pass") - time.monotonic()
-    assert first == pytest.approx(35, abs=0.1)
+def test_time_that_a_part_leaves_goes_to_the_next_ones(gpu, clock):
+    parts = gpu.Clock(100.0)
+    assert parts.deadline("pass") - clock[0] == pytest.approx(35)
     # Nothing of it was used: 15 of the 65 hundredths that remain.
-    assert clock.deadline("coupling") - time.monotonic() == pytest.approx(100 * 15 / 65, abs=0.1)
+    assert parts.deadline("coupling") - clock[0] == pytest.approx(100 * 15 / 65)
 
 
 def test_peak_memory_is_counted_above_the_model(gpu, monkeypatch):

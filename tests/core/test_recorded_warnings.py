@@ -52,7 +52,7 @@ def test_warnings_before_an_error_are_issued(recwarn):
 
 def test_a_record_is_of_one_thread():
     """Threads that stand in the block at the same time, as runs in several threads do, and leave it in the order of entry."""
-    both, left = threading.Barrier(2, timeout=20), threading.Event()
+    both, left = threading.Barrier(2, timeout=600), threading.Event()
     found: dict[str, list[str]] = {}
 
     def run(name: str) -> None:
@@ -60,7 +60,7 @@ def test_a_record_is_of_one_thread():
             both.wait()
             warn(name)
             if name == "second":
-                left.wait(20)
+                left.wait(600)
         left.set()
         found[name] = own
 

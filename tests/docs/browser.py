@@ -22,7 +22,7 @@ FLAGS = (
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-port=0",
     "--remote-allow-origins=*",
 )  # fmt: skip
-SECONDS = 60
+SECONDS = 600
 TALLEST = 12000
 
 

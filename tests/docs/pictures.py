@@ -117,7 +117,7 @@ def render(path: Path, picture: Picture, browser: str) -> None:
         size = f"--window-size={sum(width for _, width in picture.figures)},{picture.height}"
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
         options += ["--force-device-scale-factor=2", f"--user-data-dir={folder}/profile", size, f"--screenshot={path}"]
-        subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=120)
+        subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=900)
     # Without transparency. Fewer colours would show as bands in colour bars.
     with Image.open(path) as taken:
         opaque = taken.convert("RGB")

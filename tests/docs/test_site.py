@@ -16,7 +16,7 @@ from ..public_names import public_names
 from .helpers import ROOT
 
 # The first test may build the site, which executes the gallery and the notebooks.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 # Code in tabs and in folded boxes is shown for the measurement.
 CUT_LINES = """
 (() => {

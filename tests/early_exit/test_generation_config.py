@@ -47,7 +47,7 @@ def settings_of(model, row: torch.Tensor) -> dict[str, dict]:
     }
 
 
-NAMES = [name for name in settings_of(tiny_llama(), random_tokens(1, 6)[0])]
+NAMES = list(settings_of(tiny_llama(), random_tokens(1, 6)[0]))
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
@@ -84,7 +84,7 @@ def test_stop_strings_end_a_row():
     assert len(expected) < NEW
     assert early.generate(row, max_new_tokens=NEW).tokens[0].tolist() == expected
     model.tokenizer = None
-    with pytest.raises(lsim.LayersimError, match="generation_config.stop_strings.*there"):
+    with pytest.raises(lsim.LayersimError, match=r"generation_config.stop_strings.*there"):
         lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW)
 
 

@@ -17,7 +17,10 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 # Models that count absolute positions, and models that carry a state along the row.
 MORE = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
-    "gpt neo": ("GPTNeoForCausalLM", {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
+    "gpt neo": (
+        "GPTNeoForCausalLM",
+        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    ),
     "gpt bigcode": ("GPTBigCodeForCausalLM", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
     "biogpt": ("BioGptForCausalLM", SIZES | {"intermediate_size": 48, "max_position_embeddings": 64}),
     "ctrl": ("CTRLLMHeadModel", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "dff": 48}),
@@ -76,7 +79,9 @@ def test_the_side_of_padding_changes_nothing(name):
         assert not bool(found.logits[~kept].any())
         assert torch.equal(exits[kept], own_exits), side
         assert not bool(exits[~kept].any())
-        curve = lsim.analyze(model, {"input_ids": ids, "attention_mask": mask}, lsim.ExitCurve(thresholds=(0.03,)))["exit_curve"]
+        curve = lsim.analyze(model, {"input_ids": ids, "attention_mask": mask}, lsim.ExitCurve(thresholds=(0.03,)))[
+            "exit_curve"
+        ]
         blocks = curve.exits.shape[1]
         assert own_exits.bincount(minlength=blocks + 1)[1:].tolist() == curve.exits[0].long().tolist()
         loss = lsim.training.aligned_loss(model, ids, attention_mask=mask, weights=[0] * (blocks - 1) + [1])

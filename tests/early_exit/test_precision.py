@@ -105,3 +105,31 @@ def test_a_probability_a_hair_below_the_threshold_does_not_exit(top, rule):
     for nudge, expected in ((1 + 1e-9, True), (1 - 1e-9, False)):
         tokens = CheckedTokens(logits, logits, logits, torch.tensor([0]))
         assert bool(EXIT_RULES.named(rule)(1 - (1 - score) * nudge).exits(tokens, {})) == expected
+
+
+def test_a_float64_model_whose_rotary_embedding_is_float32_is_accepted(monkeypatch):
+    """Vector units round float32 sines of a long tensor otherwise than those of a short one, as of a decoding step."""
+    model = tiny_llama().double()
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+
+    def rounded(x, position_ids):
+        cos, sin = forward(x, position_ids)
+        eps = torch.finfo(torch.float32).eps * (position_ids.shape[-1] % 3 - 1)
+        return cos * (1 + eps), sin * (1 - eps)
+
+    monkeypatch.setattr(rotary, "forward", rounded)
+    early = lsim.EarlyExit(model, 0.3, at=(1,))
+    tokens = random_tokens(2, 9)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert torch.allclose(lsim.EarlyExit(model, 1.0).logits(tokens).logits, expected, rtol=1e-5)
+    assert early.logits(tokens).logits.dtype == torch.float64
+
+
+def test_a_float64_model_with_a_wrong_head_is_refused(monkeypatch):
+    model = tiny_llama().double()
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: head(x) * (1 + 1e-3 * x.shape[1]))
+    with pytest.raises(lsim.LayersimError, match="logits"):
+        lsim.EarlyExit(model, 0.3, at=(1,))

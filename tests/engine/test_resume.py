@@ -66,7 +66,7 @@ def waiting(self, batch, kernels):
     passes.append(1)
     if len(passes) == 10:
         open(sys.argv[2], "x")
-        time.sleep(120)
+        time.sleep(3600)
     return run(self, batch, kernels)
 
 HookedSource.run = waiting

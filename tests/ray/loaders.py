@@ -68,7 +68,7 @@ def load_stuck(flag: Path):
     def wait(*_):
         if flag.exists():
             flag.unlink()
-            time.sleep(600)
+            time.sleep(3600)
 
     opened.model.register_forward_pre_hook(wait)
     return opened

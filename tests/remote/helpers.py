@@ -40,10 +40,10 @@ class Small:
         path = Path(__file__).with_name("small_ndif.py")
         self._process = started(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')", str(self._port))
         # Importing transformers takes long on a machine with other work.
-        end = time.monotonic() + 180
+        end = time.monotonic() + 1200
         while self._process.is_alive() and time.monotonic() < end:
             try:
-                urllib.request.urlopen(self.url + "/ping", timeout=1)
+                urllib.request.urlopen(self.url + "/ping", timeout=30)
                 return
             except OSError:
                 time.sleep(0.1)
@@ -56,7 +56,7 @@ class Small:
     def set(self, **settings) -> dict[str, int]:
         """Settings anew, what is not named as at the start; gives how many requests there were since the last call."""
         request = urllib.request.Request(self.url + "/control", json.dumps(settings).encode(), method="POST")
-        return json.load(urllib.request.urlopen(request, timeout=10))
+        return json.load(urllib.request.urlopen(request, timeout=300))
 
     def model(self, name: str = "llama", **here):
         from nnsight import TransformersModel

@@ -32,7 +32,7 @@ def test_blocks_are_those_of_this_process_and_do_not_depend_on_requests(small, f
     assert requests[0] > requests[1] >= 5
     path = tmp_path / "lens.run"
     lsim.analyze(opened[1], data, analyzers, intervals=True, blocking=False).save(path)
-    collected = lsim.load_run(path).result(timeout=120)
+    collected = lsim.load_run(path).result(timeout=1200)
     for name in here:
         assert equal_to_the_last_bit(reports[0][name], reports[1][name])
         assert equal_to_the_last_bit(reports[0][name], collected[name])

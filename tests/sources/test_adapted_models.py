@@ -94,13 +94,13 @@ class TestOneModel:
         clean = copy.deepcopy(base)
         tuned = adapted(base)
         given = lsim.open_model(tuned) if opened else tuned
-        with pytest.raises(lsim.LayersimError, match="`model_a`.*`model_b`"):
+        with pytest.raises(lsim.LayersimError, match=r"`model_a`.*`model_b`"):
             lsim.compare(base, given, TOKENS, self.effect)
         with pytest.raises(lsim.LayersimError, match=r"models\['a'\].*models\['b'\]"):
             lsim.compare_grid({"clean": clean, "a": base, "b": given}, TOKENS, lsim.CKA(minibatch=8))
-        with pytest.raises(lsim.LayersimError, match="`before`.*`after`"):
+        with pytest.raises(lsim.LayersimError, match=r"`before`.*`after`"):
             lsim.evaluate_layers(base, given, TOKENS)
-        with pytest.raises(lsim.LayersimError, match="`front`.*`back`"):
+        with pytest.raises(lsim.LayersimError, match=r"`front`.*`back`"):
             lsim.stitch(base, given, TOKENS, at=(1, 1), adapter="identity")
         change = lsim.compare(clean, given, TOKENS, self.effect).relative_change
         assert change[0] == 0
@@ -110,20 +110,20 @@ class TestOneModel:
     def test_two_adapters_of_one_base_are_refused(self):
         base = tiny_llama()
         first, second = adapted(base), adapted(base, target_modules=["o_proj"])
-        with pytest.raises(lsim.LayersimError, match="`model_a`.*`model_b`"):
+        with pytest.raises(lsim.LayersimError, match=r"`model_a`.*`model_b`"):
             lsim.compare(first, second, TOKENS, self.effect)
 
     def test_the_base_inside_a_peft_model_warns(self):
         base = tiny_llama()
         tuned = adapted(base)
-        with pytest.warns(lsim.LayersimWarning, match="`model_a`.*`model_b`"):
+        with pytest.warns(lsim.LayersimWarning, match=r"`model_a`.*`model_b`"):
             lsim.compare(base, tuned.base_model.model, TOKENS, self.effect)
 
     def test_a_model_that_shares_its_blocks_with_a_hooked_one_warns(self):
         base = tiny_gpt2()
         other = copy.copy(base)
         other.transformer.h[1].register_forward_hook(lambda _m, _a, output: output)
-        with pytest.warns(lsim.LayersimWarning, match="`model_a`.*`model_b`"):
+        with pytest.warns(lsim.LayersimWarning, match=r"`model_a`.*`model_b`"):
             lsim.compare(base, other, TOKENS, self.effect)
 
     def test_a_model_with_itself_and_copies_do_not_warn(self):

@@ -38,7 +38,12 @@ ROWS = [random_tokens(1, length, seed=length)[0] for length in LENGTHS]
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 @pytest.mark.parametrize(
     ("front", "back"),
-    [(tiny_gpt2, tiny_gpt2), (tiny_gpt2, tiny_llama), (tiny_llama, tiny_gpt2), (lambda: family("bloom"), lambda: family("opt"))],
+    [
+        (tiny_gpt2, tiny_gpt2),
+        (tiny_gpt2, tiny_llama),
+        (tiny_llama, tiny_gpt2),
+        (lambda: family("bloom"), lambda: family("opt")),
+    ],
     ids=["gpt2", "gpt2 to llama", "llama to gpt2", "bloom to opt"],
 )
 def test_a_row_has_the_logits_of_the_row_alone(front, back):
@@ -59,7 +64,7 @@ def test_a_row_has_the_logits_of_the_row_alone(front, back):
 def test_models_that_run_through_padding_are_refused(at_front):
     model = stitched(rwkv(), tiny_llama()) if at_front else stitched(tiny_llama(), rwkv())
     ids, mask = left(ROWS)
-    with pytest.raises(lsim.LayersimError, match="`attention_mask`.*left"), torch.no_grad():
+    with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.*left"), torch.no_grad():
         model(ids, attention_mask=mask)
     right, ahead = ids.flip(1), mask.flip(1)
     with torch.no_grad():

@@ -10,9 +10,9 @@ import pytest
 
 def test_importing_is_light():
     script = (
-        "import sys, time; start = time.perf_counter(); import tl_layersim; took = time.perf_counter() - start\n"
+        "import sys, tl_layersim\n"
         "heavy = {'torch', 'transformers', 'transformer_lens', 'nnsight', 'datasets', 'plotly', 'pandas'} & set(sys.modules)\n"
-        "assert not heavy, heavy\nassert took < 0.2, took\n"
+        "assert not heavy, heavy\n"
         "tl_layersim.attach, tl_layersim.analyze, tl_layersim.CKA, tl_layersim.load\n"
         "heavy = {'transformers', 'transformer_lens', 'nnsight', 'datasets'} & set(sys.modules)\nassert not heavy, heavy\n"
     )

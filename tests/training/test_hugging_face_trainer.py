@@ -9,7 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.training.losses import layer_weights
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import naive, next_of, vit, weights_of
 
 
@@ -176,3 +176,33 @@ class TestTrainersLabels(TestTrainer):
             lsim.training.AlignedTrainer(
                 tiny_llama(), self.arguments(tmp_path), aligned=lsim.AlignedTraining(save_to=tmp_path / "x")
             )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
+def test_the_side_of_padding_changes_no_training(make, tmp_path):
+    rows = [random_tokens(1, length, seed=length)[0] for length in (9, 5, 7, 4)]
+
+    def padded(batch, side):
+        ids, mask, labels = (
+            torch.zeros(2, 9, dtype=torch.long),
+            torch.zeros(2, 9, dtype=torch.long),
+            torch.full((2, 9), NO_LABEL),
+        )
+        for i, row in enumerate(batch):
+            at = slice(9 - len(row), None) if side == "left" else slice(0, len(row))
+            ids[i, at], mask[i, at], labels[i, at] = row, 1, row
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    trained = []
+    for side in ("left", "right"):
+        model = make()
+        trainer = lsim.training.AlignedTrainer(
+            model,
+            TestTrainer().arguments(tmp_path, max_steps=2, dataloader_pin_memory=False),
+            train_dataset=rows,
+            data_collator=lambda batch, side=side: padded(batch, side),
+        )
+        trainer.train()
+        trained.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.allclose(*trained, atol=1e-4)

@@ -31,7 +31,7 @@ def waiting(self):
     # At the tenth step it waits to be killed.
     if self.step == 10:
         open(sys.argv[2], "x")
-        time.sleep(120)
+        time.sleep(3600)
     return plain(self)
 
 here.FineTuning.loss_and_gradients = waiting

@@ -209,14 +209,14 @@ def test_the_lens_of_a_probe_does_not_switch_off_hooks_and_dropout_of_other_thre
         def forward(self, x):
             if threading.current_thread().name == "lens":
                 inside.set()
-                go.wait(20)
+                go.wait(600)
             return super().forward(x)
 
     head = torch.nn.Sequential(torch.nn.Dropout(0.5), Slow(4, 4)).train()
     head[1].register_forward_hook(lambda *_: calls.append(1))
     lens = threading.Thread(target=lambda: Quiet(head)(torch.ones(1, 4)), name="lens")
     lens.start()
-    inside.wait(20)
+    inside.wait(600)
     assert head.training
     assert head[0].training
     head(torch.ones(1, 4))

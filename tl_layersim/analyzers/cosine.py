@@ -26,7 +26,8 @@ from .trajectory import log_histogram, quantiles_of_logs
 BINS = 2000
 # First tokens of a row whose part in the mean is summed apart. More would make results of servers large.
 MEAN_PLACES = 2
-# Shift of the mean by first tokens from which a run warns, relative to the other tokens; a cosine of two such layers moves by about 0.1.
+# Shift of the mean by first tokens from which a run warns, relative to the other tokens. A cosine of two such layers moves by
+# about 0.1.
 LARGEST_SHIFT = 0.4
 # Fewer tokens scatter by themselves.
 LEAST_TOKENS = 200

@@ -111,8 +111,8 @@ def token_rules(
     for name, neutral in OTHER_DECODING.items():
         if (value := getattr(settings, name, None)) not in neutral:
             raise LayersimError(
-                f"`model.generation_config.{name}` is {brief(value)}; early exit takes one token after the other, so it must be "
-                f"{neutral[-1]}."
+                f"`model.generation_config.{name}` is {brief(value)}; it must be {neutral[-1]}, because early exit takes one "
+                "token after the other."
             )
     texts = getattr(settings, "stop_strings", None)
     if texts is not None and tokenizer is None:

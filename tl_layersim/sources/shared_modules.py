@@ -45,10 +45,10 @@ def refuse_one_model(models: Mapping[str, Any]) -> None:
         if same_object and not adapted:
             continue
         why = "adapters change their base model in place" if adapted else "a change of one is a change of the other"
+        kinds = [type(opened.given).__name__ for opened in (opened_a, opened_b)]
         text = (
-            f"`{name_a}` ({type(opened_a.given).__name__}) and `{name_b}` ({type(opened_b.given).__name__}) run the same modules, "
-            f"and {why}, so both give the same activations. Load the first model again, or copy it (copy.deepcopy) before it is "
-            "changed."
+            f"`{name_a}` ({kinds[0]}) and `{name_b}` ({kinds[1]}) run the same modules, and {why}, so both give the same "
+            "activations. Load the first model again, or copy it (copy.deepcopy) before it is changed."
         )
         if adapted and not same_object:
             raise LayersimError(text)

@@ -195,9 +195,10 @@ class StitchedModel(nn.Module):
             left, right = left[kept], right[kept]
         gap = float((left.double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
         if not gap <= rounding(left.dtype):
+            names = f"{type(self.front).__name__} stitched to {type(self.back).__name__}"
             raise LayersimError(
-                f"`attention_mask` has padding on the left, which changes the logits of {type(self.front).__name__} stitched to "
-                f"{type(self.back).__name__} by {gap:.2g} of their norm. Pad rows on the right."
+                f"`attention_mask` has padding on the left, which changes the logits of {names} by {gap:.2g} of their norm. "
+                "Pad rows on the right."
             )
         self._takes_left_padding = True
 
