@@ -82,6 +82,8 @@ def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
 
 # Positions 0 to 3 of a row are counted apart, all later ones together.
 FIRST_PLACES = 4
+# Statistics of fewer tokens scatter by themselves, so that no warning rests on them.
+LEAST_TOKENS = 200
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:

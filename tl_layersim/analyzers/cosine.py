@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ..activations.norms import beyond_rounding, norms, unit_vectors
+from ..activations.norms import LEAST_TOKENS, beyond_rounding, norms, unit_vectors
 from ..activations.view import Kernel, View
 from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.intervals import QUANTILES
@@ -29,8 +29,6 @@ MEAN_PLACES = 2
 # Shift of the mean by first tokens from which a run warns, relative to the other tokens. A cosine of two such layers moves by
 # about 0.1.
 LARGEST_SHIFT = 0.4
-# Fewer tokens scatter by themselves.
-LEAST_TOKENS = 200
 
 
 @result_class

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..activations.norms import FIRST_PLACES
+from ..activations.norms import FIRST_PLACES, LEAST_TOKENS
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.intervals import aligned, bounds_of, leave_one_out, neighbour_correlation, with_and_without_blocks
@@ -30,8 +30,6 @@ from ..sources.model_description import Model
 # docs/traps.md has the measurements behind both.
 LEAST_EFFECTIVE_FRACTION = 0.2
 LARGEST_DIMENSION = 0.5
-# Fewer tokens scatter by themselves.
-LEAST_TOKENS = 200
 
 
 # A warning, and the names of the analyzers that it is about.

@@ -103,7 +103,10 @@ def sending_backend() -> Any:
         def request(self, request: Any, tracer: Any) -> Any:
             """Send a request, wait for its job and return its result."""
             blob = self._serialize(tracer)
-            with reading_results(), subscription(f"{self.ws_host}/subscribe", self._headers(), self._largest_message()) as states:
+            with (
+                reading_results(),
+                subscription(f"{self.ws_host}/subscribe", self._headers(), self._largest_message()) as states,
+            ):
                 # Subscribed before the request is sent, so that no message is missed.
                 request.session_id = states.session()
                 self.note(self._post(request, blob))

@@ -290,7 +290,8 @@ class RemoteSource(NNsightSource, OnServer):
         rows = len(batch.tokens)
         return LayersimError(
             f"The smallest request, {rows} rows of {batch.tokens.shape[1]} tokens, exceeds the server's time limit for a job. "
-            f"{self.offer.server} says: '{server_text(error)}'. Use a smaller seq_len= or batch_size=, or fewer analyzers at once."
+            f"{self.offer.server} says: '{server_text(error)}'. Use a smaller seq_len= or batch_size=, or fewer "
+            "analyzers at once."
         )
 
 
