@@ -174,7 +174,7 @@ def test_tables_of_papers_are_escaped():
     assert [line.split(" & ")[0] for line in lines[1:]] == [r"a\_b"] * len(report["a_b"].headline())
     rows = report["a_b"].to_latex("spread").splitlines()
     assert rows[5] == r"x\_1|\& & 0.5 \\"
-    assert report["a_b"].to_markdown("spread").splitlines()[-1].split(" | ")[0].rstrip() == r"| x\_1\|&"
+    assert report["a_b"].to_markdown("spread").splitlines()[-1].split(" | ")[0].rstrip() == r"| x\_1\|\&"
     with pytest.raises(lsim.LayersimError, match=r"'share'.*\b0 axes"):
         report["a_b"].to_latex("share")
 

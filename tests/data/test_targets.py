@@ -21,8 +21,9 @@ def test_rows_of_one_token_have_no_target_and_still_a_prediction():
     found = lsim.analyze(model, mixed, [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve()])
     assert (found["logit_lens"].positions, found["logit_lens"].targets) == (4, 2)
     assert found["saturation"].counts.sum() == 4
-    with pytest.raises(lsim.LayersimError, match=r"LogitLens.* 1 .* 0\b"):
-        lsim.analyze(model, [torch.tensor([5])], lsim.LogitLens())
+    single = lsim.analyze(model, [torch.tensor([5])], lsim.LogitLens())["logit_lens"]
+    assert bool(single.cross_entropy.isnan().all())
+    assert bool(single.entropy.isfinite().all())
     assert lsim.analyze(model, [torch.tensor([5])], lsim.Saturation())["saturation"].counts.sum() == 1
 
 

@@ -305,9 +305,9 @@ def default_dtype() -> Any:
     return setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
 
 
-def repeated_block(model: Any) -> None:
+def exchanged_blocks(model: Any) -> None:
     layers = model.model.layers
-    model.model.layers = torch.nn.ModuleList([layers[0], layers[0]])
+    model.model.layers = torch.nn.ModuleList([layers[1], layers[0]])
 
 
 def heads(scale: float) -> Any:
@@ -378,7 +378,7 @@ CHANGES: dict[str, tuple[str, Case | tuple[Case, Case]]] = {
     "one weight": ("weights", of_model(lambda m: weights(m)[3, 4].add_(1e-3))),
     "one bit of a weight": ("weights", of_model(lambda m: weights(m).view(torch.int32)[0, 0].bitwise_xor_(1))),
     "buffer": ("weights", of_model(lambda m: m.model.rotary_emb.inv_freq[1].mul_(1.5))),
-    "block in the place of another": ("weights", of_model(repeated_block)),
+    "blocks exchanged": ("weights", of_model(exchanged_blocks)),
     "activation": ("weights", of_model(lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.Tanh()))),
     "epsilon": ("weights", of_model(lambda m: setattr(m.model.layers[0].input_layernorm, "variance_epsilon", 0.1))),
     "another seed": ("weights", lambda call: setattr(call, "model", tiny_llama(layers=2, seed=1))),

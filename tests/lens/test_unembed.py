@@ -169,8 +169,8 @@ def test_hooks_on_the_head_see_the_model_and_not_the_lens():
     model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
     model.model.norm.register_forward_pre_hook(lambda *_: calls.append("norm"))
     lsim.analyze(model, random_tokens(4, 12), [lsim.LogitLens(), lsim.Saturation(norm="none")])
-    # The one whole forward pass that compares the lens with the logits.
-    assert calls == ["norm", "head"]
+    # The watched forward pass, and the one that compares the lens with the logits.
+    assert calls == ["norm", "head", "norm", "head"]
 
 
 def classifier(family: str):

@@ -174,7 +174,11 @@ def _refuse_other_types(cls: type[Any], values: Mapping[str, Any]) -> None:
         cls: a dataclass.
         values: the values in the file, by field.
     """
-    hints = get_type_hints(cls, include_extras=True)
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except NameError:
+        # A class of the user's own may name types that exist for type checkers only.
+        return
     for name, value in values.items():
         if name in hints and not is_of_type(value, hints[name]):
             raise LayersimError(f"`{name}` of {cls.__name__} is {brief(value)}; it is of another type than the field")

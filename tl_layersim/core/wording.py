@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import sys
 from collections.abc import Iterable, Sequence
-
-import torch
 
 from .errors import excerpt, printable, without_secrets
 
@@ -26,9 +25,11 @@ def brief(value: object) -> str:
         >>> brief([1, 2]), brief(["a long text"] * 40)
         ('[1, 2]', 'a list of 40 str')
     """
-    if isinstance(value, torch.nn.Module):
+    # The first help of the command line does not load torch, and without torch no value is a tensor.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.nn.Module):
         return type(value).__name__
-    if isinstance(value, torch.Tensor):
+    if torch is not None and isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     if isinstance(value, type):
         return f"the class {value.__name__}"

@@ -97,6 +97,7 @@ def _pixel_axes(shape: torch.Size, axes: int, level: Level, model: ModelInputs) 
     given = f"`{PIXELS}` in the data has shape {' x '.join(map(str, shape))}"
     # Three axes without an axis of rows, or with one.
     unclear = axes == len(shape) == 3 and level != "row"
+    looks_like_image = shape[0] in CHANNELS
     if model.pixel_axes == 2:
         if axes > 3:
             raise LayersimError(f"{given}; {model.name} takes patches as its processor returns them: batch x patch x width.")
@@ -107,7 +108,10 @@ def _pixel_axes(shape: torch.Size, axes: int, level: Level, model: ModelInputs) 
                 f"{given}; {model.name} takes images of {model.channels} channels: batch x {model.channels} x height x width."
             )
         return 3
-    if unclear and shape[0] in CHANNELS:
+    if unclear and looks_like_image and level == "either":
+        # An item of a list or a stream is one row of the data unless its shape says otherwise.
+        return 3
+    if unclear and looks_like_image:
         raise LayersimError(
             f"{given}, which may be one image or a batch of patches. Pass an image as batch x channel x height x width, and "
             "patches as a list of rows, each patch x width."

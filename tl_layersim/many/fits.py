@@ -25,6 +25,8 @@ FITTED = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercep
 STARTS = (-3.0, -0.5, 0.5, 3.0)
 # Largest rate of the grid, and the relative gain that another optimum needs.
 MOST_RATE, ROUNDING = 100.0, 1e-6
+# Status of MINPACK's search after too many steps.
+NOT_CONVERGED = 5
 
 
 class LeastSquares(NamedTuple):
@@ -138,7 +140,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     Raises:
         LayersimError: the search does not converge from any start.
     """
-    from scipy.optimize import curve_fit
+    from scipy.optimize import leastsq
 
     # Centred, in units of the range of x and of the largest y, so that the search does not overflow.
     middle, span, size = (x.max() + x.min()) / 2, np.ptp(x), np.abs(y).max()
@@ -147,7 +149,11 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     def curve(z: Any, a: float, b: float) -> Any:
         return a * np.exp(b * z)
 
-    def derivative(z: Any, a: float, b: float) -> Any:
+    def errors(parameters: Any) -> Any:
+        return curve(z, *parameters) - scaled
+
+    def derivative(parameters: Any) -> Any:
+        a, b = parameters
         return np.column_stack([np.exp(b * z), a * z * np.exp(b * z)])
 
     starts = [(float(scaled.mean()), rate) for rate in STARTS]
@@ -162,12 +168,16 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     starts.append((float(amplitudes[best_rate] * np.exp(-abs(rates[best_rate]) / 2)), float(rates[best_rate])))
     best: Any = None
     for start in starts:
-        try:
-            with np.errstate(over="ignore", invalid="ignore"):
-                found, covariance = curve_fit(curve, z, scaled, start, jac=derivative, maxfev=2000, ftol=1e-14, xtol=1e-14)
-        except RuntimeError:
+        with np.errstate(over="ignore", invalid="ignore"):
+            found, inverse, _, _, status = leastsq(
+                errors, start, Dfun=derivative, full_output=True, maxfev=2000, ftol=1e-14, xtol=1e-14
+            )
+            error = float(((scaled - curve(z, *found)) ** 2).sum())
+        # Status 6 to 8: no step can lower the error further, which may hold at the start already.
+        if status == NOT_CONVERGED or not np.isfinite(error):
             continue
-        error = float(((scaled - curve(z, *found)) ** 2).sum())
+        degrees = len(z) - 2
+        covariance = np.full((2, 2), np.inf) if inverse is None or degrees < 1 else inverse * (error / degrees)
         if best is None or error < best[0] * (1 - ROUNDING if start is starts[-1] else 1):
             best = (error, found, covariance)
     if best is None:
@@ -179,7 +189,10 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     shift = np.exp(-b * middle / span) * size
     to = np.array([[shift, -a * shift * middle / span], [0.0, 1 / span]])
     total = float(((scaled - scaled.mean()) ** 2).sum())
-    return LeastSquares(np.array([a * shift, b / span]), to @ covariance @ to.T, 1 - error / total if total > 0 else np.nan)
+    # An infinite variance times zero is not a number: the error is unknown.
+    with np.errstate(invalid="ignore"):
+        covariance = to @ covariance @ to.T
+    return LeastSquares(np.array([a * shift, b / span]), covariance, 1 - error / total if total > 0 else np.nan)
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:

@@ -125,10 +125,18 @@ class HookedSource(CanReadSites):
         return seen[0]
 
     def settle(self, batch: Batch) -> None:
+        self.run_check(batch)
+        super().settle(batch)
+
+    def run_check(self, batch: Batch) -> None:
+        """Run the check of the model on the first batch; later calls do nothing.
+
+        Args:
+            batch: rows with all inputs that the check needs.
+        """
         if self._check is not None:
             check, self._check = self._check, None
             check(batch)
-        super().settle(batch)
 
     def note_widths(self, view: View) -> None:
         """Store the widths of the sites in `view`, unless these sites are the residual layers."""

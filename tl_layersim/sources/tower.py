@@ -61,6 +61,8 @@ class TowerSource(HookedSource):
         )
 
     def settle(self, batch: Batch) -> None:
+        # The check compares both towers, and so needs the inputs of both.
+        self.run_check(batch)
         super().settle(self._own(batch))
 
     def collect(self, batch: Batch) -> View:
