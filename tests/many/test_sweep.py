@@ -105,7 +105,7 @@ class TestRefusals:
             lsim.sweep({0: models[0], 10: broken, 1000: models[10]}, random_tokens(4), ANALYZERS)
         assert list(caught.value.reports) == [0]
         assert "number 2 of 3. The reports of 1 model are kept." in str(caught.value)
-        with pytest.raises(lsim.LayersimError, match=r"Model 'a' .*`model` is an int\b") as caught:
+        with pytest.raises(lsim.LayersimError, match=r"Model 'a' .*`models` is an int\b") as caught:
             lsim.sweep({"a": lambda: 3}, random_tokens(4), ANALYZERS)
         assert len(caught.value.reports) == 0
         assert "error.reports" not in str(caught.value)
