@@ -293,7 +293,8 @@ def test_analyzers_that_call_blocks_again_need_all_rows(wrap):
     seen = limited(model.model.layers[1], 2)
     with pytest.raises(lsim.LayersimError, match=r"(?s)^`batch_size`.*4 rows.*batch_size=2"):
         lsim.analyze(wrap(model), lsim.Data(texts(), batch_size=4), lsim.BlockCoupling(k=2))
-    assert [rows for rows, _ in seen if rows > 1] == [4]
+    # A comparison of rows, which calls no block again, may run in parts before.
+    assert [rows for rows, _ in seen if rows > 1][-1] == 4
 
 
 def test_processes_that_share_weights_stay_together(monkeypatch):

@@ -44,7 +44,8 @@ def test_model_libraries_are_imported_when_they_are_needed():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             for name in (name.split(".")[0] for name in names):
-                assert name != "pickle", path
+                # Servers of nnsight answer in the format of torch.save, of which a reader without code reads the plain part.
+                assert name != "pickle" or module == "remote.result_reader", path
                 if name in ("transformer_lens", "nnsight"):
                     assert {module, measure.package_of(module)} & known, path
                     assert id(node) not in at_top, f"{path} imports {name} before it is needed"

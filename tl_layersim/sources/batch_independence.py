@@ -87,7 +87,7 @@ def gaps(own: Tensor, alone: Tensor) -> Tensor:
     return torch.stack(found).nan_to_num(posinf=0.0)
 
 
-def allowed_gaps(sites: int, dtype: torch.dtype) -> Tensor:
+def allowed_gaps(sites: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Largest differences that rounding causes without a doubt (`site`).
 
     Many models compute norms and attention weights in float32 whatever their dtype. The rounding of each block adds to that of
@@ -96,5 +96,9 @@ def allowed_gaps(sites: int, dtype: torch.dtype) -> Tensor:
     Args:
         sites: number of sites, in the order of computation.
         dtype: dtype of the model.
+        device: device of the activations.
     """
-    return rounding(dtype, torch.float32) * torch.arange(1, sites + 1, dtype=torch.float64).sqrt()
+    dtypes = [dtype]
+    if torch.is_autocast_enabled(device.type):
+        dtypes.append(torch.get_autocast_dtype(device.type))
+    return rounding(*dtypes) * torch.arange(1, sites + 1, dtype=torch.float64, device=device).sqrt()

@@ -482,7 +482,8 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         with self._without_calls():
             alone = self._in_memory(row).activations
             own = view.activations[:, (view.sequence == number).nonzero()[:, 0]]
-            found, allowed = gaps(own, alone), allowed_gaps(len(own), self._model.torch_dtype).to(own.device)
+            found = gaps(own, alone)
+            allowed = allowed_gaps(len(own), self._model.torch_dtype, own.device)
             if bool((found > allowed).any()):
                 # Copies of the row have the same rounding as a batch, and change one another least.
                 copies = self._in_memory(row.chosen([0] * len(batch.tokens)))
