@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import file_format
-from tl_layersim.engine import run_description
+from tl_layersim.engine import run_description, run_identity
 from tl_layersim.sources.hooked_module import HookedSource
 
 from ..head_models import CASES
@@ -261,7 +261,7 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkey
     assert " models: " in refused(odd("model", of_model=tiny_llama(layers=2)))
     assert " 4 shards, not 3" in refused(odd("number", of=4))
     assert "intervals: True, not" in refused(odd("intervals", intervals=True))
-    monkeypatch.setattr(run_description, "version", lambda _: "9.9")
+    monkeypatch.setattr(run_identity, "version", lambda _: "9.9")
     with pytest.raises(lsim.LayersimError, match=r"9\.9.*version.*\b1\b"):
         lsim.merge([files[0], odd("version"), files[2]])
 
