@@ -56,7 +56,7 @@ def test_a_kernel_that_fails_is_not_asked_for_again(small):
 def test_a_refusal_of_a_kernel_keeps_its_words(small):
     labels = torch.randint(100, 200, (4, 20))
     data = {"input_ids": rows(4, 20)["input_ids"], "labels": labels}
-    with pytest.raises(lsim.LayersimError, match=r"^`labels` .* 1\d\d to 1\d\d\b.* 0 to 99\b"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels` .* 1\d\d to 1\d\d\b.* 0 to 99\b"):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url), data, [lsim.LogitLens(labels="data")])
 
 

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..core.code_digests import ValueNames
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .labels import number_tensor
@@ -70,6 +69,9 @@ class Positions:
         if isinstance(self.rule, slice):
             bounds = [self.rule.start, self.rule.stop, *([] if self.rule.step is None else [self.rule.step])]
             return ":".join("" if x is None else str(x) for x in bounds)
+        # Imported here, because a user's trace ships this class by value, with what it names.
+        from ..core.code_digests import ValueNames
+
         return ValueNames().function(self.rule)
 
     def select(self, tokens: Tensor, attention: Tensor, marks: Tensor | None = None) -> Tensor:
