@@ -237,7 +237,7 @@ class TestRefusals:
             *((plain, plain, nothing, (0, 0), "`data`") for nothing in ([], torch.zeros(3, 1, dtype=torch.int64), [[5]])),
             (plain, broken, rows(), (0, 0), r"LlamaForCausalLM in torch\.float32 .* NaN\b"),
             (unread, unread, rows(4), (0, 0), r"steps\.0.*layers="),
-            (Own(), plain, rows(), (0, 0), "`model` is an Own"),
+            (Own(), plain, rows(), (0, 0), "`front` is an Own"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.stitch(front, back, data, at=at, adapter="identity")

@@ -39,7 +39,7 @@ class TestNothingElseChanges:
     def test_nor_after_an_exception(self, monkeypatch):
         front, back = tiny_llama(), tiny_llama(seed=1)
         monkeypatch.setattr(back.lm_head, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("broken head")))
-        with pytest.raises(RuntimeError, match="broken head"):
+        with pytest.raises(lsim.LayersimError, match="broken head"):
             lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
         for model in (front, back):
             assert all(p.requires_grad for p in model.parameters())
@@ -109,7 +109,7 @@ class TestNothingElseChanges:
         # As in a compiled graph, which runs past its modules.
         model = tiny_llama()
         model.spare = torch.nn.Linear(32, 32)
-        with pytest.raises(lsim.LayersimError, match=r"did not reach spare(.|\n)*torch.compile"):
+        with pytest.raises(lsim.LayersimError, match=r"spare\b.* never"):
             lsim.stitch(
                 lsim.open_model(model, layers=["model.layers.0", "spare"]), tiny_llama(), rows(4), at=(1, 1), adapter="identity"
             )

@@ -133,10 +133,10 @@ BAD = {
     "both": ({"class_names": ["cat", "dog"], "prompts": ONE_EACH}, "`class_names`.*`prompts`"),
     "no place for a name": ({"class_names": ["cat", "dog"], "template": "a photo"}, "`template` is 'a photo'"),
     "texts without a tokenizer": ({"class_names": ["cat", "dog"]}, "has no tokenizer"),
-    "no end of text": ({"prompts": [torch.tensor([1, 5]), ONE_EACH[0]]}, r"`data`.* 2 .* 98\b"),
+    "no end of text": ({"prompts": [torch.tensor([1, 5]), ONE_EACH[0]]}, r"`prompts`.* 2 .* 98\b"),
     "label out of range": ({"prompts": ONE_EACH, "labels": LABELS + 1}, r"`labels`.* 3; .* 0 to 2\b"),
     "fewer labels": ({"prompts": ONE_EACH, "labels": LABELS[:4]}, r"`labels`.*\(4,\).* 12\b"),
-    "no labels": ({"prompts": ONE_EACH, "labels": "data"}, "`data` has no labels"),
+    "no labels": ({"prompts": ONE_EACH, "labels": "data"}, "`images` has no labels"),
     "top_k": ({"prompts": ONE_EACH, "top_k": 0}, "`top_k` is"),
 }
 

@@ -138,6 +138,8 @@ class Positions:
         count = len(tokens)
         try:
             given = self.rule(tokens)
+        except LayersimError:
+            raise
         except (TypeError, ValueError) as error:
             raise LayersimError(
                 f"`positions` is {brief(self.rule)}, which fails on a row of {count} token ids: {error}"

@@ -237,7 +237,9 @@ class FormOfSums:
 
     def _check_counts(self, count: Any, not_finite: Any) -> bool:
         """Check the counts of one part, and return whether its activations are finite."""
-        if type(count) is not int or count < 1 or count & (count - 1):
+        # A request for one group of all its rows may have any number of them.
+        is_whole = type(count) is int and (count == self.rows or (count > 0 and count & (count - 1) == 0))
+        if not is_whole:
             raise UnsafeAnswer("has a number of rows that is no power of two")
         if not isinstance(not_finite, list | tuple) or len(not_finite) != len(self.sites):
             raise UnsafeAnswer("must count the activations that are not finite; it has another form")

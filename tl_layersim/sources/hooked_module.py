@@ -219,8 +219,13 @@ class HookedSource(CanReadSites):
         assert self.unembed is not None
         row = batch.first_row
         seen: list[Tensor] = []
+
+        def note(hidden: Tensor) -> None:
+            if not self.aside():
+                seen.append(hidden)
+
         with refusing_out_of_memory(row), temporary_hooks() as handles, torch.no_grad():
-            handles.append(on_tensor(self._module_at(self.residual.points[-1].module), False, seen.append))
+            handles.append(on_tensor(self._module_at(self.residual.points[-1].module), False, note))
             logits = tensor_of(self.call(row))
             if not seen:
                 raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
