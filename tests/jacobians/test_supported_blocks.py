@@ -210,7 +210,7 @@ def test_blocks_of_real_architectures_pass(name, scale):
     lsim.analyze(model, random_tokens(2, 12), lsim.BlockCoupling(k=2, method="finite-difference"))
 
 
-def test_coupling_of_bert_is_refused_also_where_its_blocks_are_named():
+def test_coupling_of_bert_is_refused_also_where_its_blocks_are_named_or_held():
     config = transformers.BertConfig(**SHAPE)
     model = transformers.BertModel(config).eval()
     with pytest.raises(lsim.LayersimError, match="no residual branch"):
@@ -218,7 +218,7 @@ def test_coupling_of_bert_is_refused_also_where_its_blocks_are_named():
             lsim.open_model(model, layers=["encoder.layer.0", "encoder.layer.1"]), random_tokens(), lsim.BlockCoupling(k=2)
         )
     holder = torch.nn.Sequential(model)
-    with pytest.raises(lsim.LayersimError, match=r"\b0\.encoder\.layer\.0\b"):
+    with pytest.raises(lsim.LayersimError, match="no residual branch"):
         lsim.analyze(
             lsim.open_model(holder, layers=["0.encoder.layer.0", "0.encoder.layer.1"]), random_tokens(), lsim.BlockCoupling(k=2)
         )
