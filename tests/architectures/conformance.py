@@ -1,0 +1,330 @@
+"""The conformance run: what works on every causal language model of transformers, against plain hooks.
+
+`python -m tests.architectures.conformance [family ...]` builds each family small, asks for each capability and compares what it
+gives with the model itself, read by hooks of torch alone. An outcome is "right", "refused" (with the reason), "wrong" or "raw"
+(an error that is not ours).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+import tl_layersim as lsim
+
+from .causal_families import FAMILIES, VOCABULARY, causal_model
+
+SECONDS = 60
+ROWS, POSITIONS = 6, 10
+TOKENS = torch.randint(5, VOCABULARY, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(1))
+TOLERANCE = 2e-4
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in the arguments or the output of a module."""
+    if isinstance(value, Tensor):
+        return value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return next((tensor for part in parts if (tensor := first_tensor(part)) is not None), None)
+
+
+@contextmanager
+def hooked(handles: list[Any]) -> Iterator[None]:
+    """A context manager that removes hooks at its end."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class NoReference(Exception):
+    """The model has no list of blocks whose outputs are its hidden states."""
+
+
+@dataclass
+class Reference:
+    """The residual stream of a model, read by hooks of torch.
+
+    Attributes:
+        model: the model.
+        blocks: its blocks.
+        stream: `residual row pos width`, what enters block 0 and what each block returns.
+        logits: the model's own logits.
+    """
+
+    model: Any
+    blocks: list[torch.nn.Module] = field(default_factory=list)
+    stream: list[Tensor] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __post_init__(self) -> None:
+        calls: dict[torch.nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        entered: dict[torch.nn.Module, list[Tensor]] = {}
+        lists = [part for part in self.model.modules() if isinstance(part, torch.nn.ModuleList) and len(part) > 1]
+
+        def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            given = first_tensor((*args, *kwargs.values()))
+            entered.setdefault(module, []).append(torch.empty(0) if given is None else given.clone())
+
+        def leave(module: torch.nn.Module, _args: Any, output: Any) -> None:
+            given = first_tensor(output)
+            calls.setdefault(module, []).append((entered[module][-1], torch.empty(0) if given is None else given.clone()))
+
+        handles = []
+        for part in {part for parts in lists for part in parts}:
+            handles += [part.register_forward_pre_hook(enter, with_kwargs=True), part.register_forward_hook(leave)]
+        with hooked(handles), torch.no_grad():
+            output = self.model(TOKENS, use_cache=False, output_hidden_states=True)
+        self.logits = output.logits
+        states = getattr(output, "hidden_states", None) or ()
+        for parts in lists:
+            runs = [calls.get(part, []) for part in parts]
+            if any(len(run) != 1 for run in runs):
+                continue
+            outputs = [run[0][1] for run in runs]
+            chained = all(before.shape == after[0][0].shape and torch.equal(before, after[0][0]) for before, after in zip(outputs, runs[1:], strict=False))
+            known = len(states) == len(outputs) + 1 and all(
+                state.shape == own.shape and torch.equal(state, own) for state, own in zip(states[1:-1], outputs[:-1], strict=True)
+            )
+            if (chained or known) and outputs[0].shape[:2] == TOKENS.shape:
+                self.blocks, self.stream = list(parts), [runs[0][0][0], *outputs]
+                return
+        raise NoReference("no list of blocks runs once, each block on the output of the one before")
+
+    def loss(self, logits: Tensor) -> float:
+        """The cross-entropy of the next token."""
+        return float(cross_entropy(logits[:, :-1].flatten(0, 1).double(), TOKENS[:, 1:].flatten()))
+
+    def tail(self, residual: Tensor, without_norm: bool = False) -> Tensor:
+        """The logits of the model if the last block returns `residual`."""
+        inside = {part for block in self.blocks for part in block.modules()}
+        ended: list[bool] = []
+        norms: list[torch.nn.Module] = []
+
+        def replace(_module: Any, _args: Any, output: Any) -> Any:
+            ended.append(True)
+            return residual if isinstance(output, Tensor) else type(output)([residual, *list(output)[1:]])
+
+        def skip(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if not ended or module in norms:
+                return None
+            norms.append(module)
+            return first_tensor(args)
+
+        handles = [self.blocks[-1].register_forward_hook(replace)]
+        if without_norm:
+            handles += [
+                part.register_forward_hook(skip)
+                for part in self.model.modules()
+                if part not in inside and "norm" in type(part).__name__.lower()
+            ]
+        with hooked(handles), torch.no_grad():
+            return self.model(TOKENS, use_cache=False).logits
+
+
+def close(ours: Any, theirs: Any, tolerance: float = TOLERANCE) -> bool:
+    """Whether numbers agree."""
+    ours, theirs = torch.as_tensor(ours).double(), torch.as_tensor(theirs).double()
+    return ours.shape == theirs.shape and bool((ours - theirs).norm() <= tolerance * theirs.norm().clamp(min=1e-6))
+
+
+def stream(reference: Reference) -> bool:
+    """The residual stream: norms, and cosines of all pairs of layers."""
+    report = lsim.analyze(reference.model, TOKENS, [lsim.Trajectory(), lsim.Cosine(center="none")])
+    x = torch.stack(reference.stream).double().flatten(1, 2)
+    cosines = torch.stack([cosine_similarity(x, y[None], dim=-1).mean(1) for y in x])
+    norms = x.norm(dim=-1).mean(1)
+    return close(report["cosine"].values, cosines) and close(report["trajectory"].norm, norms)
+
+
+def lens(reference: Reference) -> bool:
+    """The logit lens: the loss at each layer, by the model's own tail."""
+    found = lsim.analyze(reference.model, TOKENS, lsim.LogitLens())["logit_lens"].cross_entropy
+    return close(found, [reference.loss(reference.tail(x)) for x in reference.stream[1:]])
+
+
+def lens_without_norm(reference: Reference) -> bool:
+    """The logit lens without the final norm, below the last layer."""
+    found = lsim.analyze(reference.model, TOKENS, lsim.LogitLens(norm="none"))["logit_lens"].cross_entropy[:-1]
+    return close(found, [reference.loss(reference.tail(x, without_norm=True)) for x in reference.stream[1:-1]])
+
+
+def sublayers(reference: Reference) -> bool:
+    """`attn_out` and `mlp_out`: what they add up to."""
+    from tl_layersim.sources.open_local import open_local
+
+    source: Any = open_local(reference.model)
+    points = source.hook_points(["resid_pre", "attn_out", "mlp_out", "resid_post"], False)
+    names = [point.name for point in points]
+    from tl_layersim.data.batches import Batch
+
+    every = torch.ones_like(TOKENS, dtype=torch.bool)
+    with source.evaluating(), source.reading_at(points):
+        batch = Batch(TOKENS, every, every, 0)
+        source.settle(batch)
+        x = source.collect(batch).activations
+    read = dict(zip(names, x.double(), strict=True))
+    good = True
+    for number, (before, after) in enumerate(zip(reference.stream, reference.stream[1:], strict=False)):
+        parts = [read[f"blocks.{number}.hook_{part}"] for part in ("attn_out", "mlp_out") if f"blocks.{number}.hook_{part}" in read]
+        good &= bool(parts) and close(sum(parts), (after.double() - before.double()).flatten(0, 1), 1e-3)
+    return good
+
+
+def shortened(reference: Reference) -> bool:
+    """`truncate`, saved and loaded again: the logits of the tail after the blocks that are kept."""
+    kept = len(reference.blocks) // 2
+    with tempfile.TemporaryDirectory() as folder:
+        lsim.truncate(reference.model, kept, save_to=folder)
+        again = type(reference.model).from_pretrained(folder, attn_implementation="eager", experts_implementation="eager").eval()
+        with torch.no_grad():
+            own = again(TOKENS, use_cache=False).logits
+    return close(own, reference.tail(reference.stream[kept]), 1e-3)
+
+
+def early_logits(reference: Reference) -> bool:
+    """`EarlyExit.logits` with a threshold that lets nothing exit."""
+    return close(lsim.EarlyExit(reference.model, 1.0).logits(TOKENS).logits, reference.logits, 1e-3)
+
+
+def early_generation(reference: Reference) -> bool:
+    """`EarlyExit.generate` without exits: the tokens of `generate`."""
+    prompt = TOKENS[:1, :6]
+    found = lsim.EarlyExit(reference.model, 1.0).generate(prompt, max_new_tokens=8, eos_token_id=()).tokens[0]
+    theirs = reference.model.generate(
+        prompt, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(prompt)
+    )
+    return found.tolist() == theirs[0, 6:].tolist()
+
+
+def skipping(reference: Reference) -> bool:
+    """`stitch` of a model to itself with the identity, which leaves out block 1: the loss without it."""
+    if len(reference.blocks) < 3:
+        return True
+    found = lsim.stitch(
+        reference.model, reference.model, TOKENS, eval_data=TOKENS, at=("blocks.1.hook_resid_pre", 1), adapter="identity"
+    ).loss
+
+    def pass_on(_module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        given = first_tensor((*args, *kwargs.values()))
+        return given if isinstance(output, Tensor) else (given, *output[1:])
+
+    with hooked([reference.blocks[1].register_forward_hook(pass_on, with_kwargs=True)]), torch.no_grad():
+        return close(found, reference.loss(reference.model(TOKENS, use_cache=False).logits))
+
+
+CAPABILITIES: dict[str, Callable[[Reference], bool]] = {
+    "stream": stream,
+    "lens": lens,
+    "lens, norm='none'": lens_without_norm,
+    "attn_out, mlp_out": sublayers,
+    "stitch": skipping,
+    "truncate": shortened,
+    "EarlyExit.logits": early_logits,
+    "EarlyExit.generate": early_generation,
+}
+
+
+def outcome(reference: Reference, capability: str) -> tuple[str, str]:
+    """The outcome of a capability on a model, and the reason or error."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"longer than {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            good = CAPABILITIES[capability](reference)
+        return ("right" if good else "wrong"), ""
+    except lsim.LayersimError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "raw", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    finally:
+        signal.alarm(0)
+
+
+def run(families: list[str], capabilities: list[str], note: Callable[[str], None] = lambda _: None) -> dict[str, dict[str, tuple[str, str]]]:
+    """The outcomes of all capabilities, by family. Families that transformers does not build small are missing.
+
+    Args:
+        families: the families.
+        capabilities: names in `CAPABILITIES`.
+        note: function that takes a line about each family.
+    """
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for family in families:
+        start = time.time()
+        try:
+            model = causal_model(family)
+            with torch.no_grad():
+                model(TOKENS, use_cache=False)
+        except Exception as error:
+            note(f"{family}: not built: {type(error).__name__} {' '.join(str(error).split())[:80]}")
+            continue
+        try:
+            reference = Reference(model)
+        except NoReference as error:
+            reference = None
+            note(f"{family}: {error}")
+        own: dict[str, tuple[str, str]] = {}
+        for name in capabilities:
+            if reference is None:
+                # Whatever it gives, it must not be an error of another library.
+                try:
+                    lsim.analyze(model, TOKENS, lsim.Cosine(center="none") if name == "stream" else lsim.LogitLens())
+                    own[name] = ("unknown", "")
+                except lsim.LayersimError as error:
+                    own[name] = ("refused", str(error))
+                except Exception as error:
+                    own[name] = ("raw", f"{type(error).__name__}: {' '.join(str(error).split())}")
+                continue
+            own[name] = outcome(reference, name)
+        found[family] = own
+        note(f"{family} ({time.time() - start:.1f} s): " + ", ".join(f"{name} {what}" for name, (what, _) in own.items()))
+    return found
+
+
+def summary(found: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
+    """The number of families with each outcome, for each capability, as rows of a table."""
+    columns = ("right", "refused", "wrong", "raw", "unknown")
+    rows = [f"| transformers {transformers.__version__} | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
+    for name in next(iter(found.values())):
+        counts = Counter(own[name][0] for own in found.values())
+        rows.append(f"| {name} | {' | '.join(str(counts[column]) for column in columns)} |")
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    """Run the families and print the table; `--only=stream,lens` names capabilities, `--json=file` keeps the outcomes."""
+    transformers.logging.set_verbosity_error()
+    options = dict(item[2:].split("=", 1) for item in arguments if item.startswith("--"))
+    families = [item for item in arguments if not item.startswith("--")] or list(FAMILIES)
+    capabilities = options["only"].split(",") if "only" in options else list(CAPABILITIES)
+    torch.set_num_threads(1)
+    found = run(families, capabilities, lambda line: print(line, flush=True))
+    if "json" in options:
+        with open(options["json"], "w") as file:
+            json.dump(found, file, indent=1)
+    print("\n".join(summary(found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
