@@ -32,6 +32,8 @@ SECONDS = 60
 ROWS, POSITIONS = 6, 10
 TOKENS = torch.randint(5, VOCABULARY, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 2e-4
+# Families of what sublayers add to the residual stream.
+ADDED = ("attn_out", "mixer_out", "cross_attn_out", "mlp_out")
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -114,17 +116,17 @@ class Reference:
         """The logits of the model if the last block returns `residual`."""
         inside = {part for block in self.blocks for part in block.modules()}
         ended: list[bool] = []
-        norms: list[torch.nn.Module] = []
 
         def replace(_module: Any, _args: Any, output: Any) -> Any:
             ended.append(True)
             return residual if isinstance(output, Tensor) else type(output)([residual, *list(output)[1:]])
 
         def skip(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            if not ended or module in norms:
+            given = first_tensor(args)
+            # The final norm reads the residual itself; others are parts of a head.
+            if not ended or given is None or given.shape != residual.shape or not torch.equal(given, residual):
                 return None
-            norms.append(module)
-            return first_tensor(args)
+            return given
 
         handles = [self.blocks[-1].register_forward_hook(replace)]
         if without_norm:
@@ -169,7 +171,7 @@ def sublayers(reference: Reference) -> bool:
     from tl_layersim.sources.open_local import open_local
 
     source: Any = open_local(reference.model)
-    points = source.hook_points(["resid_pre", "attn_out", "mlp_out", "resid_post"], False)
+    points = source.hook_points(lambda name: name.rpartition("hook_")[2] in ADDED, False)
     names = [point.name for point in points]
     from tl_layersim.data.batches import Batch
 
@@ -181,9 +183,25 @@ def sublayers(reference: Reference) -> bool:
     read = dict(zip(names, x.double(), strict=True))
     good = True
     for number, (before, after) in enumerate(zip(reference.stream, reference.stream[1:], strict=False)):
-        parts = [read[f"blocks.{number}.hook_{part}"] for part in ("attn_out", "mlp_out") if f"blocks.{number}.hook_{part}" in read]
-        good &= bool(parts) and close(sum(parts), (after.double() - before.double()).flatten(0, 1), 1e-3)
+        parts = [read[name] for part in ADDED if (name := f"blocks.{number}.hook_{part}") in read]
+        added = (after.double() - before.double()).flatten(0, 1)
+        good &= bool(parts) and (close(sum(parts), added, 1e-3) or _is_normed(reference, number, parts[-1]))
     return good
+
+
+def _is_normed(reference: Reference, number: int, last: Tensor) -> bool:
+    """Whether the norm at the end of a post-norm block reads a stream plus the last sublayer's output."""
+    block, seen = reference.blocks[number], list[tuple[torch.nn.Module, Tensor, Tensor]]()
+
+    def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+        seen.append((module, args[0], output))
+
+    norms = [part for part in block.modules() if "norm" in type(part).__name__.lower()]
+    with hooked([part.register_forward_hook(note) for part in norms]), torch.no_grad():
+        reference.model(TOKENS, use_cache=False)
+    streams = [reference.stream[number], *(output for _, _, output in seen)]
+    ends = [given for _, given, output in seen if output.shape == streams[0].shape and torch.equal(output, reference.stream[number + 1])]
+    return any(close((end - stream).flatten(0, 1), last, 1e-3) for end in ends for stream in streams if stream.shape == end.shape)
 
 
 def shortened(reference: Reference) -> bool:
@@ -231,8 +249,8 @@ def skipping(reference: Reference) -> bool:
 CAPABILITIES: dict[str, Callable[[Reference], bool]] = {
     "stream": stream,
     "lens": lens,
-    "lens, norm='none'": lens_without_norm,
-    "attn_out, mlp_out": sublayers,
+    "lens without norm": lens_without_norm,
+    "sublayers": sublayers,
     "stitch": skipping,
     "truncate": shortened,
     "EarlyExit.logits": early_logits,

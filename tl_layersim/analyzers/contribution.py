@@ -19,10 +19,10 @@ from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import Model
 from .analyzer import CSORDAS, Analyzer, Run, omitted_at
 
-SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")
+SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mixer|mlp)_out")
 # Sites inside a block at which a sublayer may read the stream. The MLP of a sequential block reads it after attention, and that
 # of a parallel block at the block's input.
-MIDDLE = {"mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"), "cross_attn_out": ("hook_resid_mid",), "attn_out": ()}
+MIDDLE = {"mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"), "cross_attn_out": ("hook_resid_mid",), "attn_out": (), "mixer_out": ()}
 CHUNK = 256
 
 
@@ -121,7 +121,7 @@ class Contribution(Analyzer):
 
     name: ClassVar[str] = "contribution"
     families: ClassVar[tuple[str, ...]] = ("resid_post", "attn_out", "mlp_out")
-    optional_families: ClassVar[tuple[str, ...]] = ("resid_mid", "cross_attn_out", "resid_mid_cross")
+    optional_families: ClassVar[tuple[str, ...]] = ("resid_mid", "mixer_out", "cross_attn_out", "resid_mid_cross")
 
     def check(self, *models: Model) -> None:
         refuse_post_norm(models[0])

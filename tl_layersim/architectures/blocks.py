@@ -327,6 +327,11 @@ def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
     return None
 
 
+def unknown_blocks(module: torch.nn.Module, paths: Sequence[str]) -> list[str]:
+    """Paths of the blocks whose layout is missing in the table `LAYOUTS`."""
+    return [path for path in paths if layout_of(module.get_submodule(path), nearest_config(module, path)) is None]
+
+
 def is_post_norm(module: torch.nn.Module, path: str) -> bool:
     """Whether blocks are post-norm: they end in a layer norm.
 

@@ -24,6 +24,7 @@ SITE_NAMES: Mapping[str, str] = {
     "v": "attn.hook_v",
     "z": "attn.hook_z",
     "attn_out": "hook_attn_out",
+    "mixer_out": "hook_mixer_out",
     "resid_mid": "hook_resid_mid",
     "cross_attn_out": "hook_cross_attn_out",
     "resid_mid_cross": "hook_resid_mid_cross",
@@ -89,6 +90,8 @@ class HookPoint:
         incoming: True to read the module's input, False for its output.
         part: the part of the tensor that is read; None for all of it.
         channels: evidence on the channel axis if the tensor may be a feature map; None for any other tensor.
+        multiplier: factor of the activations, if the model multiplies them outside of any module before it adds them to the
+            residual stream.
     """
 
     name: str
@@ -96,6 +99,7 @@ class HookPoint:
     incoming: bool = False
     part: Part | None = None
     channels: Channels | None = None
+    multiplier: float = 1.0
 
 
 def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
@@ -112,6 +116,11 @@ def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPo
     """
     first = HookPoint(names[0], blocks[0], incoming=True)
     return (first, *(HookPoint(name, path) for name, path in zip(names[1:], blocks, strict=True)))
+
+
+def multiplied(hidden: Tensor, multiplier: float) -> Tensor:
+    """Activations times the factor of their hook point, see `HookPoint`."""
+    return hidden if multiplier == 1.0 else hidden * multiplier
 
 
 def at_point(

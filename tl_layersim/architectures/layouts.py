@@ -56,10 +56,12 @@ class ModuleTensor(NamedTuple):
     Attributes:
         path: path of the module, relative to the block; "" for the block itself.
         incoming: True for the module's input, False for its output.
+        multiplier: factor of the tensor, such as Granite's `residual_multiplier` of what is added to the stream.
     """
 
     path: str
     incoming: bool
+    multiplier: float = 1.0
 
 
 def input_of(path: str) -> ModuleTensor:

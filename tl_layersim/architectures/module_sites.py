@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,13 +18,17 @@ NO_NORM = "it has no final norm that reads every position"
 UNKNOWN_LAYOUT = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys(SITE_NAMES, UNKNOWN))
 
 
-def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
+def module_site_map(
+    module: torch.nn.Module, blocks: Sequence[str], watched: Mapping[str, BlockLayout] | None = None
+) -> SiteMap:
     """The sites of a Hugging Face or plain torch model.
 
     Args:
         module: the model.
         blocks: module paths of its blocks.
+        watched: layouts of blocks that a forward pass has shown, by path, for blocks that are missing in the table.
     """
+    watched = watched or {}
     stacks = {path: stack for stack, path in lists_of_blocks(module).items()}
     lists: dict[str, list[str]] = {}
     for block in blocks:
@@ -40,12 +44,16 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
         sites += [Site(HookPoint(name, path), "resid_post") for name, path in zip(names, blocks, strict=True)]
         lacks, lists = dict.fromkeys(SITE_NAMES, UNKNOWN), {}
     for parent, own in lists.items():
-        layout = layouts[parent] or UNKNOWN_LAYOUT
+        table = layouts[parent]
+        layout = table or UNKNOWN_LAYOUT
+        by_block = [layout if table is not None else watched.get(path, layout) for path in own]
         prefix = f"{stacks[parent]}." if stacks.get(parent) else ""
         lacks |= dict.fromkeys(SITE_NAMES, "its blocks have none") | {"ln_final": NO_NORM} | dict(layout.lacks)
+        for block_layout in by_block:
+            lacks |= dict(block_layout.lacks)
         config = nearest_config(module, own[0])
         fused = layout.fused(config) if callable(layout.fused) else layout.fused
-        more = stack_sites(prefix, own, layout, head_counts(config, layout.head_count), fused)
+        more = stack_sites(prefix, own, by_block, head_counts(config, layout.head_count), fused)
         sites, sums = sites + more[0], sums + more[1]
         ends = prefix == "encoder." or is_last_stack(module, own)
         final = final_norm(module, own[0], layout) if ends else None
@@ -72,25 +80,28 @@ def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | Non
 def _point(name: str, path: str, tensor: ModuleTensor, part: Part | None = None) -> HookPoint:
     """The hook point of a tensor in a block, by default named after its module."""
     module = f"{path}.{tensor.path}".rstrip(".")
-    return HookPoint(name or module + ".input" * tensor.incoming, module, tensor.incoming, part)
+    own_name = module + ".input" * tensor.incoming
+    if tensor.multiplier != 1.0:
+        own_name = f"{tensor.multiplier:g} {own_name}"
+    return HookPoint(name or own_name, module, tensor.incoming, part, multiplier=tensor.multiplier)
 
 
 def stack_sites(
-    prefix: str, blocks: Sequence[str], layout: BlockLayout, heads: tuple[int, int], fused: str
+    prefix: str, blocks: Sequence[str], layouts: Sequence[BlockLayout], heads: tuple[int, int], fused: str
 ) -> tuple[list[Site], list[StreamSum]]:
     """The sites and stream sums in the blocks of one stack, without the final norm.
 
     Args:
         prefix: prefix of the site names; "" in a model with one stack.
         blocks: module paths of the blocks, which end in their numbers.
-        layout: layout of the blocks.
+        layouts: layout of each block.
         heads: number of heads and of key-value heads; zero if unknown.
         fused: see `BlockLayout.fused`.
     """
     sites: list[Site] = []
     sums: list[StreamSum] = []
-    tensors = {"resid_pre": input_of(""), "resid_post": output_of(""), **layout.tensors}
-    for path in blocks:
+    for path, layout in zip(blocks, layouts, strict=True):
+        tensors = {"resid_pre": input_of(""), "resid_post": output_of(""), **layout.tensors}
         number = int(path.rpartition(".")[2])
         points: dict[str, HookPoint] = {}
         for family in SITE_NAMES:

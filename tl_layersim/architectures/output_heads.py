@@ -241,7 +241,12 @@ class Quiet:
     module: torch.nn.Module
 
     def __call__(self, x: Tensor) -> Any:
-        return _shadow(self.module, {})(x)
+        return without_hooks(self.module)(x)
+
+
+def without_hooks(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module without hooks, in evaluation mode, which shares its parameters and buffers."""
+    return _shadow(module, {})
 
 
 def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .blocks import (
     stacks_with,
 )
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, distinct_points
+from .layouts import BlockLayout
 from .module_sites import module_site_map
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
@@ -36,18 +37,23 @@ At = str | int | Callable[[str], bool]
 _HEAD = re.compile(r"(.+)\[(\d+)\]$")
 
 
-def site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
+def site_map(module: torch.nn.Module, blocks: Sequence[str], watched: Mapping[str, BlockLayout] | None = None) -> SiteMap:
     """The sites of a model.
 
     Args:
         module: a TransformerLens, Hugging Face or other torch model.
         blocks: module paths of its blocks; unused for TransformerLens models.
+        watched: see `module_site_map`.
     """
-    return transformer_lens_site_map(module) if is_transformer_lens(module) else module_site_map(module, blocks)
+    return transformer_lens_site_map(module) if is_transformer_lens(module) else module_site_map(module, blocks, watched)
 
 
 def find_points(
-    module: torch.nn.Module, blocks: Sequence[str], at: Layer | At | Sequence[Layer | At], per_head: bool = False
+    module: torch.nn.Module,
+    blocks: Sequence[str],
+    at: Layer | At | Sequence[Layer | At],
+    per_head: bool = False,
+    watched: Mapping[str, BlockLayout] | None = None,
 ) -> tuple[HookPoint, ...]:
     """The hook points that `at=` selects.
 
@@ -62,11 +68,12 @@ def find_points(
             "encoder.attn_out" for one stack; a TransformerLens name, with `[5]` for head 5, or a module path; a pattern with
             `*`; a function that is True for the names to read; or a list of these.
         per_head: whether to return one hook point for each head.
+        watched: see `module_site_map`.
 
     Raises:
         LayersimError: a name is unknown, or the model lacks a family.
     """
-    known = site_map(module, blocks)
+    known = site_map(module, blocks, watched)
     outputs = [site.point.name for site in known.of_families(["resid_post"]) if not site.first]
     items = [outputs[block_number(item, outputs, "at")] if isinstance(item, int) else item for item in items_of(at)]
     families = [item for item in items if isinstance(item, str) and known.is_family(item)]
@@ -105,7 +112,9 @@ def as_int(item: Any) -> Any:
         return item
 
 
-def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
+def stream_sums(
+    module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str], watched: Mapping[str, BlockLayout] | None = None
+) -> tuple[StreamSum, ...]:
     """The additions to the residual stream (`StreamSum`) that involve a site of some families.
 
     An example is resid_pre + attn_out = resid_mid.
@@ -116,9 +125,10 @@ def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterab
         module: the model.
         blocks: module paths of its blocks.
         families: families, or names of sites.
+        watched: see `module_site_map`.
     """
     asked = set(families)
-    known = site_map(module, blocks)
+    known = site_map(module, blocks, watched)
     names = {site.point.name for site in known.sites if site.family in asked or site.point.name in asked}
     return tuple(one for one in known.sums if names & {point.name for point in (one.total, *one.terms)})
 

@@ -47,7 +47,7 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
     else:
         grouped: int = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
         heads = (cfg.n_heads, cfg.n_heads if getattr(cfg, "ungroup_grouped_query_attention", False) else grouped)
-    sites, sums = stack_sites("", blocks, layout, heads, "")
+    sites, sums = stack_sites("", blocks, [layout] * len(blocks), heads, "")
     sites += [Site(HookPoint(SITE_NAMES["ln_final"], path), "ln_final") for path in layout.final]
     have = {site.family for site in sites}
     plain = wrapped is None and cfg.normalization_type not in WITH_WEIGHTS

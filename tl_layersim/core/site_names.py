@@ -12,7 +12,7 @@ _SITE = re.compile(
     r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([\w.]*hook_\w+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
 )
 # Places within a block; others are in parallel.
-_DEPTHS = {"resid_pre": 0, "attn_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_post": 4}
+_DEPTHS = {"resid_pre": 0, "attn_out": 1, "mixer_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_post": 4}
 
 
 class SiteParts(NamedTuple):

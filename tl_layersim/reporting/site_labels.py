@@ -61,6 +61,7 @@ NAMED = ("comparison", "model", "stage")
 FAMILY_TITLES = {
     "hook_resid_mid": "Between attention and MLP of block",
     "hook_attn_out": "Attention output of block",
+    "hook_mixer_out": "Mixer output of block",
     "hook_mlp_out": "MLP output of block",
     "hook_cross_attn_out": "Cross-attention output of block",
     "hook_resid_mid_cross": "Between cross-attention and MLP of block",

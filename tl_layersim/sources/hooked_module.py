@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import BlockCall, record_call
 from ..activations.view import SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
-from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
+from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Head, tensor_of, unembed_gap
@@ -172,7 +172,7 @@ class HookedSource(CanReadSites):
                     expected = points[order[len(seen)]].name
                     raise self._not_in_order(f"{point.name} (module {point.module}) was reached before {expected}")
                 whole = to_positions(whole_tensor(hidden, point.name), point.channels, point.name, batch.token_positions)
-                buffer.put(site, whole, point.part)
+                buffer.put(site, multiplied(whole, point.multiplier), point.part)
                 seen.append(site)
             if len(seen) == len(points) and (not self.calling or len(calls) == len(self.blocks)):
                 forward.stop()

@@ -18,7 +18,7 @@ from ..activations.block_call import first_tensor, gradients, record_call, with_
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
-from ..architectures.hook_points import HookPoint, positions_of, residual_points, to_positions
+from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.unembed import Head, Unembed, tensor_of, unembed_gap
 from ..core.errors import LayersimError, shown
@@ -139,7 +139,8 @@ def read_step(
             args, kwargs = given[step.path]
             calls.append(record_call(step.envoy, args, kwargs, value, differentiated))
     for site, point in step.sites:
-        buffer.put(site, to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions), point.part)
+        places = to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions)
+        buffer.put(site, multiplied(places, point.multiplier), point.part)
 
 
 T = TypeVar("T")

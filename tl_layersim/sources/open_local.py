@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..architectures.blocks import find_stacks, refuse_paths
+from ..architectures.blocks import find_stacks, refuse_paths, unknown_blocks
 from ..architectures.hook_points import Site
+from ..architectures.layouts import BlockLayout
 from ..architectures.site_selection import site_map
 from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import Seed, typed
@@ -21,7 +22,7 @@ from .forward_arguments import refuse_no_weights
 from .hooked_module import HookedSource
 from .identity import edits_of, hooks_on
 from .nnsight import NNsightSource
-from .source import Source
+from .source import CanReadSites, Source
 
 if TYPE_CHECKING:
     import pandas
@@ -214,7 +215,8 @@ def sites(model: Any) -> pandas.DataFrame:
     the modules of any model (`model.named_modules()`) can be named in `at=` too; they are not in the table.
 
     Args:
-        model: a TransformerLens, Hugging Face, nnsight or other torch model; or what `open_model` returns. It is not run.
+        model: a TransformerLens, Hugging Face, nnsight or other torch model; or what `open_model` returns. A model whose
+            blocks are not in the table of layouts runs on one short synthetic row, which shows its sublayers.
 
     Returns:
         A pandas table with the columns `name`; `family`; `block`, the index of the block; `module`, the module that is read,
@@ -239,10 +241,21 @@ def sites(model: Any) -> pandas.DataFrame:
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
         raise unsupported_model(model)
-    known = site_map(module, [] if is_transformer_lens(module) else find_stacks(module, opened.layers))
+    blocks = [] if is_transformer_lens(module) else find_stacks(module, opened.layers)
+    known = site_map(module, blocks, _watched_layouts(opened, module, blocks))
     rows = [(site.point.name, site.family, site.block, _module(site), len(site.heads)) for site in known.sites]
     table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])
     return table.astype({"block": "Int64"})
+
+
+def _watched_layouts(opened: OpenedModel, module: torch.nn.Module, blocks: Sequence[str]) -> Mapping[str, BlockLayout]:
+    """Layouts of blocks that are missing in the table, from a forward pass; empty if the model is on a server."""
+    if is_transformer_lens(module) or opened.on_server or not unknown_blocks(module, blocks):
+        return {}
+    if any(weight.is_meta for weight in module.parameters()):
+        return {}
+    source = open_local(opened.model, layers=opened.layers, unembed=opened.unembed)
+    return source.watched_layouts if isinstance(source, CanReadSites) else {}
 
 
 def _module(site: Site) -> str:

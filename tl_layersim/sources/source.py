@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
-from ..architectures.blocks import POST_NORM, PRE_NORM, find_stacks, lists_by_stage, stack_of
+from ..architectures.anatomy import Anatomy
+from ..architectures.blocks import POST_NORM, PRE_NORM, find_stacks, lists_by_stage, nearest_config, stack_of, unknown_blocks
 from ..architectures.hook_points import SITE_NAMES, HookPoint, StreamSum, at_point, channels_at, has_convolution, to_positions
+from ..architectures.layouts import BlockLayout
 from ..architectures.output_heads import lens_of
 from ..architectures.site_selection import find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.transformer_lens import is_transformer_lens
@@ -24,6 +26,7 @@ from ..core.distributed import weight_peers
 from ..core.errors import LOG, LayersimError
 from ..core.wording import amount
 from .batch_independence import TIMES_NOISE, Together, allowed_gaps, gaps, row_to_compare
+from .find_anatomy import find_anatomy, record_forward, synthetic_row
 from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
@@ -711,9 +714,33 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             # Each stage has a number of positions of its own, so families keep the names of their stages.
             stage, blocks = stack_of(self.module, self.paths), find_stacks(self.module, None)
             at = [f"{stage}.{item}" if item in SITE_NAMES else item for item in items_of(at)]
-        points = find_points(self.module, blocks, at, per_head)
+        points = find_points(self.module, blocks, at, per_head, self.watched_layouts)
         refuse_sharded_sites(self.module, points)
         return self._with_channels(points)
+
+    @property
+    def watched_layouts(self) -> Mapping[str, BlockLayout]:
+        """Layouts of the blocks that are missing in the table of layouts, from a forward pass over a synthetic row."""
+        if isinstance(self, OnServer) or is_transformer_lens(self.module) or not unknown_blocks(self.module, self.paths):
+            return {}
+        anatomy = self.anatomy
+        return {} if anatomy is None else anatomy.layouts
+
+    @cached_property
+    def anatomy(self) -> Anatomy | None:
+        """What a forward pass over a synthetic row shows of the model; None if the pass fails."""
+        try:
+            row = synthetic_row(self._model)
+            with torch.no_grad(), kernels_alone(), self.evaluating():
+                recorded = record_forward(self.module, lambda: self.call(row))
+            config = nearest_config(self.module, self.paths[0])
+            return find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
+        except Exception as error:
+            # A model of any library may need other inputs than a synthetic row has.
+            if is_out_of_memory(error):
+                raise
+            LOG.info("%s does not run on a synthetic row, so its sublayers are not known: %s", self._model.name, error)
+            return None
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
         # Tested once, and not for each of what may be hundreds of points.
@@ -723,7 +750,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
         """The additions to the residual stream (`StreamSum`) that involve a site chosen by `read_at`."""
-        return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
+        return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites, self.watched_layouts)
 
     def without_stack(self, at: Any) -> Any:
         """Replace "encoder.attn_out" in `at` by "attn_out" if the encoder is read, and likewise for other stacks.

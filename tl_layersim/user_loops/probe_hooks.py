@@ -573,7 +573,7 @@ class Recorder:
                     "a residual stream must be one tensor batch x pos x width."
                 )
             frame.reading = frame.reading or self._start(site, here, places)
-            frame.reading.buffer.put(site, places, point.part)
+            frame.reading.buffer.put(site, multiplied(places, point.multiplier), point.part)
             frame.reading.seen.append(site)
             if site == self.output_site and self.compare:
                 frame.last = hidden[0].detach()

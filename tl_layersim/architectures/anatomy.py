@@ -1,0 +1,110 @@
+"""`Anatomy`: what a watched forward pass shows of a model, as plain fields.
+
+Every fact was verified by numbers in the pass that showed it, and keeps its gap. A fact that did not verify is refused only
+when something asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .layouts import NO_MID, BlockLayout, BlockSum, ModuleTensor, Term
+from .unembed import Head
+
+# Families whose sites are what sublayers add to the stream.
+ADDED = ("attn_out", "mixer_out", "cross_attn_out", "mlp_out")
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A module inside a block whose output is added to the residual stream.
+
+    Attributes:
+        family: its family of sites, such as "attn_out"; "" if TransformerLens has no name for it.
+        path: path of the module, relative to the block.
+        multiplier: factor by which its output is multiplied before it is added, such as Granite's `residual_multiplier`.
+        stream: the residual stream to which the output is added; None if no module reads or returns it.
+    """
+
+    family: str
+    path: str
+    multiplier: float
+    stream: ModuleTensor | None
+
+    @property
+    def tensor(self) -> ModuleTensor:
+        """What is added to the stream."""
+        return ModuleTensor(self.path, False, self.multiplier)
+
+
+@dataclass(frozen=True)
+class BlockAnatomy:
+    """What a watched forward pass shows of a block.
+
+    Attributes:
+        path: path of the block.
+        runs: number of times that it runs in a forward pass.
+        sublayers: the modules whose outputs are added to the stream, in the order in which they run.
+        norms: where normalisation sits: "before" the sublayers, "after" them inside the branch, "both", on the stream itself
+            ("stream", post-norm), or "none".
+        parallel: whether all sublayers read the stream that enters the block.
+        sums: the additions to the stream that were verified; empty if they were not.
+        gap: largest error of these sums, relative to the largest of their terms; of the nearest sum if none was verified.
+    """
+
+    path: str
+    runs: int
+    sublayers: tuple[Sublayer, ...] = ()
+    norms: Literal["before", "after", "both", "stream", "none"] = "none"
+    parallel: bool = False
+    sums: tuple[BlockSum, ...] = ()
+    gap: float = float("inf")
+
+    @property
+    def layout(self) -> BlockLayout:
+        """The families of hook points that the block has, and why it lacks others."""
+        tensors = {sublayer.family: sublayer.tensor for sublayer in self.sublayers if sublayer.family}
+        if not self.sums:
+            reason = f"no outputs of its modules add up to its residual stream (the nearest sum is {self.gap:.2g} away)"
+            return BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*ADDED, "resid_mid"), reason))
+        last = self.sublayers[-1]
+        if last.family == "mlp_out" and last.stream is not None and last.stream.path:
+            tensors["resid_mid"] = last.stream
+        lacks = {"resid_mid": NO_MID} if self.parallel else {}
+        families = {tensor: family for family, tensor in tensors.items()}
+
+        def named(term: Term) -> Term:
+            return families.get(term, term) if isinstance(term, ModuleTensor) else term
+
+        sums = tuple((named(total), tuple(named(term) for term in terms)) for total, terms in self.sums)
+        return BlockLayout((), tensors, sums=sums, final=(), lacks=lacks)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a watched forward pass shows of a model.
+
+    Attributes:
+        blocks: the blocks, in their order of running.
+        shape: shape of the residual stream of the watched row, `batch pos width` in most models.
+        embedding: path of the module whose output enters block 0; "" if it is no module's output.
+        final_norm: path of the norm that reads the output of the last block; "" if there is none.
+        tail: paths of the modules that run between the last block and the logits, in order.
+        head: the map from the last residual to the logits; None if the model gives no logits, or no map was verified.
+        head_gap: error of the head relative to the norm of the model's logits; infinite without a head.
+    """
+
+    blocks: tuple[BlockAnatomy, ...]
+    shape: tuple[int, ...]
+    embedding: str = ""
+    final_norm: str = ""
+    tail: tuple[str, ...] = ()
+    head: Head | None = None
+    head_gap: float = float("inf")
+
+    @property
+    def layouts(self) -> Mapping[str, BlockLayout]:
+        """The layout of each block, by its path."""
+        return {block.path: block.layout for block in self.blocks}
