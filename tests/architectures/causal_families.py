@@ -68,14 +68,20 @@ SIZES: dict[str, Any] = {
 _GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0, "attention_multiplier": 0.2}
 # Latent attention whose heads have other widths than the stream divided by their number.
 _LATENT = {"head_dim": None, "num_key_value_heads": HEADS}
-_ZAMBA = {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"], "attention_head_dim": 16}
+_ZAMBA = {
+    "num_hidden_layers": 6,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "mamba", "hybrid", "mamba"],
+    "attention_head_dim": 16,
+}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 OPTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("granite", "granitemoe", "granite_swa", "granitemoe_swa"), _GRANITE),
+    **{name: _GRANITE for name in ("granite", "granitemoe", "granite_swa", "granitemoe_swa")},
     "granitemoeshared": _GRANITE | {"shared_intermediate_size": 32},
     "granitemoehybrid": _GRANITE
     | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"] * 2, "mamba_chunk_size": 8},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "axk1", "axk2", "youtu"), _LATENT),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "axk1", "axk2", "youtu"), _LATENT
+    ),
     "minicpm3": _LATENT | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8},
     **dict.fromkeys(("cohere", "cohere2"), {"logit_scale": 0.25}),
     "lfm2": _CONVOLUTIONS,
@@ -93,12 +99,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
         "mamba_dt_rank": 4,
     },
-    "nemotron_h": {"hybrid_override_pattern": "M*-M", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 8}
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-M",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+    }
     | {"ssm_state_size": 8},
     "recurrent_gemma": {"num_hidden_layers": 6, "block_types": ["recurrent", "recurrent", "attention"]},
     "qwen3_next": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-    "gemma3n_text": {"altup_num_inputs": 4, "num_kv_shared_layers": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4},
-    "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {
+        "altup_num_inputs": 4,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_heads": HEADS, "window_size": 4},
     "mpt": {"expansion_ratio": 2, "max_seq_len": 128},
     "rwkv": {"attention_hidden_size": WIDTH, "context_length": 128},

@@ -22,7 +22,12 @@ from .analyzer import CSORDAS, Analyzer, Run, omitted_at
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mixer|mlp)_out")
 # Sites inside a block at which a sublayer may read the stream. The MLP of a sequential block reads it after attention, and that
 # of a parallel block at the block's input.
-MIDDLE = {"mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"), "cross_attn_out": ("hook_resid_mid",), "attn_out": (), "mixer_out": ()}
+MIDDLE = {
+    "mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"),
+    "cross_attn_out": ("hook_resid_mid",),
+    "attn_out": (),
+    "mixer_out": (),
+}
 CHUNK = 256
 
 

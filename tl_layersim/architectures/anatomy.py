@@ -66,13 +66,14 @@ class BlockAnatomy:
     def layout(self) -> BlockLayout:
         """The families of hook points that the block has, and why it lacks others."""
         tensors = {sublayer.family: sublayer.tensor for sublayer in self.sublayers if sublayer.family}
-        if not self.sums:
-            reason = f"no outputs of its modules add up to its residual stream (the nearest sum is {self.gap:.2g} away)"
-            return BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*ADDED, "resid_mid"), reason))
-        last = self.sublayers[-1]
-        if last.family == "mlp_out" and last.stream is not None and last.stream.path:
+        last = self.sublayers[-1] if self.sublayers else None
+        if last is not None and last.family == "mlp_out" and last.stream is not None and last.stream.path:
             tensors["resid_mid"] = last.stream
         lacks = {"resid_mid": NO_MID} if self.parallel else {}
+        nameless = [sublayer.path for sublayer in self.sublayers if not sublayer.family]
+        if nameless:
+            reason = f"several modules of {self.path} may be called so, {' and '.join(nameless)}; name them by their paths"
+            lacks |= dict.fromkeys((*ADDED, "resid_mid"), reason)
         families = {tensor: family for family, tensor in tensors.items()}
 
         def named(term: Term) -> Term:
@@ -106,5 +107,11 @@ class Anatomy:
 
     @property
     def layouts(self) -> Mapping[str, BlockLayout]:
-        """The layout of each block, by its path."""
-        return {block.path: block.layout for block in self.blocks}
+        """The layout of each block, by its path. If one block's sums were not verified, no block has families of sublayers."""
+        unknown = [block for block in self.blocks if not block.sums]
+        if not unknown:
+            return {block.path: block.layout for block in self.blocks}
+        gap = f", the nearest sum being {unknown[0].gap:.2g} of the norm away" if unknown[0].gap < 1 else ""
+        reason = f"outputs of modules in {unknown[0].path} do not add up to its residual stream{gap}"
+        layout = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*ADDED, "resid_mid"), reason))
+        return {block.path: layout for block in self.blocks}

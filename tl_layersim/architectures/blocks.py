@@ -308,6 +308,19 @@ def nearest_config(module: torch.nn.Module, path: str) -> Any:
     return next((config for one in around if (config := getattr(one, "config", None)) is not None), None)
 
 
+def setting(config: Any, *names: str) -> Any:
+    """The first of some attributes that a configuration has and that is not None; None if there is none.
+
+    A configuration whose layers differ raises an error of its own for an attribute that each layer has.
+    """
+    for name in names:
+        with suppress(Exception):
+            value = getattr(config, name, None)
+            if value is not None:
+                return value
+    return None
+
+
 def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
     """The layout of a block in the table `LAYOUTS`; None if it is missing there.
 
@@ -377,12 +390,12 @@ def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[in
         config: configuration of a Hugging Face model.
         attribute: attribute with the number of heads.
     """
-    heads = getattr(config, attribute, None)
+    heads = setting(config, attribute)
     if not isinstance(heads, int):
         return 0, 0
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return heads, 1
-    fewer = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    fewer = setting(config, "num_key_value_heads", "num_kv_heads")
     return heads, fewer or heads
 
 

@@ -375,7 +375,8 @@ LAYOUTS: tuple[BlockLayout, ...] = (
     ),
     BlockLayout(
         ("MambaBlock",),
-        {},
+        {"mixer_out": output_of("mixer")},
+        # It adds in float32, whatever the dtype of the model.
         sums=(),
         final=("norm_f",),
         lacks=dict.fromkeys(("resid_mid", "attn_out", "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2"), _MIXER),

@@ -16,7 +16,7 @@ from ..core.errors import LayersimError
 from ..core.wording import with_article
 from .blocks import existing_paths, final_norm, is_post_norm, layout_of, nearest_config
 from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
-from .unembed import Head, HeadModule, Unembed, head_parts, plain_linear
+from .unembed import Head, HeadModule, Tail, Unembed, head_parts, plain_linear, tensor_of
 
 OF_BOXES = "bbox_predictor"
 # Modules of which a head without a norm may consist.
@@ -111,7 +111,7 @@ def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None
     inside = blocks[0].split(".")[:-2]
     around = [".".join(inside[:depth]) for depth in range(len(inside), -1, -1)]
     children = [(parent, name, child) for parent in around for name, child in module.get_submodule(parent).named_children()]
-    norms = [f"{parent}.{name}".lstrip(".") for parent, name, child in children if has_name_of_norm(type(child))]
+    norms = [f"{parent}.{name}".lstrip(".") for parent, name, child in children if is_norm(child)]
     others = [norm for norm in (*norms, "") if norm != head.norm and norm not in head.modules]
     return (head, *(replace(head, norm=norm) for norm in others))
 
@@ -168,6 +168,14 @@ def has_name_of_norm(kind: type) -> bool:
     return "norm" in kind.__name__.lower()
 
 
+def is_norm(module: torch.nn.Module) -> bool:
+    """Whether a module is a norm: its class is named after one, and it holds no matrix.
+
+    The parts of a model such as RobertaPreLayerNorm have the name of a norm too.
+    """
+    return has_name_of_norm(type(module)) and all(weight.dim() < 2 for weight in module.parameters())
+
+
 def _is_norm(path: str, names: dict[str, torch.nn.Module]) -> bool:
     """Whether a module is a norm by its name or its class, and not the norm of an embedding."""
     name = path.split(".")[-1].lower()
@@ -211,12 +219,14 @@ def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str
     """
     if head is None:
         return None
+    if head.tail is not None and module_at is not None:
+        return None
     at = module_at or (lambda path: Quiet(module.get_submodule(path)))
     last, here = module.get_submodule(head.modules[-1]), module_at is None
     weight = next(last.parameters(), None)
     return Unembed(
         norm=at(head.norm) if head.norm else None,
-        parts=head_parts(head, at),
+        parts=head_parts(head, at) if head.tail is None else (QuietTail(module, head.tail, head.norm),),
         reads=head.reads,
         scale=head.scale,
         soft_cap=head.soft_cap,
@@ -226,7 +236,7 @@ def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str
         device=weight.device if here and weight is not None and not weight.is_meta else None,
         norm_dtype=_dtype_of(module, (head.norm,)) if head.norm else None,
         pool=head.pool,
-        linear=plain_linear(last) if here and head.parts[-1] == head.modules[-1] else None,
+        linear=plain_linear(last) if here and head.tail is None and head.parts[-1] == head.modules[-1] else None,
     )
 
 
@@ -247,6 +257,48 @@ class Quiet:
 def without_hooks(module: torch.nn.Module) -> torch.nn.Module:
     """A copy of a module without hooks, in evaluation mode, which shares its parameters and buffers."""
     return _shadow(module, {})
+
+
+@dataclass(frozen=True)
+class QuietTail:
+    """Runs a forward pass from behind the last block, on any residual, without hooks and dropout.
+
+    Blocks are passed over, and the last one returns the residual. Each vector is a row of one position. The model itself is not
+    changed.
+
+    Attributes:
+        module: the model.
+        tail: how to enter the pass.
+        norm: path of the final norm, which is left out, as the residual has been through it; "" if there is none.
+    """
+
+    module: torch.nn.Module
+    tail: Tail
+    norm: str
+
+    def __call__(self, x: Tensor) -> Any:
+        residual = x.reshape(-1, 1, x.shape[-1])
+        stand_ins: dict[int, torch.nn.Module] = {}
+        for path, length in zip(self.tail.blocks, self.tail.lengths, strict=True):
+            block = self.module.get_submodule(path)
+            stand_ins[id(block)] = _returning(block, (residual, *[None] * (length - 1)) if length else residual)
+        if self.norm:
+            norm = self.module.get_submodule(self.norm)
+            stand_ins[id(norm)] = _returning(norm, residual)
+        tokens = torch.full(residual.shape[:2], self.tail.token, device=x.device)
+        config = getattr(self.module, "config", None)
+        options = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        output = _shadow(self.module, stand_ins)(**{self.tail.token_input: tokens}, **options)
+        logits = tensor_of(output)
+        return logits.reshape(*x.shape[:-1], logits.shape[-1])
+
+
+def _returning(module: torch.nn.Module, value: Any) -> torch.nn.Module:
+    """A copy of a module, without hooks, whose forward returns a value whatever it is given."""
+    stand_in = object.__new__(type(module))
+    vars(stand_in).update(vars(module))
+    vars(stand_in).update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), forward=lambda *_, **__: value)
+    return stand_in
 
 
 def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:

@@ -72,6 +72,23 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class Tail:
+    """The part of a forward pass behind the last block, which runs as it is in place of single modules.
+
+    Attributes:
+        blocks: paths of the blocks, which are passed over.
+        lengths: for each block, the length of the tuple that it returns; 0 if it returns the residual alone.
+        token_input: name of the input that holds token ids.
+        token: the token id that stands for any input.
+    """
+
+    blocks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    token_input: str
+    token: int
+
+
+@dataclass(frozen=True)
 class Head:
     """The modules between the last block and the logits, by module path.
 
@@ -84,8 +101,8 @@ class Head:
         soft_cap: c in c tanh(logits / c); None if the logits are not capped.
         scales_input: whether the model scales the head's input, so that the head's output is scaled already.
         pool: pooling of the positions if `reads` is "rows"; else None.
-        hides_norm: whether the user named the parts, and one of them may be or contain the final norm, which no lens can then
-            leave out.
+        hides_norm: whether one of the parts may be or contain the final norm, which no lens can then leave out.
+        tail: if the model does more than its modules show, the part of its forward pass that runs in place of `parts`.
     """
 
     norm: str
@@ -96,6 +113,7 @@ class Head:
     scales_input: bool = False
     pool: Pool | None = None
     hides_norm: bool = False
+    tail: Tail | None = None
 
     @property
     def classifies(self) -> bool:
@@ -127,6 +145,8 @@ class Head:
             text = f"{self.norm}({text})"
         if self.pool is not None and not self.pool.before_norm:
             text = self.pool.written(text)
+        if self.tail is not None:
+            return f"forward pass after {self.tail.blocks[-1]} ({text})"
         for part in self.parts:
             text = f"{part}({text})" if isinstance(part, str) else f"mean of {' and '.join(part)} ({text})"
         if self.scale != 1.0:

@@ -260,14 +260,14 @@ class DataPass:
     def _settle(self, batch: Batch) -> None:
         """Find the order of a model's sites, if unknown, by running the model on the batch. Then the sites are checked."""
         unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
-        described = [source.model.basis for source in unsettled]
+        described = [(source.model.basis, source.model.head) for source in unsettled]
         for source in unsettled:
             source.settle(batch)
             check_stream_sums(source, batch)
         if unsettled:
             self.analysis.plan.check_sites(self.analysis.analyzers)
-        if described != [source.model.basis for source in unsettled]:
-            # The forward pass has shown that the blocks are of another kind than their description said.
+        if described != [(source.model.basis, source.model.head) for source in unsettled]:
+            # The forward pass has shown that the blocks or the head are of another kind than their description said.
             for name, models in self.analysis.plan.models().items():
                 self.analysis.analyzers[name].check(*models)
 

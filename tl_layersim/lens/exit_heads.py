@@ -169,6 +169,11 @@ class ExitHeads:
                 f"`heads` has {len(self)} heads{f', one of them for {odd}' if odd else ''}; this model needs {len(below)}, one "
                 f"for each layer below the last: {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
             )
+        if model.head is not None and model.head.tail is not None:
+            raise LayersimError(
+                f"`heads` cannot replace the last part of the head of {model.name}, which is the {model.head}; it must be a "
+                "chain of modules that ends in a linear layer."
+            )
         # A part before the last one may change the width, and a head that reads rows may join several vectors.
         own: tuple[int | None, int | None] = (None, None)
         if linear is not None:

@@ -70,9 +70,9 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
 
 def _other_logits(model: Model, given: str) -> LayersimError:
     return LayersimError(
-        f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Name the final norm "
-        "and the head as unembed=['path.of.norm', 'path.of.head']. Other causes are hooks on the head, and blocks that layers= "
-        "leaves out."
+        f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Without `unembed=`, a "
+        "forward pass shows the head of a model in this process; with it, name the final norm and every module behind it, as "
+        "unembed=['path.of.norm', 'path.of.head']. Other causes are hooks on the head, and blocks that layers= leaves out."
     )
 
 
@@ -135,6 +135,10 @@ def need_known_norm(model: Model) -> None:
         LayersimError: the user named the head, and one of its parts may be or contain the norm.
     """
     if model.head is not None and model.head.hides_norm:
+        if model.head.tail is not None:
+            raise LayersimError(
+                f"`norm` is 'none', but no norm of {model.name} reads the output of its last block; `norm` must be 'final'."
+            )
         raise LayersimError(
             f"`norm` is 'none', but it is not known which part of unembed={list(model.head.modules)} is the final norm to "
             "leave out. Name the norm as the first path of `unembed`, or use norm='final'."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..architectures.anatomy import Anatomy, BlockAnatomy, Sublayer
 from ..architectures.layouts import BlockSum, ModuleTensor, Term
-from ..architectures.output_heads import has_name_of_norm, without_hooks
-from ..architectures.unembed import rounding
+from ..architectures.output_heads import is_norm, without_hooks
+from ..architectures.unembed import Head, Tail, rounding
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .hooks import in_this_thread, on_enter, on_leave, temporary_hooks
@@ -48,6 +48,7 @@ class ModuleRun:
         left: place at which it ends; 0 if it did not end.
         given: copy of the first tensor among its arguments.
         returned: copy of the first tensor in its output.
+        length: length of the tuple that it returns; 0 for another output.
     """
 
     path: str
@@ -59,6 +60,7 @@ class ModuleRun:
     left: int = 0
     given: Tensor | None = None
     returned: Tensor | None = None
+    length: int = 0
 
     def is_inside(self, other: ModuleRun) -> bool:
         """Whether it runs inside another run."""
@@ -139,6 +141,7 @@ def _recording_hooks(
     def leave(_module: torch.nn.Module, _args: Any, output: Any) -> None:
         run = open_runs.pop()
         run.returned = first_of(output)
+        run.length = len(output) if isinstance(output, tuple) else 0
         run.left = next(clock)
 
     return [on_enter(module, in_this_thread(enter)), on_leave(module, in_this_thread(leave))]
@@ -164,7 +167,7 @@ def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, d
     Raises:
         LayersimError: a block did not run.
     """
-    arithmetic = Arithmetic(dtype, _numbers_in(config))
+    arithmetic = arithmetic_of(config, dtype)
     blocks: list[BlockAnatomy] = []
     first_runs: dict[str, ModuleRun] = {}
     for path in paths:
@@ -178,8 +181,8 @@ def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, d
     by_path = {block.path: block for block in blocks}
     entering = first_runs[order[0]].given
     last = recorded.of(order[-1])[-1]
-    tail = [run for run in recorded.runs if run.entered > last.left and run.around is not None and run.around.entered < last.entered]
-    norms = [run.path for run in tail if has_name_of_norm(type(run.module)) and _equal(run.given, last.returned)]
+    tail = tail_runs(recorded, last)
+    norms = [run.path for run in tail if is_norm(run.module) and _equal(run.given, last.returned)]
     return Anatomy(
         blocks=tuple(by_path[path] for path in order),
         shape=() if last.returned is None else tuple(last.returned.shape),
@@ -187,6 +190,90 @@ def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, d
         final_norm=norms[0] if norms else "",
         tail=tuple(run.path for run in tail),
     )
+
+
+def tail_runs(recorded: RecordedForward, last: ModuleRun) -> list[ModuleRun]:
+    """The outermost runs between the last block and the output of the model, in order."""
+    runs = []
+    for run in recorded.runs:
+        if run.entered > last.left and run.around is not None and run.around.entered < last.entered:
+            runs.append(run)
+    return runs
+
+
+def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, arithmetic: Arithmetic) -> Head | None:
+    """The head as the chain of modules that a recorded forward pass runs after the last block; None if it is no chain.
+
+    Each module reads what the one before returns, or a multiple of it.
+
+    Args:
+        recorded: the forward pass.
+        last_block: path of the last block.
+        logits: the logits of the model, `row pos vocabulary`.
+        arithmetic: the multipliers that the configuration names.
+    """
+    last = recorded.of(last_block)[-1]
+    current = last.returned
+    norm = ""
+    parts: list[str] = []
+    scale = 1.0
+    for run in tail_runs(recorded, last):
+        factor = None if run.given is None or current is None else _multiple(run.given, current, arithmetic)
+        if factor is None or run.returned is None:
+            return None
+        scale *= factor
+        current = run.returned
+        if not parts and not norm and is_norm(run.module) and factor == 1.0:
+            norm = run.path
+        elif factor == 1.0 or (isinstance(run.module, torch.nn.Linear) and run.module.bias is None):
+            # A multiple of what a linear layer without a bias reads is a multiple of what it returns.
+            parts.append(run.path)
+        else:
+            return None
+    if not parts or current is None or current.shape != logits.shape:
+        return None
+    raw = current.double() * scale
+    for cap in (None, *arithmetic.multipliers):
+        target = logits.double() if cap is None else cap * torch.atanh((logits.double() / cap).clamp(-1, 1))
+        inner = bool(target.isfinite().all())
+        factor = _multiple(target, raw, arithmetic) if inner else None
+        if factor is not None:
+            return Head(norm, tuple(parts), scale=scale * factor, soft_cap=cap)
+    return None
+
+
+def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: Model) -> Head | None:
+    """The head as the rest of the forward pass after the last block; None if no module runs there.
+
+    Args:
+        recorded: the forward pass.
+        paths: paths of the blocks.
+        model: the description of the model.
+    """
+    last = recorded.of(paths[-1])[-1]
+    runs = tail_runs(recorded, last)
+    norms = [run.path for run in runs if is_norm(run.module) and _equal(run.given, last.returned)]
+    norm = norms[0] if norms else ""
+    parts = tuple(run.path for run in runs if run.path != norm)
+    if not parts or model.token_input != model.main_input:
+        return None
+    lengths = tuple(recorded.of(path)[-1].length for path in paths)
+    tail = Tail(tuple(paths), lengths, model.token_input, int(synthetic_row(model).tokens[0, 0]))
+    # Any module behind the last block may be a norm, unless one reads the residual itself.
+    return Head(norm, parts, hides_norm=not norm and any(is_norm(run.module) for run in runs), tail=tail)
+
+
+def _multiple(tensor: Tensor, other: Tensor, arithmetic: Arithmetic) -> float | None:
+    """The factor by which one tensor is a multiple of another; None if it is none."""
+    if tensor.numel() != other.numel():
+        return None
+    ours, theirs = tensor.double().flatten(), other.double().flatten()
+    size = float(theirs @ theirs)
+    if not size:
+        return None
+    factor = arithmetic.named(float(ours @ theirs) / size)
+    error = float((ours - factor * theirs).norm())
+    return factor if factor and error <= rounding(arithmetic.dtype) * float(ours.norm()) else None
 
 
 def _returning(recorded: RecordedForward, tensor: Tensor | None, before: ModuleRun) -> str:
@@ -199,6 +286,16 @@ def _returning(recorded: RecordedForward, tensor: Tensor | None, before: ModuleR
 
 def _equal(tensor: Tensor | None, other: Tensor | None) -> bool:
     return tensor is not None and other is not None and tensor.shape == other.shape and torch.equal(tensor, other)
+
+
+def arithmetic_of(config: Any, dtype: torch.dtype) -> Arithmetic:
+    """How sums of a model round, and the numbers of its configuration.
+
+    Args:
+        config: its configuration.
+        dtype: dtype of its weights.
+    """
+    return Arithmetic(dtype, _numbers_in(config))
 
 
 def _numbers_in(config: Any) -> tuple[float, ...]:
@@ -230,8 +327,13 @@ class Arithmetic:
         near = min(self.multipliers, key=lambda number: abs(number - fitted))
         return near if abs(near - fitted) <= NEAR_MULTIPLIER[self.is_half] * abs(fitted) else fitted
 
-    def is_sum(self, total: Tensor, base: Tensor, terms: Sequence[Tensor], multipliers: Sequence[float]) -> tuple[bool, float]:
+    def is_sum(
+        self, total: Tensor, base: Tensor, terms: Sequence[Tensor], multipliers: Sequence[float], scale: float = 1.0
+    ) -> tuple[bool, float]:
         """Whether a total is a base plus multiples of terms; and the error, relative to the largest norm among them."""
+        if not scale > 0:
+            return False, float("inf")
+        total = total if scale == 1.0 else total.double() / scale
         added = [term.double() * multiplier for term, multiplier in zip(terms, multipliers, strict=True)]
         error = float((total.double() - base.double() - sum(added)).norm())
         sizes = [float(part.double().norm()) for part in (total, base, *added)]
@@ -239,7 +341,7 @@ class Arithmetic:
         if not gap <= rounding(self.dtype):
             return False, gap
         if self.is_half:
-            return _reproduces(total, base, terms, multipliers), gap
+            return scale == 1.0 and _reproduces(total, base, terms, multipliers), gap
         return error <= SHARE_OF_TERM * min(float(part.norm()) for part in added), gap
 
 
@@ -258,6 +360,27 @@ def _reproduces(total: Tensor, base: Tensor, terms: Sequence[Tensor], multiplier
     return False
 
 
+@dataclass(frozen=True)
+class Addition:
+    """A verified addition: a total is a base plus multiples of module outputs, all of it times a scale.
+
+    Attributes:
+        total: place of the total.
+        base: place of the stream to which the outputs are added.
+        runs: the runs that return the terms, in the order in which they end.
+        multipliers: the factor of each.
+        scale: factor of the whole sum, such as the `layer_scalar` of Gemma 4.
+        gap: error relative to the largest norm among total and terms.
+    """
+
+    total: ModuleTensor
+    base: ModuleTensor
+    runs: tuple[ModuleRun, ...]
+    multipliers: tuple[float, ...]
+    scale: float
+    gap: float
+
+
 @dataclass
 class BlockFinder:
     """Finds which modules of a block add to the residual stream.
@@ -267,88 +390,147 @@ class BlockFinder:
         inside: the runs inside it, in the order in which they begin.
         arithmetic: how sums round.
         runs: number of times that the block runs.
+        nearest: smallest gap of a sum that was tried.
     """
 
     block: ModuleRun
     inside: list[ModuleRun]
     arithmetic: Arithmetic
     runs: int
+    nearest: float = float("inf")
 
     def find(self) -> BlockAnatomy:
         """The anatomy of the block, from its first run."""
         entering, leaving = self.block.given, self.block.returned
         if entering is None or leaving is None or entering.shape != leaving.shape or not leaving.is_floating_point():
             return BlockAnatomy(self.block.path, self.runs)
-        if torch.equal(entering, leaving):
-            return BlockAnatomy(self.block.path, self.runs)
-        candidates = self._candidates(leaving)
-        ending_norms = [run for run in candidates if _is_norm(run) and _equal(self._as_stream(run.returned, leaving), leaving)]
-        if ending_norms:
-            return self._post_norm(ending_norms[0], candidates)
-        return self._pre_norm(entering, leaving, candidates)
-
-    def _pre_norm(self, entering: Tensor, leaving: Tensor, candidates: list[ModuleRun]) -> BlockAnatomy:
-        """The anatomy of a block whose output is its input plus multiples of module outputs."""
-        terms, multipliers, gap = self._terms(leaving, entering, candidates)
-        if not terms:
-            return BlockAnatomy(self.block.path, self.runs, gap=gap)
-        streams: list[ModuleTensor | None] = [ModuleTensor("", True)]
-        partial = entering.double()
-        for run, multiplier in list(zip(terms, multipliers, strict=True))[:-1]:
-            partial = partial + self._as_stream(run.returned, leaving).double() * multiplier
-            streams.append(self._reading(partial))
-        # A sublayer whose input is not the sum so far reads the stream that enters, as the others of a parallel block do.
-        parallel = len(terms) > 1 and all(stream is None for stream in streams[1:])
-        for place, stream in enumerate(streams):
-            if stream is None:
-                streams[place] = streams[place - 1]
-        families = self._families(terms)
-        sublayers = [
-            Sublayer(family, self._inner(run), multiplier, stream)
-            for family, run, multiplier, stream in zip(families, terms, multipliers, streams, strict=True)
-        ]
+        ends_in_norm = any(_equal(norm.returned, leaving) for norm in self._norms())
+        additions = self._additions(leaving, ModuleTensor("", False), self.block.left)
+        if not additions:
+            return BlockAnatomy(self.block.path, self.runs, norms="stream" if ends_in_norm else "none", gap=self.nearest)
+        sublayers: list[Sublayer] = []
+        sums: list[BlockSum] = []
+        parallel = False
+        families = self._families([run for addition in additions for run in addition.runs])
+        for addition in additions:
+            streams = self._streams(addition)
+            assert streams is not None
+            parallel |= len(streams) > 1 and set(streams) == {addition.base}
+            names = families[len(sublayers) : len(sublayers) + len(streams)]
+            terms = zip(names, addition.runs, addition.multipliers, streams, strict=True)
+            added = [Sublayer(name, self._inner(run), multiplier, stream) for name, run, multiplier, stream in terms]
+            sublayers += added
+            sums += _sums(addition, added)
         return BlockAnatomy(
             self.block.path,
             self.runs,
             sublayers=tuple(sublayers),
-            norms=self._norms(terms),
+            norms="stream" if ends_in_norm else self._place_of_norms(additions),
             parallel=parallel,
-            sums=_sums(sublayers),
-            gap=gap,
+            sums=tuple(sums),
+            gap=max(addition.gap for addition in additions),
         )
 
-    def _post_norm(self, ending: ModuleRun, candidates: list[ModuleRun]) -> BlockAnatomy:
-        """The anatomy of a block whose norms stand on the stream: each normalises the sum of a stream and a sublayer."""
-        norms = [run for run in candidates if _is_norm(run) and run.left <= ending.left]
-        steps: list[tuple[ModuleRun, ModuleRun, float, ModuleTensor]] = []
-        largest = 0.0
-        stream, place = self.block.given, ModuleTensor("", True)
-        for norm in norms:
-            total = norm.given
-            if total is None or stream is None or total.shape != stream.shape:
+    def _additions(self, total: Tensor, place: ModuleTensor, end: int) -> list[Addition]:
+        """The additions that lead from the stream that enters the block to a total, the earliest first; empty if unknown.
+
+        The stream of most blocks is one sum. That of post-norm blocks continues from the output of each norm.
+
+        Args:
+            total: a residual stream inside the block.
+            place: its place.
+            end: place in the order of runs at which it is known.
+        """
+        entering = self.block.given
+        assert entering is not None
+        addition = self._addition(total, place, entering, ModuleTensor("", True), 0, end)
+        if addition is not None:
+            return [addition]
+        for norm in reversed([run for run in self._norms() if run.left <= end and run.given is not None]):
+            assert norm.given is not None
+            if norm.returned is None or norm.returned.shape != total.shape or norm.given.shape != total.shape:
                 continue
-            before = [run for run in candidates if run.left < norm.entered and run not in norms]
-            terms, multipliers, gap = self._terms(total, stream, before, most=1)
-            if not terms:
-                if norm is ending:
-                    return BlockAnatomy(self.block.path, self.runs, norms="stream", gap=gap)
-                continue
-            largest = max(largest, gap)
-            steps.append((norm, terms[0], multipliers[0], place))
-            stream, place = norm.returned, ModuleTensor(self._inner(norm), False)
-        if not steps or steps[-1][0] is not ending:
-            return BlockAnatomy(self.block.path, self.runs, norms="stream", gap=largest)
-        families = self._families([term for _, term, _, _ in steps])
-        sublayers: list[Sublayer] = []
-        sums: list[BlockSum] = []
-        for family, (norm, term, multiplier, before_term) in zip(families, steps, strict=True):
-            sublayer = Sublayer(family, self._inner(term), multiplier, before_term)
-            sublayers.append(sublayer)
-            onto: Term = before_term if before_term.path else "resid_pre"
-            sums.append((ModuleTensor(self._inner(norm), True), (onto, sublayer.tensor)))
-        return BlockAnatomy(
-            self.block.path, self.runs, sublayers=tuple(sublayers), norms="stream", sums=tuple(sums), gap=largest
-        )
+            behind = ModuleTensor(self._inner(norm), False)
+            onto: list[Addition] = []
+            if not torch.equal(norm.returned, total):
+                addition = self._addition(total, place, norm.returned, behind, norm.left, end)
+                if addition is None:
+                    continue
+                onto = [addition]
+            if torch.equal(norm.given, entering):
+                return onto
+            before = self._additions(norm.given, ModuleTensor(self._inner(norm), True), norm.entered)
+            return [*before, *onto] if before else []
+        return []
+
+    def _addition(
+        self, total: Tensor, place: ModuleTensor, base: Tensor, base_place: ModuleTensor, start: int, end: int
+    ) -> Addition | None:
+        """The addition of the fewest module outputs, run after `start` and before `end`, that leads from a base to a total."""
+        missing = (total.double() - base.double()).flatten()
+        candidates = self._candidates(total, base, start, end)
+        if not candidates or not bool(missing.any()):
+            return None
+        outputs = torch.stack([self._as_stream(run.returned, total).double().flatten() for run in candidates])
+        for count in range(1, min(MOST_SUBLAYERS, len(candidates)) + 1):
+            choices = torch.combinations(torch.arange(len(candidates)), count)
+            for choice, fitted in _fitted(outputs, missing, choices):
+                multipliers = [self.arithmetic.named(value) for value in fitted]
+                runs = tuple(candidates[number] for number in choice)
+                holds, gap = self._holds(total, base, runs, multipliers, 1.0)
+                addition = Addition(place, base_place, runs, tuple(multipliers), 1.0, gap)
+                if holds and self._streams(addition) is not None:
+                    return addition
+        for count in range(1, min(MOST_SUBLAYERS, len(candidates)) + 1):
+            choices = torch.combinations(torch.arange(len(candidates)), count)
+            for choice, scale in _scaled(outputs, total.double().flatten(), base.double().flatten(), choices):
+                runs = tuple(candidates[number] for number in choice)
+                holds, gap = self._holds(total, base, runs, [1.0] * count, scale)
+                addition = Addition(place, base_place, runs, (1.0,) * count, scale, gap)
+                if holds and self._streams(addition) is not None:
+                    return addition
+        return None
+
+    def _holds(
+        self, total: Tensor, base: Tensor, runs: Sequence[ModuleRun], multipliers: Sequence[float], scale: float
+    ) -> tuple[bool, float]:
+        terms = [self._as_stream(run.returned, total) for run in runs]
+        holds, gap = self.arithmetic.is_sum(total, base, terms, multipliers, scale)
+        self.nearest = min(self.nearest, gap)
+        return holds, gap
+
+    def _streams(self, addition: Addition) -> list[ModuleTensor] | None:
+        """The stream to which each term of an addition is added; None if one of them reads another stream than that.
+
+        Between two terms that read the same stream, as in a parallel block, there is none.
+        """
+        place = addition.base
+        streams = [place]
+        partial = self._at(place).double()
+        for run, multiplier, following in zip(addition.runs, addition.multipliers, addition.runs[1:], strict=False):
+            partial = partial + self._as_stream(run.returned, partial).double() * multiplier
+            reading = self._reading(partial)
+            if reading is not None:
+                place = reading
+            elif not self._reads(self._source(following), self._at(place)):
+                return None
+            streams.append(place)
+        return streams
+
+    def _reads(self, run: ModuleRun, stream: Tensor) -> bool:
+        """Whether a module reads a stream, directly or behind a norm."""
+        given = run.given
+        if given is None or given.numel() != stream.numel():
+            return False
+        normed = [norm.returned for norm in self._norms() if norm.given is not None and _equal(norm.given, stream)]
+        return any(torch.equal(given.flatten(), tensor.flatten()) for tensor in (stream, *normed) if tensor is not None)
+
+    def _at(self, place: ModuleTensor) -> Tensor:
+        """The tensor at a place in the block."""
+        runs = [self.block] if not place.path else [run for run in self.inside if self._inner(run) == place.path]
+        tensor = runs[0].given if place.incoming else runs[0].returned
+        assert tensor is not None
+        return tensor
 
     def _inner(self, run: ModuleRun) -> str:
         """Path of a run's module, relative to the block."""
@@ -359,48 +541,31 @@ class BlockFinder:
         assert tensor is not None
         return tensor.reshape(like.shape)
 
-    def _candidates(self, like: Tensor) -> list[ModuleRun]:
-        """Runs inside the block whose output may be added to its stream, the outermost of those that return the same."""
+    def _norms(self) -> list[ModuleRun]:
+        """The runs of norms inside the block."""
+        return [run for run in self.inside if is_norm(run.module)]
+
+    def _candidates(self, total: Tensor, base: Tensor, start: int, end: int) -> list[ModuleRun]:
+        """Runs whose output may be a term of a sum, the outermost of those that return the same.
+
+        A module that returns the total or the base adds nothing, and neither does a norm that reads the base.
+        """
         fitting = []
         for run in self.inside:
             out = run.returned
-            if out is not None and out.is_floating_point() and out.numel() == like.numel() and out.shape[-1] == like.shape[-1]:
+            if out is None or not out.is_floating_point() or out.numel() != total.numel() or out.shape[-1] != total.shape[-1]:
+                continue
+            reads_base = is_norm(run.module) and _equal(run.given, base)
+            if run.entered > start and run.left < end and not reads_base and bool(out.any()):
                 fitting.append(run)
         fitting.sort(key=lambda run: (run.path.count("."), run.entered))
         chosen: list[ModuleRun] = []
         for run in fitting:
-            tensor = self._as_stream(run.returned, like)
-            if bool(tensor.any()) and not any(torch.equal(tensor, self._as_stream(other.returned, like)) for other in chosen):
+            tensor = self._as_stream(run.returned, total)
+            known = [total, base, *(self._as_stream(other.returned, total) for other in chosen)]
+            if not any(torch.equal(tensor, other) for other in known):
                 chosen.append(run)
         return sorted(chosen[:MOST_CANDIDATES], key=lambda run: run.left)
-
-    def _terms(
-        self, total: Tensor, base: Tensor, candidates: list[ModuleRun], most: int = MOST_SUBLAYERS
-    ) -> tuple[list[ModuleRun], list[float], float]:
-        """The fewest runs whose outputs, times multipliers, make up the difference of a total and a base; and the gap."""
-        missing = (total.double() - base.double()).flatten()
-        size = float(missing.norm())
-        if not candidates or not size:
-            return [], [], float("inf")
-        outputs = torch.stack([self._as_stream(run.returned, total).double().flatten() for run in candidates])
-        products, shares = outputs @ outputs.T, outputs @ missing
-        nearest = float("inf")
-        for count in range(1, min(most, len(candidates)) + 1):
-            choices = torch.combinations(torch.arange(len(candidates)), count)
-            inner = products[choices[:, :, None], choices[:, None, :]]
-            fitted = (torch.linalg.pinv(inner, hermitian=True) @ shares[choices][..., None])[..., 0]
-            explained = (fitted * shares[choices]).sum(-1)
-            errors = (missing @ missing - explained).clamp(min=0).sqrt()
-            # The products of the Gram matrix round at the square root of float64, so the best are tried in full.
-            for choice in errors.argsort()[:3].tolist():
-                runs = [candidates[number] for number in choices[choice].tolist()]
-                multipliers = [self.arithmetic.named(value) for value in fitted[choice].tolist()]
-                terms = [self._as_stream(run.returned, total) for run in runs]
-                holds, gap = self.arithmetic.is_sum(total, base, terms, multipliers)
-                nearest = min(nearest, gap)
-                if holds:
-                    return runs, multipliers, gap
-        return [], [], nearest
 
     def _reading(self, stream: Tensor) -> ModuleTensor | None:
         """The input or output of a module that is a residual stream between sublayers; None if there is none."""
@@ -416,44 +581,87 @@ class BlockFinder:
 
     def _source(self, run: ModuleRun) -> ModuleRun:
         """The run that computes what norms, dropouts and scales behind it pass on."""
-        while _is_norm(run) or _passes_on(run.module):
+        while is_norm(run.module) or _passes_on(run.module):
             before = [other for other in self.inside if other.left < run.entered and _equal(other.returned, run.given)]
             if not before:
                 return run
             run = min(before, key=lambda other: other.path.count("."))
         return run
 
-    def _norms(self, terms: list[ModuleRun]) -> Any:
-        """Where normalisation sits in a block whose norms are not on the stream."""
-        after = any(_is_norm(run) for run in terms)
-        norms = [run for run in self.inside if _is_norm(run)]
-        sources = [self._source(term) for term in terms]
-        before = any(_equal(source.given, norm.returned) for source in sources for norm in norms)
+    def _place_of_norms(self, additions: Sequence[Addition]) -> Literal["before", "after", "both", "none"]:
+        """Where normalisation sits in a block whose output is no norm's."""
+        terms = [run for addition in additions for run in addition.runs]
+        sources = [self._source(run) for run in terms]
+        after = any(is_norm(run.module) for run in terms)
+        before = any(_equal(source.given, norm.returned) for source in sources for norm in self._norms())
         if before and after:
             return "both"
         return "before" if before else "after" if after else "none"
 
     def _families(self, terms: list[ModuleRun]) -> list[str]:
-        """Names of sublayers in TransformerLens; "" for further ones of a kind."""
+        """Names of sublayers in TransformerLens; "" for those of which a block has several."""
+        sources = [self._source(run) for run in terms]
+        kinds = [self._family(source, [other for other in sources if other is not source]) for source in sources]
         names: list[str] = []
-        for run in terms:
-            family = self._family(self._source(run))
-            names.append("" if family in names else family)
+        for kind in kinds:
+            alike = [other for other in kinds if other.family == kind.family]
+            # Of several modules without mixing of positions, the only one that is called an MLP.
+            alone = len(alike) == 1 or (kind.is_named and sum(other.is_named for other in alike) == 1)
+            names.append(kind.family if alone else "")
         return names
 
-    def _family(self, run: ModuleRun) -> str:
-        """The kind of sublayer: what mixes no positions is an MLP; attention has its name."""
-        name = f"{type(run.module).__name__} {self._inner(run)}".lower()
-        if any(word in name for word in ("mlp", "feedforward", "feed_forward", "ffn")) or _is_by_position(run):
-            return "mlp_out"
+    def _family(self, run: ModuleRun, others: list[ModuleRun]) -> Kind:
+        """The kind of sublayer: by its name, or else by whether it mixes positions."""
+        around: list[ModuleRun] = [run]
+        while (outer := around[-1].around) is not None and outer is not self.block:
+            # A module that contains another sublayer is not part of this one.
+            if any(other.is_inside(outer) for other in others):
+                break
+            around.append(outer)
+        name = " ".join(f"{type(part.module).__name__} {self._inner(part).rpartition('.')[2]}" for part in around).lower()
+        is_mlp = any(word in name for word in ("mlp", "feedforward", "feed_forward", "ffn", "moe", "expert"))
+        # Before the test of positions: with keys of an earlier block, no position depends on what enters this one at others.
         if "attn" in name or "attention" in name:
-            crosses = "cross" in name or "encoder" in name or "encdec" in name
-            return "cross_attn_out" if crosses else "attn_out"
-        return "mixer_out"
+            crosses = any(word in name for word in ("cross", "encoder_", "encdec"))
+            return Kind("cross_attn_out" if crosses else "attn_out", True)
+        if is_mlp:
+            return Kind("mlp_out", True)
+        return Kind("mlp_out" if all(_is_by_position(part) for part in around) else "mixer_out", False)
 
 
-def _is_norm(run: ModuleRun) -> bool:
-    return has_name_of_norm(type(run.module))
+@dataclass(frozen=True)
+class Kind:
+    """The family of a sublayer, and whether the names of its modules say so."""
+
+    family: str
+    is_named: bool
+
+
+def _fitted(outputs: Tensor, missing: Tensor, choices: Tensor) -> list[tuple[list[int], list[float]]]:
+    """The choices of outputs whose multiples come nearest to a vector, with the fitted multipliers.
+
+    Args:
+        outputs: `candidate entry`.
+        missing: `entry`.
+        choices: `choice term`, indices of candidates.
+    """
+    products, shares = outputs @ outputs.T, outputs @ missing
+    inner = products[choices[:, :, None], choices[:, None, :]]
+    fitted = (torch.linalg.pinv(inner, hermitian=True) @ shares[choices][..., None])[..., 0]
+    errors = missing @ missing - (fitted * shares[choices]).sum(-1)
+    # Gram matrices round, so several of the best are tried in full.
+    best = errors.argsort()[:3]
+    return list(zip(choices[best].tolist(), fitted[best].tolist(), strict=True))
+
+
+def _scaled(outputs: Tensor, total: Tensor, base: Tensor, choices: Tensor) -> list[tuple[list[int], float]]:
+    """The choices of outputs whose sum with a base comes nearest to a multiple of a total, with the factor of the sum."""
+    sums = base + outputs[choices].sum(1)
+    sizes = (sums * sums).sum(-1).clamp(min=1e-30)
+    factors = (sums @ total) / sizes
+    errors = total @ total - factors * (sums @ total)
+    best = errors.argsort()[:3]
+    return list(zip(choices[best].tolist(), factors[best].tolist(), strict=True))
 
 
 def _passes_on(module: torch.nn.Module) -> bool:
@@ -473,39 +681,34 @@ def _is_by_position(run: ModuleRun) -> bool:
     other[..., 0, :] = given[..., 0, :].flip(-1)
     module = without_hooks(run.module)
     try:
-        outputs = [_first_tensor(module(*_swapped(run.args, run.given, x), **_swapped_names(run.kwargs, x, run))) for x in (given, other)]
-    except Exception:  # Modules of any library fail in any way when they run outside of their model.
+        before, after = (_first_tensor(module(*args, **kwargs)) for args, kwargs in (_with(run, given), _with(run, other)))
+    # Modules of any library fail in any way when they run outside of their model.
+    except Exception:
         return False
-    before, after = outputs
     if before is None or after is None or before.shape != after.shape or before.dim() < 2:
         return False
     return torch.allclose(before[..., 1:, :], after[..., 1:, :], rtol=1e-4, atol=1e-6)
 
 
-def _swapped(args: tuple[Any, ...], given: Tensor | None, other: Tensor) -> tuple[Any, ...]:
-    """Positional arguments with another first tensor."""
-    place = next((number for number, value in enumerate(args) if isinstance(value, Tensor)), None)
-    return args if place is None else (*args[:place], other, *args[place + 1 :])
+def _with(run: ModuleRun, tensor: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a run, with another tensor in place of the first one."""
+    place = next((number for number, value in enumerate(run.args) if isinstance(value, Tensor)), None)
+    if place is not None:
+        return (*run.args[:place], tensor, *run.args[place + 1 :]), run.kwargs
+    name = next((name for name, value in run.kwargs.items() if isinstance(value, Tensor)), None)
+    return run.args, run.kwargs if name is None else {**run.kwargs, name: tensor}
 
 
-def _swapped_names(kwargs: dict[str, Any], other: Tensor, run: ModuleRun) -> dict[str, Any]:
-    """Keyword arguments with another first tensor, if no positional argument is a tensor."""
-    if any(isinstance(value, Tensor) for value in run.args):
-        return kwargs
-    name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
-    return kwargs if name is None else {**kwargs, name: other}
-
-
-def _sums(sublayers: Sequence[Sublayer]) -> tuple[BlockSum, ...]:
-    """The additions of a block whose output is its input plus what sublayers add."""
+def _sums(addition: Addition, sublayers: Sequence[Sublayer]) -> list[BlockSum]:
+    """The sums of an addition, one for each stream between its sublayers that a module reads."""
     sums: list[BlockSum] = []
-    onto: Term = "resid_pre"
-    terms: list[Term] = [onto]
-    place: ModuleTensor | None = ModuleTensor("", True)
+    place = addition.base
+    terms: list[Term] = [place]
     for sublayer in sublayers:
         if sublayer.stream is not None and sublayer.stream != place:
-            sums.append((sublayer.stream, tuple(terms)))
-            terms = [sublayer.stream]
             place = sublayer.stream
+            sums.append((place, tuple(terms)))
+            terms = [place]
         terms.append(sublayer.tensor)
-    return (*sums, ("resid_post", tuple(terms)))
+    total = addition.total if addition.scale == 1.0 else addition.total._replace(multiplier=1.0 / addition.scale)
+    return [*sums, (total, tuple(terms))]

@@ -66,6 +66,8 @@ class HookedSource(CanReadSites):
         unembed: paths of the final norm and the head; None to find them by the layout.
     """
 
+    can_run_tail = True
+
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
         self.embed: torch.nn.Module | None
@@ -230,7 +232,7 @@ class HookedSource(CanReadSites):
             if not seen:
                 raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
             # The run of the last block that is measured.
-            self.choose_head(seen[0], logits, row.attention[0])
+            self.choose_head(seen[0], logits, row)
             return unembed_gap(self.unembed, seen[0][0], logits[0], row.attention[0])
 
     def call(self, batch: Batch, **more: Any) -> Any:

@@ -23,6 +23,7 @@ from ..architectures.blocks import (
     locate,
     module_sites,
     refuse_positions_first,
+    setting,
     stack_of,
     stacks_with,
     two_sides,
@@ -314,10 +315,10 @@ def _attention(module: torch.nn.Module, config: Any) -> str:
         module: the model; the frequencies of its rotary embeddings are half as many as the rotary dimensions.
         config: its configuration, with the names of Hugging Face or of TransformerLens.
     """
-    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    width, heads = setting(config, "hidden_size"), setting(config, "num_attention_heads")
     # A Swin has a list of numbers of heads, one for each stage.
     divided = width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 0
-    d_head = getattr(config, "d_head", None) or getattr(config, "head_dim", None) or divided
+    d_head = setting(config, "d_head", "head_dim") or divided
     pairs = next((len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")), 0)
     named = {"d_head": d_head, "rotary_dim": getattr(config, "rotary_dim", None) or 2 * pairs}
     return ", ".join(f"{name} {value}" for name, value in named.items() if value)

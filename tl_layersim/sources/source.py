@@ -18,7 +18,7 @@ from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import POST_NORM, PRE_NORM, find_stacks, lists_by_stage, nearest_config, stack_of, unknown_blocks
 from ..architectures.hook_points import SITE_NAMES, HookPoint, StreamSum, at_point, channels_at, has_convolution, to_positions
 from ..architectures.layouts import BlockLayout
-from ..architectures.output_heads import lens_of
+from ..architectures.output_heads import lens_of, text_config
 from ..architectures.site_selection import find_points, items_of, refuse_sharded_sites, stream_sums
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Head, rounding, tensor_of, unembed_gap
@@ -26,7 +26,7 @@ from ..core.distributed import weight_peers
 from ..core.errors import LOG, LayersimError
 from ..core.wording import amount
 from .batch_independence import TIMES_NOISE, Together, allowed_gaps, gaps, row_to_compare
-from .find_anatomy import find_anatomy, record_forward, synthetic_row
+from .find_anatomy import arithmetic_of, find_anatomy, record_forward, synthetic_row, watched_head, watched_tail
 from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
@@ -402,6 +402,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     _heads: tuple[Head, ...] = ()  # heads among which the first watched forward pass chooses
     _is_watched: bool = False  # whether a forward pass has shown that each block runs once, and what it passes on
     _compares_rows: bool = False  # whether rows are compared with themselves alone, after the first `settle`
+    can_run_tail: bool = False  # whether the lens can run the rest of a forward pass behind the last block
     _rows_together: Together = Together.ALL  # the rows of a batch that run in one forward pass
     _compared: set[tuple[Together, bool]]  # kinds of batches in which a row had the same activations as alone
 
@@ -621,26 +622,53 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         if seen.is_post_norm and self._model.basis == PRE_NORM:
             self._model = replace(self._model, basis=POST_NORM)
         if seen.output is not None and seen.last is not None:
-            self.choose_head(seen.last, seen.output, row.attention[0])
+            self.choose_head(seen.last, seen.output, row)
 
-    def choose_head(self, hidden: Tensor, output: Any, attended: Tensor) -> None:
-        """Keep the first of the possible heads that gives the model's own logits; the likeliest if none does.
+    def choose_head(self, hidden: Tensor, output: Any, row: Batch) -> None:
+        """Keep the first head that gives the model's own logits: of the possible heads, then the one that a forward pass shows.
+
+        If none does, the likeliest is kept.
 
         Args:
             hidden: activations of the last block, for one row.
             output: output of the model.
-            attended: `pos`, the positions that the model attended to.
+            row: the row.
         """
-        allowed = rounding(self._model.torch_dtype, torch.float32)
-        for head in self._heads if len(self._heads) > 1 else ():
-            lens = lens_of(self.module, head)
-            # A norm of another width fails, and so does a head whose input is another one.
-            with suppress(RuntimeError, TypeError, ValueError, IndexError):
-                assert lens is not None
-                difference, size = unembed_gap(lens, hidden[0], tensor_of(output)[0], attended).tolist()
-                if difference <= allowed * max(size, 1e-3):
+        for heads in (self._heads, self._watched_heads(row)):
+            for head in heads:
+                if self._gives_logits(head, hidden, output, row):
                     self._set_head(head)
                     return
+
+    def _gives_logits(self, head: Head, hidden: Tensor, output: Any, row: Batch) -> bool:
+        """Whether a head gives the model's own logits from the activations of the last block."""
+        allowed = rounding(self._model.torch_dtype, torch.float32)
+        # A norm of another width fails, and so does a head whose input is another one.
+        with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            lens = lens_of(self.module, head)
+            assert lens is not None
+            difference, size = unembed_gap(lens, hidden[0], tensor_of(output)[0], row.attention[0]).tolist()
+            return bool(difference <= allowed * max(size, 1e-3))
+        return False
+
+    def _watched_heads(self, row: Batch) -> Iterator[Head]:
+        """The head that a recorded forward pass shows, for a model whose head is none of those that its modules suggest.
+
+        Args:
+            row: the row of the pass.
+        """
+        if not self._heads or isinstance(self, OnServer):
+            return
+        with torch.no_grad(), kernels_alone(), self.evaluating():
+            recorded = record_forward(self.module, lambda: self.call(row))
+        arithmetic = arithmetic_of(text_config(getattr(self.module, "config", None)), self._model.torch_dtype)
+        head = watched_head(recorded, self.paths[-1], tensor_of(recorded.output), arithmetic)
+        if head is not None:
+            yield head
+        tail = watched_tail(recorded, self.paths, self._model)
+        if tail is not None and self.can_run_tail:
+            LOG.info("The logits of %s come from the rest of its forward pass: %s", self._model.name, tail)
+            yield tail
 
     def _set_head(self, head: Head) -> None:
         """Replace the head in the description of the model, and the logit lens."""

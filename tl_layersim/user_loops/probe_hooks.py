@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import CACHES, first_tensor
 from ..activations.view import SiteBuffer, View
 from ..architectures.blocks import encoder_and_decoder, stack_of
-from ..architectures.hook_points import to_positions
+from ..architectures.hook_points import multiplied, to_positions
 from ..architectures.output_heads import lens_of
 from ..architectures.transformer_lens import is_transformer_lens, right_padding
 from ..architectures.unembed import Unembed, tensor_of, unembed_gap
