@@ -233,7 +233,7 @@ def test_a_block_of_a_known_class_is_found_in_any_model():
 
 REFUSED = [
     ("neox", "resid_mid", {}, r"`at` is 'resid_mid'.*GPTNeoXForCausalLM.*resid_pre, ln1, q"),
-    ("mamba", "z", {}, r"`at` is 'z'.*MambaForCausalLM.*resid_pre, resid_post, ln_final"),
+    ("mamba", "z", {}, r"`at` is 'z'.*MambaForCausalLM.*resid_pre, mixer_out, resid_post, ln_final"),
     ("mixtral", "mlp_post", {}, "each expert of its mixture"),
     ("bert", "ln_final", {}, "the last block ends in a layer norm"),
     ("olmo2", ["ln1"], {}, "its norms stand after attention and MLP"),

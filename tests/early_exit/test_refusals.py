@@ -138,8 +138,12 @@ class TestRefusals:
         config = transformers.Qwen3NextConfig(
             **small, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
         )
-        with pytest.raises(lsim.LayersimError, match="cannot run segment by segment"):
-            EarlyExit(transformers.Qwen3NextForCausalLM(config).eval(), at=(0,))
+        hybrid = transformers.Qwen3NextForCausalLM(config).eval()
+        early = EarlyExit(hybrid, 1.0, at=(0,))
+        with torch.no_grad():
+            assert torch.allclose(early.logits(tokens).logits, hybrid(tokens, use_cache=False).logits, atol=1e-5)
+        with pytest.raises(lsim.LayersimError, match="Qwen3NextForCausalLM"):
+            early.generate(tokens)
 
     def test_a_model_that_does_not_run_in_parts(self):
         model = tiny_llama(3)

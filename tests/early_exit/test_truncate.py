@@ -131,7 +131,20 @@ def wav2vec2():
     return transformers.Wav2Vec2ForCTC(config)
 
 
-@pytest.mark.parametrize("make", [zamba, recurrent_gemma, gemma4, wav2vec2])
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_lists_by_layer_and_shared_keys_are_cut_along(kept, tmp_path):
+    torch.manual_seed(0)
+    model = gemma4().eval()
+    tokens = random_tokens(2, 9)
+    with torch.no_grad():
+        expected = model.lm_head(model.model.norm(model(tokens, output_hidden_states=True).hidden_states[kept]))
+        short = truncate(model, kept, save_to=tmp_path)
+        again = type(model).from_pretrained(tmp_path)
+        assert short.config.num_kv_shared_layers == max(0, kept - 2)
+        assert torch.allclose(again(tokens).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [zamba, recurrent_gemma, wav2vec2])
 def test_errors_of_a_model_are_refusals(make):
     torch.manual_seed(0)
     with pytest.raises(lsim.LayersimError, match=r"2|input_values"):

@@ -14,7 +14,7 @@ from .layouts import NO_MID, BlockLayout, BlockSum, ModuleTensor, Term
 from .unembed import Head
 
 # Families whose sites are what sublayers add to the stream.
-ADDED = ("attn_out", "mixer_out", "cross_attn_out", "mlp_out")
+SUBLAYER_FAMILIES = ("attn_out", "mixer_out", "cross_attn_out", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BlockAnatomy:
         nameless = [sublayer.path for sublayer in self.sublayers if not sublayer.family]
         if nameless:
             reason = f"several modules of {self.path} may be called so, {' and '.join(nameless)}; name them by their paths"
-            lacks |= dict.fromkeys((*ADDED, "resid_mid"), reason)
+            lacks |= dict.fromkeys((*SUBLAYER_FAMILIES, "resid_mid"), reason)
         families = {tensor: family for family, tensor in tensors.items()}
 
         def named(term: Term) -> Term:
@@ -113,5 +113,5 @@ class Anatomy:
             return {block.path: block.layout for block in self.blocks}
         gap = f", the nearest sum being {unknown[0].gap:.2g} of the norm away" if unknown[0].gap < 1 else ""
         reason = f"outputs of modules in {unknown[0].path} do not add up to its residual stream{gap}"
-        layout = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*ADDED, "resid_mid"), reason))
+        layout = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*SUBLAYER_FAMILIES, "resid_mid"), reason))
         return {block.path: layout for block in self.blocks}

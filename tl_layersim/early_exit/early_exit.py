@@ -242,8 +242,20 @@ class EarlyExit:
             outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
             if self.rule.reads_logits:
                 need_classes(outputs)
-            if self.generates:
+        self._no_decoding = self._decoding_error(ends) if self.generates else None
+
+    def _decoding_error(self, ends: tuple[int, ...]) -> LayersimError | None:
+        """The error of decoding with early exit, which `logits` does not need; None if decoding gives the model's own logits.
+
+        Layers of convolutions and state spaces keep states that cannot wait for tokens that exit below them.
+        """
+        split_model = self.split_model
+        try:
+            with split_model.evaluating(), torch.no_grad(), refusing_crashes(split_model):
                 check_decoding(split_model, self.lens, ends)
+        except LayersimError as error:
+            return error
+        return None
 
     def __repr__(self) -> str:
         layers = ", ".join(map(str, self.at)) or "none"
@@ -303,6 +315,8 @@ class EarlyExit:
                 for another kind of decoding, such as beams.
         """
         self._refuse_changed_head()
+        if self._no_decoding is not None:
+            raise LayersimError(f"{self._no_decoding} EarlyExit.logits works on this model.") from self._no_decoding
         warpers = {"temperature": temperature, "top_p": top_p}
         if not do_sample and (seed is not None or any(value not in (None, 1) for value in warpers.values())):
             raise LayersimError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
 from ..architectures.unembed import Unembed, rounding
 from ..core.arguments import FilePath, PositiveInt, typed
 from ..core.distributed import weight_peers
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, warn
 from ..core.file_format import replacing_model
 from ..core.wording import first_line
 from ..sources.forward_arguments import no_cache
@@ -86,7 +86,7 @@ def truncate(model: Any, n_layers: PositiveInt, *, save_to: FilePath | None = No
         _verify(split_model, unembed, replace(opened, model=short, layers=paths), n_layers)
     tokenizer = getattr(short, "tokenizer", None)
     if save_to is not None:
-        with replacing_model(save_to) as folder:
+        with _refusing_failures(model, n_layers), replacing_model(save_to) as folder:
             short.save_pretrained(folder)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
@@ -102,7 +102,7 @@ def _refusing_failures(model: Any, n_layers: int) -> Iterator[None]:
     """
     try:
         yield
-    except LayersimError:
+    except (LayersimError, OSError):
         raise
     # Configurations and models of any library raise errors of any class.
     except Exception as error:
@@ -155,6 +155,7 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
     for name in lists:
         if name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
             setattr(inner, name, getattr(inner, name)[:n_layers])
+    _cut_shared_layers(inner, len(paths), n_layers)
     # Encoder-decoders have a setting for each stack.
     counts = [name for name in ("num_decoder_layers", "decoder_layers") if isinstance(getattr(inner, name, None), int)]
     for name in counts or ["num_hidden_layers"]:
@@ -162,19 +163,40 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
     return config
 
 
+def _cut_shared_layers(config: Any, blocks: int, n_layers: int) -> None:
+    """Change the settings of a configuration that are counted from the last block, or depend on the number of blocks.
+
+    Args:
+        config: the configuration of the shorter model, changed in place.
+        blocks: number of blocks of the whole model.
+        n_layers: number of blocks that are kept.
+    """
+    # The attribute itself gives whole configurations; a dict has only what differs from layer to layer.
+    by_layer = config.to_dict().get("per_layer_config")
+    if isinstance(by_layer, Mapping):
+        config.per_layer_config = {layer: part for layer, part in by_layer.items() if int(layer) < n_layers}
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if isinstance(shared, int):
+        # Gemma 3n and 4: the last blocks use keys and values of earlier ones.
+        config.num_kv_shared_layers = max(0, n_layers - (blocks - shared))
+    if isinstance(getattr(config, "scale_depth", None), float | int):
+        # MiniCPM multiplies what sublayers add by scale_depth / sqrt(number of blocks).
+        config.scale_depth *= (n_layers / blocks) ** 0.5
+
+
 def _copy_weights(model: Any, short: Any) -> None:
     parts = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     # A TransformerBridge that was made of the model wraps its modules in place.
     original = {name.replace("._original_component", ""): x for name, x in parts.items()}
     copied = dict(short.named_parameters(remove_duplicate=False)) | dict(short.named_buffers(remove_duplicate=False))
-    missing = [name for name in copied if name not in original or original[name].shape != copied[name].shape]
+    missing = [name for name, x in copied.items() if name not in original or _first_layers(original[name], x) is None]
     if missing:
         raise LayersimError(
             f"`model` lacks the weight {missing[0]} that its truncated copy needs. Load it without adapters or quantization."
         )
     with torch.no_grad():
         for name, x in copied.items():
-            x.data = original[name].detach().clone().to(x.device)
+            x.data = _first_layers(original[name], x).detach().clone().to(x.device)
             x.requires_grad_(original[name].requires_grad)
 
 
@@ -193,7 +215,8 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
         layers = range(n_layers + 1)
         own = read_residuals(split_model.blocks, layers, lambda: split_model.module(**options))
         copied = read_residuals(short_split.blocks, layers, lambda: short.model(**options))
-        logits = logits_of(short.model(**inputs))
+        _run_with_cache(short.model, inputs)
+        logits = logits_of(short.model(**options))
         check = ExitCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
         passes = FullSequence(split_model, (n_layers,), check, inputs, positions)
         passes.run()
@@ -201,6 +224,42 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
     for layer in layers:
         _refuse_different(f"Residuals at {split_model.model.layers[layer]}", copied[layer], own[layer])
     _refuse_different(f"Logits after block {n_layers - 1}", logits, lens)
+
+
+def _first_layers(original: Tensor, copied: Tensor) -> Tensor | None:
+    """The part of a weight that the first layers use, with the shape of the copy; None if no axis is divided by layers.
+
+    Gemma 3n and 4 hold an embedding of each layer side by side in one weight. Whether the part is the right one is verified by
+    the residuals of the copy.
+    """
+    if original.shape == copied.shape:
+        return original
+    if original.dim() != copied.dim():
+        return None
+    shorter = [axis for axis in range(original.dim()) if original.shape[axis] != copied.shape[axis]]
+    if len(shorter) != 1 or copied.shape[shorter[0]] > original.shape[shorter[0]]:
+        return None
+    return original.narrow(shorter[0], 0, copied.shape[shorter[0]])
+
+
+def _run_with_cache(model: Any, inputs: dict[str, Tensor]) -> None:
+    """Turn off the cache of a truncated model that does not run with it, and warn.
+
+    The cache of a hybrid model needs a block of attention, and the first blocks may have none.
+    """
+    try:
+        model(**inputs)
+    # transformers raises errors of any class.
+    except Exception as error:
+        if is_out_of_memory(error) or not no_cache(model):
+            raise
+        model.config.use_cache = False
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.use_cache = False
+        warn(
+            f"The truncated {type(model).__name__} runs without a cache of keys and values only, so its configuration has "
+            f"use_cache=False now: {first_line(error)}."
+        )
 
 
 def _refuse_different(what: str, ours: Tensor, theirs: Tensor) -> None:
