@@ -75,7 +75,10 @@ _ZAMBA = {
 }
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: _GRANITE for name in ("granite", "granitemoe", "granite_swa", "granitemoe_swa")},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granite_swa": _GRANITE,
+    "granitemoe_swa": _GRANITE,
     "granitemoeshared": _GRANITE | {"shared_intermediate_size": 32},
     "granitemoehybrid": _GRANITE
     | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"] * 2, "mamba_chunk_size": 8},
@@ -83,7 +86,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "axk1", "axk2", "youtu"), _LATENT
     ),
     "minicpm3": _LATENT | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8},
-    **dict.fromkeys(("cohere", "cohere2"), {"logit_scale": 0.25}),
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS | {"num_dense_layers": 1},
     "zamba": _ZAMBA | {"n_mamba_heads": 2, "mamba_dt_rank": 4},
@@ -126,8 +130,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ctrl": {"dff": 64},
     "xlm": {"emb_dim": WIDTH, "is_decoder": True},
     "xlnet": {"d_inner": 64},
-    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 4}),
-    **dict.fromkeys(("phi", "persimmon", "stablelm"), {"partial_rotary_factor": 0.5}),
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "phi": {"partial_rotary_factor": 0.5},
+    "persimmon": {"partial_rotary_factor": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.5},
 }
 
 

@@ -34,7 +34,7 @@ ROWS, POSITIONS = 6, 10
 TOKENS = torch.randint(5, VOCABULARY, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 2e-4
 # Families of what sublayers add to the residual stream.
-ADDED = ("attn_out", "mixer_out", "mlp_out")
+SUBLAYER_FAMILIES = ("attn_out", "mixer_out", "mlp_out")
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -138,7 +138,7 @@ class Reference:
             handles += [
                 part.register_forward_hook(skip)
                 for part in self.model.modules()
-                if part not in inside and "norm" in type(part).__name__.lower()
+                if part not in inside and "norm" in type(part).__name__.lower() and not list(part.children())
             ]
         with hooked(handles), torch.no_grad():
             return self.model(TOKENS, use_cache=False).logits
@@ -177,7 +177,7 @@ def sublayers(reference: Reference) -> bool:
 
     source: Any = open_local(reference.model)
     points: list[Any] = []
-    for family in ADDED:
+    for family in SUBLAYER_FAMILIES:
         with contextlib.suppress(lsim.LayersimError):
             points += source.hook_points(family, False)
     if not points:
@@ -193,13 +193,39 @@ def sublayers(reference: Reference) -> bool:
     read = dict(zip(names, x.double(), strict=True))
     good = True
     for number, (before, after) in enumerate(zip(reference.stream, reference.stream[1:], strict=False)):
-        parts = [read[name] for part in ADDED if (name := f"blocks.{number}.hook_{part}") in read]
+        parts = [read[name] for part in SUBLAYER_FAMILIES if (name := f"blocks.{number}.hook_{part}") in read]
         added = (after.double() - before.double()).flatten(0, 1)
         good &= bool(parts) and (close(sum(parts), added, 1e-3) or _is_normed(reference, number, parts[-1]))
     if not good:
         # A family may be refused where several modules of a block could be called so.
         source.hook_points("mlp_out", False)
+        good = _has_more_terms(source, reference, read)
     return good
+
+
+def _has_more_terms(source: Any, reference: Reference, read: dict[str, Tensor]) -> bool:
+    """Whether the stream is what sublayers with a family add, and modules without one."""
+    for number, block in enumerate(source.anatomy.blocks):
+        outputs: dict[str, Tensor] = {}
+
+        def note(path: str, output: Any, outputs: dict[str, Tensor] = outputs) -> None:
+            outputs[path] = first_tensor(output)
+
+        handles = [
+            reference.blocks[number]
+            .get_submodule(sublayer.path)
+            .register_forward_hook(lambda _m, _a, output, path=sublayer.path: note(path, output))
+            for sublayer in block.sublayers
+            if not sublayer.family
+        ]
+        with hooked(handles), torch.no_grad():
+            reference.model(TOKENS, use_cache=False)
+        parts = [read[name] for part in SUBLAYER_FAMILIES if (name := f"blocks.{number}.hook_{part}") in read]
+        parts += [output.double().flatten(0, 1) for output in outputs.values()]
+        added = (reference.stream[number + 1].double() - reference.stream[number].double()).flatten(0, 1)
+        if not close(sum(parts), added, 1e-3):
+            return False
+    return True
 
 
 def _is_normed(reference: Reference, number: int, last: Tensor) -> bool:

@@ -123,6 +123,7 @@ def _first_blocks(model: Any, split_model: LocalSplitModel, n_layers: int) -> An
         n_layers: number of blocks that are kept.
     """
     config = shortened(model, split_model.source.paths, n_layers)
+    _refuse_changed_on_loading(model.config, config, n_layers)
     # The random weights are replaced below.
     with torch.random.fork_rng(devices=[]):
         short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
@@ -133,6 +134,32 @@ def _first_blocks(model: Any, split_model: LocalSplitModel, n_layers: int) -> An
     if (tokenizer := getattr(model, "tokenizer", None)) is not None:
         short.tokenizer = tokenizer
     return short
+
+
+def _refuse_changed_on_loading(whole: Any, config: Any, n_layers: int) -> None:
+    """Raise an error if the configuration of a truncated model is another one when it is loaded again.
+
+    Gemma 4 makes its last block one of full attention, whatever `layer_types` says.
+
+    Args:
+        whole: configuration of the whole model, whose own changes on loading are no matter.
+        config: configuration of the truncated model.
+        n_layers: number of blocks that are kept.
+    """
+    changed = [name for name in _changed_on_loading(config) if name not in _changed_on_loading(whole)]
+    if changed:
+        raise LayersimError(
+            f"`n_layers` is {n_layers}, but a {type(config).__name__} with so many blocks changes {', '.join(changed)} when it "
+            "is loaded, so that the truncated model would compute something else. Keep another number of blocks."
+        )
+
+
+def _changed_on_loading(config: Any) -> list[str]:
+    """Names of the settings of a configuration that are others after it is written and read."""
+    before = copy.deepcopy(config.to_dict())
+    # Reading may change the lists of the dict that is read.
+    after = type(config).from_dict(copy.deepcopy(before)).to_dict()
+    return [name for name in before if before[name] != after.get(name)]
 
 
 def shortened(model: Any, paths: list[str], n_layers: int) -> Any:

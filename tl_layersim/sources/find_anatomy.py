@@ -618,8 +618,11 @@ class BlockFinder:
             if any(other.is_inside(outer) for other in others):
                 break
             around.append(outer)
-        name = " ".join(f"{type(part.module).__name__} {self._inner(part).rpartition('.')[2]}" for part in around).lower()
-        is_mlp = any(word in name for word in ("mlp", "feedforward", "feed_forward", "ffn", "moe", "expert"))
+        names = [self._inner(part).rpartition(".")[2] for part in around]
+        name = " ".join([*names, *(type(part.module).__name__ for part in around)]).lower()
+        # Classes of a model such as Lfm2Moe have the name of a mixture of experts, whatever they compute.
+        is_mixture = any("moe" in part or "expert" in part for part in names)
+        is_mlp = is_mixture or any(word in name for word in ("mlp", "feedforward", "feed_forward", "ffn"))
         # Before the test of positions: with keys of an earlier block, no position depends on what enters this one at others.
         if "attn" in name or "attention" in name:
             crosses = any(word in name for word in ("cross", "encoder_", "encdec"))
