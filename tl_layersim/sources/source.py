@@ -26,7 +26,7 @@ from ..core.distributed import weight_peers
 from ..core.errors import LOG, LayersimError
 from ..core.wording import amount
 from .batch_independence import TIMES_NOISE, Together, allowed_gaps, gaps, row_to_compare
-from .find_anatomy import arithmetic_of, find_anatomy, record_forward, synthetic_row, watched_head, watched_tail
+from .find_anatomy import RecordedForward, arithmetic_of, find_anatomy, record_forward, synthetic_row, watched_head, watched_tail
 from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
@@ -636,20 +636,20 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """
         for heads in (self._heads, self._watched_heads(row)):
             for head in heads:
-                if self._gives_logits(head, hidden, output, row):
+                if self._head_gap(head, hidden, output, row) <= rounding(self._model.torch_dtype, torch.float32):
                     self._set_head(head)
                     return
 
-    def _gives_logits(self, head: Head, hidden: Tensor, output: Any, row: Batch) -> bool:
-        """Whether a head gives the model's own logits from the activations of the last block."""
-        allowed = rounding(self._model.torch_dtype, torch.float32)
+    def _head_gap(self, head: Head, hidden: Tensor, output: Any, row: Batch) -> float:
+        """Error of a head at the last block, relative to the norm of the model's logits; infinite if it cannot be called."""
         # A norm of another width fails, and so does a head whose input is another one.
         with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             lens = lens_of(self.module, head)
             assert lens is not None
             difference, size = unembed_gap(lens, hidden[0], tensor_of(output)[0], row.attention[0]).tolist()
-            return bool(difference <= allowed * max(size, 1e-3))
-        return False
+            gap: float = difference / max(size, 1e-3)
+            return gap if gap == gap else float("inf")
+        return float("inf")
 
     def _watched_heads(self, row: Batch) -> Iterator[Head]:
         """The head that a recorded forward pass shows, for a model whose head is none of those that its modules suggest.
@@ -661,6 +661,10 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             return
         with torch.no_grad(), kernels_alone(), self.evaluating():
             recorded = record_forward(self.module, lambda: self.call(row))
+        yield from self._heads_of(recorded)
+
+    def _heads_of(self, recorded: RecordedForward) -> Iterator[Head]:
+        """The head of a recorded forward pass as a chain of modules, then as the rest of the pass."""
         arithmetic = arithmetic_of(text_config(getattr(self.module, "config", None)), self._model.torch_dtype)
         head = watched_head(recorded, self.paths[-1], tensor_of(recorded.output), arithmetic)
         if head is not None:
@@ -761,8 +765,14 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             row = synthetic_row(self._model)
             with torch.no_grad(), kernels_alone(), self.evaluating():
                 recorded = record_forward(self.module, lambda: self.call(row))
-            config = nearest_config(self.module, self.paths[0])
-            return find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
+                config = nearest_config(self.module, self.paths[0])
+                anatomy = find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
+                hidden = recorded.of(anatomy.blocks[-1].path)[-1].returned
+                for head in (*self._heads, *self._heads_of(recorded)):
+                    gap = float("inf") if hidden is None else self._head_gap(head, hidden, recorded.output, row)
+                    if gap <= rounding(self._model.torch_dtype, torch.float32):
+                        return replace(anatomy, head=head, head_gap=gap)
+            return anatomy
         except Exception as error:
             # A model of any library may need other inputs than a synthetic row has.
             if is_out_of_memory(error):

@@ -19,6 +19,13 @@ from ..core.errors import LayersimError
 from .hooks import in_this_thread, on_leave, on_tensor, temporary_hooks
 
 
+# How the runs of a block that runs several times can be read.
+RUNS_APART = (
+    " To read its runs, let what each returns pass through a torch.nn.Identity of its own, as a part of the model, and name "
+    "these modules in at=[...] of CKA, Cosine or another measure of any sites."
+)
+
+
 @dataclass
 class WatchedForward:
     """The residual layers of a model in one forward pass over one row.
@@ -84,6 +91,7 @@ class WatchedForward:
                 raise LayersimError(
                     f"The layers of {model} cannot be read: {point.name} (module {point.module}) is reached {reached} in a "
                     "forward pass over one row of this data, and each block must run exactly once."
+                    + (RUNS_APART if self.runs[number] > 1 else "")
                 )
         for before, number in zip(self.order, self.order[1:], strict=False):
             if number < before:
