@@ -66,10 +66,15 @@ class BlockAnatomy:
     def layout(self) -> BlockLayout:
         """The families of hook points that the block has, and why it lacks others."""
         tensors = {sublayer.family: sublayer.tensor for sublayer in self.sublayers if sublayer.family}
-        last = self.sublayers[-1] if self.sublayers else None
-        if last is not None and last.family == "mlp_out" and last.stream is not None and last.stream.path:
-            tensors["resid_mid"] = last.stream
-        lacks = {"resid_mid": NO_MID} if self.parallel else {}
+        streams = {sublayer.family: sublayer.stream for sublayer in self.sublayers}
+        before_mlp, before_cross = streams.get("mlp_out"), streams.get("cross_attn_out")
+        if before_mlp is not None and before_mlp.path:
+            tensors["resid_mid" if "cross_attn_out" not in streams else "resid_mid_cross"] = before_mlp
+        if before_cross is not None and before_cross.path:
+            tensors["resid_mid"] = before_cross
+        lacks = dict.fromkeys(SUBLAYER_FAMILIES, "no such module adds to the residual stream of its blocks")
+        if self.parallel:
+            lacks["resid_mid"] = NO_MID
         nameless = [sublayer.path for sublayer in self.sublayers if not sublayer.family]
         if nameless:
             reason = f"several modules of {self.path} may be called so, {' and '.join(nameless)}; name them by their paths"

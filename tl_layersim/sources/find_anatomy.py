@@ -21,11 +21,15 @@ from ..architectures.output_heads import is_norm, without_hooks
 from ..architectures.unembed import Head, Tail, rounding
 from ..core.errors import LayersimError
 from ..data.batches import Batch
+from ..data.non_token_inputs import ROW_AXES
+from .forward_arguments import shape_of_row
 from .hooks import in_this_thread, on_enter, on_leave, temporary_hooks
 from .model_description import Model
 
 # Number of positions of the synthetic row.
 POSITIONS = 8
+# Number of samples of a synthetic recording, a quarter of a second in most models.
+SAMPLES = 4000
 # Largest number of sublayers of a block, and of module outputs among which they are looked for.
 MOST_SUBLAYERS, MOST_CANDIDATES = 4, 24
 # A term is part of a sum only if the error of the sum is below this share of the term.
@@ -84,12 +88,23 @@ class RecordedForward:
         return [run for run in self.runs if run.path == path]
 
 
-def synthetic_row(model: Model) -> Batch:
-    """A row of synthetic inputs of a model: tokens, without padding ids and ids that begin or end a text.
+def synthetic_row(module: torch.nn.Module, model: Model) -> Batch:
+    """A row of synthetic inputs of a model: tokens, without padding ids and ids that begin or end a text; or an image.
 
     Args:
-        model: the description of the model.
+        module: the model.
+        model: the description of the same model.
+
+    Raises:
+        LayersimError: the size of an image is unknown.
     """
+    if model.main_input in ROW_AXES:
+        generator = torch.Generator().manual_seed(0)
+        is_wave = model.main_input == "input_values"
+        shape = (SAMPLES,) if is_wave else shape_of_row(module, model, model.main_input)
+        values = torch.randn(1, *shape, generator=generator)
+        one = torch.ones(1, 1, dtype=torch.bool)
+        return Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0, inputs={model.main_input: values}, has_tokens=False)
     special = {*model.pads, *model.starts, *model.ends}
     known = max(2, model.vocabulary or 2)
     generator = torch.Generator().manual_seed(0)
@@ -242,13 +257,14 @@ def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, ari
     return None
 
 
-def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: Model) -> Head | None:
+def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: Model, token: int) -> Head | None:
     """The head as the rest of the forward pass after the last block; None if no module runs there.
 
     Args:
         recorded: the forward pass.
         paths: paths of the blocks.
         model: the description of the model.
+        token: the token id that stands for any input.
     """
     last = recorded.of(paths[-1])[-1]
     runs = tail_runs(recorded, last)
@@ -258,7 +274,7 @@ def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: Model) 
     if not parts or model.token_input != model.main_input:
         return None
     lengths = tuple(recorded.of(path)[-1].length for path in paths)
-    tail = Tail(tuple(paths), lengths, model.token_input, int(synthetic_row(model).tokens[0, 0]))
+    tail = Tail(tuple(paths), lengths, model.token_input, token)
     # Any module behind the last block may be a norm, unless one reads the residual itself.
     return Head(norm, parts, hides_norm=not norm and any(is_norm(run.module) for run in runs), tail=tail)
 

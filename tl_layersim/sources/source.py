@@ -26,7 +26,15 @@ from ..core.distributed import weight_peers
 from ..core.errors import LOG, LayersimError
 from ..core.wording import amount
 from .batch_independence import TIMES_NOISE, Together, allowed_gaps, gaps, row_to_compare
-from .find_anatomy import RecordedForward, arithmetic_of, find_anatomy, record_forward, synthetic_row, watched_head, watched_tail
+from .find_anatomy import (
+    RecordedForward,
+    arithmetic_of,
+    find_anatomy,
+    record_forward,
+    synthetic_row,
+    watched_head,
+    watched_tail,
+)
 from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
@@ -661,15 +669,15 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             return
         with torch.no_grad(), kernels_alone(), self.evaluating():
             recorded = record_forward(self.module, lambda: self.call(row))
-        yield from self._heads_of(recorded)
+        yield from self._heads_of(recorded, int(row.tokens[0, 0]))
 
-    def _heads_of(self, recorded: RecordedForward) -> Iterator[Head]:
-        """The head of a recorded forward pass as a chain of modules, then as the rest of the pass."""
+    def _heads_of(self, recorded: RecordedForward, token: int) -> Iterator[Head]:
+        """The head of a recorded forward pass as a chain of modules, then as the rest of the pass on a token id."""
         arithmetic = arithmetic_of(text_config(getattr(self.module, "config", None)), self._model.torch_dtype)
         head = watched_head(recorded, self.paths[-1], tensor_of(recorded.output), arithmetic)
         if head is not None:
             yield head
-        tail = watched_tail(recorded, self.paths, self._model)
+        tail = watched_tail(recorded, self.paths, self._model, token)
         if tail is not None and self.can_run_tail:
             LOG.info("The logits of %s come from the rest of its forward pass: %s", self._model.name, tail)
             yield tail
@@ -762,13 +770,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def anatomy(self) -> Anatomy | None:
         """What a forward pass over a synthetic row shows of the model; None if the pass fails."""
         try:
-            row = synthetic_row(self._model)
+            row = synthetic_row(self.module, self._model)
             with torch.no_grad(), kernels_alone(), self.evaluating():
                 recorded = record_forward(self.module, lambda: self.call(row))
                 config = nearest_config(self.module, self.paths[0])
                 anatomy = find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
                 hidden = recorded.of(anatomy.blocks[-1].path)[-1].returned
-                for head in (*self._heads, *self._heads_of(recorded)):
+                for head in (*self._heads, *self._heads_of(recorded, int(row.tokens[0, 0]))):
                     gap = float("inf") if hidden is None else self._head_gap(head, hidden, recorded.output, row)
                     if gap <= rounding(self._model.torch_dtype, torch.float32):
                         return replace(anatomy, head=head, head_gap=gap)

@@ -24,7 +24,7 @@ from ..architectures.blocks import encoder_and_decoder, stack_of
 from ..architectures.hook_points import multiplied, to_positions
 from ..architectures.output_heads import lens_of
 from ..architectures.transformer_lens import is_transformer_lens, right_padding
-from ..architectures.unembed import Unembed, tensor_of, unembed_gap
+from ..architectures.unembed import Unembed, rounding, tensor_of, unembed_gap
 from ..core.errors import LayersimError, warn
 from ..data.batches import next_tokens
 from ..data.data import Notes
@@ -373,6 +373,8 @@ class Recorder:
         self.side = stack_side(source)
         start = getattr(getattr(source.module, "config", None), "decoder_start_token_id", None)
         self.start = start if self.side == "decoder" and isinstance(start, int) else None
+        # The residual of the row whose logits were compared, until the pass ends.
+        self.compared: Tensor | None = None
         self.thread, self.frame = threading.get_ident(), Frame(None, -1, None)
         self.stopped = self.missed = False
 
@@ -505,6 +507,7 @@ class Recorder:
         # A pass that failed, or that another run of this package ended early, has no output.
         if output is None or frame.level != 0 or self.source.aside():
             return
+        self._refuse_multiple(output)
         if self.order is None and not self.inside:
             missing = next(site for site in range(len(self.points)) if site not in frame.seen)
             raise self._not_once(missing, "the forward pass did not run it")
@@ -545,6 +548,34 @@ class Recorder:
             attended = torch.ones(len(hidden), dtype=torch.bool)
             gap = unembed_gap(lens, hidden, logits, attended, finished=False)
         refuse_other_logits(lambda: gap, self.source.model, logits.dtype)
+        self.compared = hidden
+
+    def _refuse_multiple(self, output: Any) -> None:
+        """Raise an error if the model multiplies the output of its head by a factor that the lens does not know.
+
+        A hook of the user may change the logits in any other way.
+
+        Args:
+            output: output of the model, for the row that was compared.
+        """
+        hidden, self.compared = self.compared, None
+        logits, lens = getattr(output, "logits", None), self._lens()
+        if hidden is None or lens is None or lens.reads != "every" or not isinstance(logits, Tensor) or logits.dim() != 3:
+            return
+        count = min(8, logits.shape[1])
+        with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
+            ours = lens(hidden[-count:]).double().cpu()
+        theirs = logits[0, -count:].detach().double().cpu()
+        if ours.shape != theirs.shape or not bool(ours.any()):
+            return
+        factor = float((ours * theirs).sum() / (ours * ours).sum())
+        allowed = rounding(self.source.model.torch_dtype, logits.dtype)
+        is_multiple = bool((theirs - factor * ours).norm() <= allowed * theirs.norm())
+        if is_multiple and abs(factor - 1) > allowed:
+            raise LayersimError(
+                f"The logits of {self.source.model.name} are {factor:.6g} times what its head {self.source.model.head} gives, "
+                "which a probe does not know. Use lsim.analyze(model, data, analyzers), which finds the factor."
+            )
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
         """Store the input or output of a module as the activations of `sites`. Complete forward passes go to `on_view`."""
