@@ -223,7 +223,9 @@ def _copy_weights(model: Any, short: Any) -> None:
         )
     with torch.no_grad():
         for name, x in copied.items():
-            x.data = _first_layers(original[name], x).detach().clone().to(x.device)
+            part = _first_layers(original[name], x)
+            assert part is not None
+            x.data = part.detach().clone().to(x.device)
             x.requires_grad_(original[name].requires_grad)
 
 

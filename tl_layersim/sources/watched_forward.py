@@ -18,7 +18,6 @@ from ..architectures.output_heads import has_name_of_norm
 from ..core.errors import LayersimError
 from .hooks import in_this_thread, on_leave, on_tensor, temporary_hooks
 
-
 # How the runs of a block that runs several times can be read.
 RUNS_APART = (
     " To read its runs, let what each returns pass through a torch.nn.Identity of its own, as a part of the model, and name "
