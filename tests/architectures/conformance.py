@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -385,8 +386,43 @@ def summary(found: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     return rows
 
 
+# The lines of docs/models.md between which the table is written.
+START, END = "<!-- the conformance run writes from here -->", "<!-- to here -->"
+
+
+def write_page(found: dict[str, dict[str, tuple[str, str]]], page: Path) -> None:
+    """Write the counts, and the families that are refused, into the page.
+
+    Args:
+        found: the outcomes of all families.
+        page: docs/models.md.
+    """
+    rows = ["| capability | right | refused | wrong | error of another library |", "| --- " * 5 + "|"]
+    refused: dict[str, list[str]] = {}
+    for name in next(iter(found.values())):
+        counts = Counter(own[name][0] for own in found.values())
+        rows.append(f"| {name} | {counts['right']} | {counts['refused']} | {counts['wrong']} | {counts['raw']} |")
+        refused[name] = [family for family, own in found.items() if own[name][0] == "refused"]
+    lines = [
+        f"{len(found)} families with transformers {transformers.__version__}:",
+        "",
+        *rows,
+        "",
+        "| capability | families that are refused |",
+        "| --- | --- |",
+        *(f"| {name} | {', '.join(families)} |" for name, families in refused.items()),
+    ]
+    text = page.read_text()
+    before, rest = text.split(START)
+    _, after = rest.split(END)
+    page.write_text("\n".join([f"{before}{START}", "", *lines, "", f"{END}{after}"]))
+
+
 def main(arguments: list[str]) -> None:
-    """Run the families and print the table; `--only=stream,lens` names capabilities, `--json=file` keeps the outcomes."""
+    """Run the families and print the table.
+
+    `--only=stream,lens` names capabilities, `--json=file` keeps the outcomes, `--page=docs/models.md` writes them there.
+    """
     transformers.logging.set_verbosity_error()
     options = dict(item[2:].split("=", 1) for item in arguments if item.startswith("--"))
     families = [item for item in arguments if not item.startswith("--")] or list(FAMILIES)
@@ -396,6 +432,8 @@ def main(arguments: list[str]) -> None:
     if "json" in options:
         with open(options["json"], "w") as file:
             json.dump(found, file, indent=1)
+    if "page" in options:
+        write_page(found, Path(options["page"]))
     print("\n".join(summary(found)))
 
 
