@@ -157,3 +157,20 @@ def test_other_precisions_give_the_same_anatomy(dtype):
     expected = open_local(causal_model("granite")).anatomy
     found = open_local(causal_model("granite").to(dtype)).anatomy
     assert [block.sublayers for block in found.blocks] == [block.sublayers for block in expected.blocks]
+
+
+def test_later_blocks_are_no_part_of_a_head():
+    model = Stack(sequential)
+    model.output = model.head
+    del model.head
+    model.forward = lambda input_ids: model.output(
+        model.final(model.layers[2](model.layers[1](model.layers[0](model.words(input_ids)))))
+    )
+    lower = lsim.open_model(model, layers=["layers.0", "layers.1"])
+    with pytest.raises(lsim.LayersimError, match="layers="):
+        lsim.analyze(lower, TOKENS, lsim.LogitLens())
+    lens = lsim.analyze(model, TOKENS, lsim.LogitLens())["logit_lens"]
+    with torch.no_grad():
+        logits = model(TOKENS)
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), TOKENS[:, 1:].flatten())
+    assert float(lens.cross_entropy[-1]) == pytest.approx(float(expected), rel=1e-5)

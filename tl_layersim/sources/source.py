@@ -32,6 +32,7 @@ from .find_anatomy import (
     find_anatomy,
     record_forward,
     synthetic_row,
+    tail_runs,
     watched_head,
     watched_tail,
 )
@@ -673,6 +674,10 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def _heads_of(self, recorded: RecordedForward, token: int) -> Iterator[Head]:
         """The head of a recorded forward pass as a chain of modules, then as the rest of the pass on a token id."""
+        last = recorded.of(self.paths[-1])[-1]
+        if any(type(run.module) is type(last.module) for run in tail_runs(recorded, last)):
+            # `layers` leaves out later blocks, which are no part of a head.
+            return
         arithmetic = arithmetic_of(text_config(getattr(self.module, "config", None)), self._model.torch_dtype)
         head = watched_head(recorded, self.paths[-1], tensor_of(recorded.output), arithmetic)
         if head is not None:
