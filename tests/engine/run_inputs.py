@@ -173,6 +173,11 @@ def with_other_forward(model: Any) -> None:
     model.model.layers[0].mlp.forward = model.model.layers[1].mlp.forward
 
 
+def with_forward_of_next_block(model: Any) -> None:
+    # transformers decorates the forward of its blocks, not of all their parts.
+    model.model.layers[0].forward = model.model.layers[1].forward
+
+
 def with_outer_forward(model: Any) -> None:
     other = torch.nn.Linear(32, 32)
     torch.nn.init.eye_(other.weight)
@@ -424,6 +429,7 @@ CHANGES: dict[str, tuple[str, Case | tuple[Case, Case]]] = {
         of_model(lambda m: m.model.layers[1].register_forward_pre_hook(lambda _m, a: (a[0] * 2, *a[1:]))),
     ),
     "forward of another module": ("code", of_model(with_other_forward)),
+    "forward of another block": ("code", of_model(with_forward_of_next_block)),
     "forward of a module outside": ("code", of_model(with_outer_forward)),
     "forward in a function": ("code", of_model(lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: x * 2))),
     "constant of a user's class": (
