@@ -112,7 +112,7 @@ def test_a_fraction_that_is_a_bound_by_chance_has_the_interval_of_wilson():
 
 def test_a_fraction_at_a_bound_is_worth_as_many_samples_as_the_others_of_its_field():
     value, error = torch.tensor([0.0, 0.5, 0.2]).double(), torch.tensor([0.0, 0.05, 0.02]).double()
-    found = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1), rows=(16, 16))
+    found = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1), rows=(256, 256))
     # 0.5 (1 - 0.5) / 0.05², fewer than the 400 of the other.
     assert float(found.high[0]) == pytest.approx(proportion_confint(0, 100, method="wilson")[1], abs=1e-6)
     plain = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1))

@@ -25,6 +25,11 @@ from .trajectory import log_histogram, quantiles_of_logs
 BINS = 2000
 
 
+def _same_layer(result: CosineResult) -> Tensor:
+    """Mask of the pairs of a layer with itself (`row column`)."""
+    return torch.eye(len(result.layers), dtype=torch.bool)
+
+
 @result_class
 class CosineResult(LayerMatrix):
     """Cosine similarity between residual layers: means and distributions over tokens. All tensors are float64.
@@ -81,6 +86,8 @@ class CosineResult(LayerMatrix):
         unit="fraction",
         title="Tokens whose activations at two layers point apart",
         within=(0, 1),
+        by_chance=(0, 1),
+        certain=_same_layer,
     )
     to_last: Float64[Tensor, "quantile row"] = axes(
         "quantile",
