@@ -533,12 +533,12 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
             raise LayersimError(f"{type(result).__name__}.{what} has no interval; fields with intervals: {others or 'none'}.")
         value, replicates = with_and_without_blocks(result, lambda one: aligned(one, result, field), own)
         if not own.out_of:
-            return _interval(value, replicates, level, own.within, units_of(result, own))
+            return jackknife_interval(value, replicates, level, own.within, units_of(result, own))
         total = own.total(result)
         low, high = own.within
         # A count is at most its total.
         within = (low / total, torch.as_tensor(high).minimum(total) / total)
-        fraction = _interval(value / total, replicates / total, level, within, units_of(result, own))
+        fraction = jackknife_interval(value / total, replicates / total, level, within, units_of(result, own))
         return ConfidenceInterval(value, *(part * total for part in fraction[1:]))
     found = function_interval(result, what, level)
     if found is None:
@@ -586,7 +586,7 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
     """
     each = torch.cat([value[None], replicates]) if len(replicates) else value[None]
     if value.dim() or not bool(each.isfinite().all()):
-        return _interval(value, replicates, level)
+        return jackknife_interval(value, replicates, level)
     if bool((each != value).any()) and bool((each == each.round()).all()):
         return None
     places, jumps = [], False
@@ -597,11 +597,11 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
             places += [(name, int(place)) for place in equal.all(0).nonzero()[:1]]
             jumps |= bool(equal.any(1).all())
     if not places:
-        return None if jumps else _interval(value, replicates, level)
+        return None if jumps else jackknife_interval(value, replicates, level)
     # A number at a bound may be in several fields. Fields that reach the bound by chance have intervals with a width.
     field, place = min(places, key=lambda one: not result.declared(one[0]).by_chance)
     if result.declared(field).within is None:
-        return _interval(value, replicates, level)
+        return jackknife_interval(value, replicates, level)
     return ConfidenceInterval(*(part.reshape(-1)[place] for part in interval_of(result, field, level)))
 
 
@@ -689,13 +689,22 @@ def units_of(result: Any, declared: Declaration) -> tuple[Tensor, Tensor]:
     return (units if low in declared.by_chance else never, units if most in declared.by_chance else never)
 
 
-def _interval(
+def jackknife_interval(
     value: Tensor,
     replicates: Tensor,
     level: float,
     within: tuple[float | Tensor, float | Tensor] = UNBOUNDED,
     rows: tuple[float | Tensor, float | Tensor] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
+    """Confidence interval of a statistic, from its jackknife replicates.
+
+    Args:
+        value: the statistic on all data.
+        replicates: `block ...`, the statistic without each block.
+        level: confidence level.
+        within: bounds of the statistic, see `t_interval`.
+        rows: numbers of independent units, see `t_interval`.
+    """
     error, degrees, skewness = Uncertainty.of(value, replicates)
     return t_interval(value, error, degrees, level, within, rows, skewness)
 
