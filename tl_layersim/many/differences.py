@@ -308,7 +308,11 @@ def _variables(
         if own.within is not None and same and not bool(getattr(second, field).isnan().all()):
             labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
             words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
-            found[own.name] = compare(partial(_read, field, grids), counts=own, bounded=None if grids else own), labels | last, words
+            found[own.name] = (
+                compare(partial(_read, field, grids), counts=own, bounded=None if grids else own),
+                labels | last,
+                words,
+            )
     heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
     names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
     if names:

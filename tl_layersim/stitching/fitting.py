@@ -29,7 +29,6 @@ from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 
 
-
 class Progress:
     """Checkpoint of one call: the state of each stitch, and the file that stores the states.
 

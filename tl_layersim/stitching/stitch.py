@@ -327,8 +327,7 @@ class StitchExperiment:
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in rows {bad[:5]}. "
-                f"{WHY_NOT_FINITE}"
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in rows {bad[:5]}. {WHY_NOT_FINITE}"
             )
         return scores
 

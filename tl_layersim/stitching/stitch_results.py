@@ -244,7 +244,7 @@ class StitchResult(Result):
             return super().plot(field, width, title)
         each = (self.row_loss - self.row_back_loss) / self.row_tokens
         own, rows = Series("each row", each.numpy()), tuple(range(len(each)))
-        fig = lines(rows, [own], "Stitching penalty of each row", f"Penalty (nats per {self.unit})", "row")
+        fig = lines(rows, [own], "Stitching penalty of each row", f"Penalty (nats per {self.unit})", "evaluation_row")
         mean, low, high = self.penalty_interval()
         ends = {"95 % interval, lower end": low, "95 % interval, upper end": high}
         known = {name: value for name, value in ends.items() if math.isfinite(value)}
@@ -400,9 +400,7 @@ class StitchGrid(Result):
             if name not in self.fronts:
                 raise LayersimError(f"{name!r} is not a model of this grid; the models are {', '.join(self.fronts)}.")
         (a, b), (c, d) = ((self.fronts.index(one[0]), self.fronts.index(one[1])) for one in (stitch, other))
-        each = [
-            over_rows(sums, self.row_tokens, confidence) for sums in self.row_penalty[a, b] - self.row_penalty[c, d]
-        ]
+        each = [over_rows(sums, self.row_tokens, confidence) for sums in self.row_penalty[a, b] - self.row_penalty[c, d]]
         columns = zip(("difference", "difference_low", "difference_high"), zip(*each, strict=True), strict=True)
         about = {"long_name": "Difference of penalties", "units": f"nats per {self.unit}"}
         return xarray.Dataset({name: ("seam", list(own), about) for name, own in columns}, {"seam": list(self.seams)})
