@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from tl_layersim.core import Result, axes
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.core.intervals import function_interval, headline_margins, headline_texts, interval_of

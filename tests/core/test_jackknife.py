@@ -224,10 +224,10 @@ def test_moments_and_skewed_intervals_are_those_of_plain_python(seed):
         assert (float(interval.low), float(interval.high)) == pytest.approx(expected, rel=1e-9)
     for ratio in (-4, -2, 2, 4):
         own = ratio * error
-        p = float(p_value_from_error(torch.tensor(own), found.error, found.degrees, found.skewness))
+        p = float(p_value_from_error(torch.tensor(own).double(), found.error, found.degrees, found.skewness))
         assert p == pytest.approx(skewness.p_value(own, error, 15, skew, effective), rel=1e-9)
         # The p-value and the interval say the same.
-        ends = t_interval(torch.tensor(own), found.error, found.degrees, 1 - p, skewness=found.skewness)
+        ends = t_interval(torch.tensor(own).double(), found.error, found.degrees, 1 - p, skewness=found.skewness)
         assert min(abs(float(ends.low)), abs(float(ends.high))) < 1e-6 * error
 
 

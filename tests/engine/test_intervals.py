@@ -96,7 +96,7 @@ def test_an_interval_is_students_t_about_the_value_with_the_error_of_the_replica
     skew = [skewness.moments(column.tolist())[1:] for column in replicates.T]
     hall = [
         skewness.ends(*one, level=0.9)
-        for one in zip(value.tolist(), error.tolist(), degrees.tolist(), *zip(*skew), strict=True)
+        for one in zip(value.tolist(), error.tolist(), degrees.tolist(), *zip(*skew, strict=True), strict=True)
     ]
     expected = torch.tensor(hall).double().T
     torch.testing.assert_close(low, torch.minimum(value / factor, expected[0]), rtol=1e-4, atol=0)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import xarray
 from jaxtyping import Float64
-from scipy import stats
 from torch import Tensor
 
 import tl_layersim as lsim

@@ -281,7 +281,8 @@ class TestNumbers:
         value, low, high = over_rows(sums, tokens, 0.9)
         counted = [(s, n) for s, n in pairs if n > 0]
         if len(counted) < 2:
-            assert math.isnan(low) and math.isnan(high)
+            assert math.isnan(low)
+            assert math.isnan(high)
             return
         size = 1 if len(counted) < 32 else 2 if len(counted) < 64 else 4
         blocks = [counted[start : start + size] for start in range(0, len(counted), size)]

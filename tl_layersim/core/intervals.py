@@ -253,7 +253,7 @@ def effective_degrees(value: Tensor, replicates: Tensor) -> Tensor:
 
 
 def symmetrised(ratio: Tensor, skew: Tensor | float) -> Tensor:
-    r"""Hall's transformation of a ratio of a statistic's deviation to its error, which then has nearly Student's t distribution.
+    r"""Hall's transformation of the ratio of a statistic's deviation to its error, which then is nearly Student's t.
 
     $$g(t) = t + \frac{s}{3} t^2 + \frac{s^2}{27} t^3 + \frac{s}{6}$$
 

@@ -309,7 +309,7 @@ def spread_test(distances: Tensor, labels: Sequence[str], permutations: int, see
     The distances to the centroids are those of principal coordinates, whose axes of negative variance are subtracted. Groups of
     a single model have no spread. The distances of a group are divided by sqrt(1 - 1 / n): a centroid is nearer to the models
     that it is computed from than the true centre, the more so the smaller the group. The permuted residuals are those of the
-    hypothesis that all groups have one spread. At 5 models in each group 7 to 8 % of equal spreads have p <= .05, at 10 models 7 %.
+    hypothesis that all groups have one spread. With 5 models in each group, 7 to 8 % of equal spreads have p <= .05.
 
     Args:
         distances: `model model`, float64; both directions are averaged and the diagonal is not used. Negative distances count
@@ -319,8 +319,8 @@ def spread_test(distances: Tensor, labels: Sequence[str], permutations: int, see
         seed: random seed of the permutations.
 
     Source:
-        Anderson 2006, Distance-based tests for homogeneity of multivariate dispersions; the F ratio is its equation 5. Stier, Geange,
-        Hanson and Bolker 2013 for the factor of small groups.
+        Anderson 2006, Distance-based tests for homogeneity of multivariate dispersions, equation 5. Stier, Geange, Hanson and
+        Bolker 2013 for the factor of small groups.
 
     Examples:
         The distances to the centroids are 1 in one group and 10 in the other, before the factor of sqrt(2).
@@ -356,8 +356,8 @@ def _distances_to_centroid(distances: Tensor) -> Tensor:
     """Distance of each model of a group to the group's centroid in principal-coordinate space, corrected for the group's size.
 
     The squared distance of a model to the centroid is its mean squared distance to the models of the group, itself included,
-    less half the mean of all squared distances. It equals the sum of squares over principal coordinates, with those of imaginary
-    axes subtracted.
+    less half the mean of all squared distances. It equals the sum of squares over principal coordinates, with those of
+    imaginary axes subtracted.
 
     Args:
         distances: `model model`, symmetric, with zeros on the diagonal.
