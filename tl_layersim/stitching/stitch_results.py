@@ -62,7 +62,7 @@ def over_rows(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
     """
     sums, tokens = sums[tokens > 0], tokens[tokens > 0]
     size = first_block_size(len(tokens))
-    block_sums, block_tokens = (torch.stack([part.sum() for part in column.split(size)]) for column in (sums, tokens))
+    block_sums, block_tokens = (torch.stack([part.sum() for part in torch.split(column, size)]) for column in (sums, tokens))
     value = block_sums.sum() / block_tokens.sum()
     if len(block_tokens) < 2:
         return Interval(float(value), math.nan, math.nan)
