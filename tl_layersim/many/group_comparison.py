@@ -309,7 +309,7 @@ def spread_test(distances: Tensor, labels: Sequence[str], permutations: int, see
     The distances to the centroids are those of principal coordinates, whose axes of negative variance are subtracted. Groups of
     a single model have no spread. The distances of a group are divided by sqrt(1 - 1 / n): a centroid is nearer to the models
     that it is computed from than the true centre, the more so the smaller the group. The permuted residuals are those of the
-    hypothesis that all groups have one spread. With 5 models in each group, 7 to 8 % of equal spreads have p <= .05.
+    hypothesis that all groups have one spread. With 5 models in each group, 6 to 9 % of equal spreads have p <= .05.
 
     Args:
         distances: `model model`, float64; both directions are averaged and the diagonal is not used. Negative distances count
