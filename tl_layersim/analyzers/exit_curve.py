@@ -51,6 +51,22 @@ class ExitPoint:
     speedup: float
 
 
+def _whole_model(result: ExitCurveResult) -> Tensor:
+    """Thresholds at which all blocks run, so that predictions are those of the last layer (`threshold`)."""
+    return torch.tensor(result.thresholds) >= 1
+
+
+def _whole_model_exits(result: ExitCurveResult) -> Tensor:
+    """The same over exits (`threshold 1`)."""
+    return _whole_model(result)[:, None]
+
+
+def _texts_of_parts(result: ExitCurveResult) -> Tensor:
+    """Number of texts in each half of the rows (`part 1`), which have as many positions each as other texts."""
+    positions = result.part_exits[:, 0].sum(-1, keepdim=True)
+    return positions.minimum(result.provenance.units * positions / positions.sum())
+
+
 @result_class
 class ExitCurveResult(Result):
     """Accuracy, agreement and speed-up of early exit at each threshold. All tensors are float64.
@@ -83,7 +99,10 @@ class ExitCurveResult(Result):
         title="Positions that exit at each block",
         caption="Fraction of positions, for each threshold of the top probability " + EXITS_SOURCE,
         within=(0, math.inf),
+        by_chance=(0, 1),
+        certain=_whole_model_exits,
         out_of="values",
+        summed=("layer",),
         drawn="fractions",
     )
     accuracy: Float64[Tensor, " threshold"] = axes(
@@ -102,7 +121,8 @@ class ExitCurveResult(Result):
         title="Agreement of early exits with the last layer by threshold",
         better="higher",
         within=(0, 1),
-        by_chance=(0,),
+        by_chance=(0, 1),
+        certain=_whole_model,
     )
     perplexity: Float64[Tensor, " threshold"] = axes(
         "threshold",
@@ -123,13 +143,27 @@ class ExitCurveResult(Result):
         drawn="agreement",
     )
     part_exits: Float64[Tensor, "part threshold layer"] = axes(
-        "part", "threshold", "layer", within=(0, math.inf), out_of="part_exits"
+        "part",
+        "threshold",
+        "layer",
+        within=(0, math.inf),
+        by_chance=(0, 1),
+        certain=_whole_model_exits,
+        out_of="part_exits",
+        summed=("part", "layer"),
     )
     part_accuracy: Float64[Tensor, "part threshold"] = axes(
-        "part", "threshold", label="Accuracy", unit="fraction", within=(0, 1), by_chance=(0, 1)
+        "part", "threshold", label="Accuracy", unit="fraction", within=(0, 1), by_chance=(0, 1), units=_texts_of_parts
     )
     part_agreement: Float64[Tensor, "part threshold"] = axes(
-        "part", "threshold", label="Agreement with the last layer", unit="fraction", within=(0, 1), by_chance=(0,)
+        "part",
+        "threshold",
+        label="Agreement with the last layer",
+        unit="fraction",
+        within=(0, 1),
+        by_chance=(0, 1),
+        certain=_whole_model,
+        units=_texts_of_parts,
     )
     part_perplexity: Float64[Tensor, "part threshold"] = axes(
         "part", "threshold", label="Perplexity", scale="log", within=(1, math.inf)

@@ -30,6 +30,18 @@ ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
 CONTROL_PARTS = 128
 
 
+def _held_out_texts(result: LinearProbeResult) -> Tensor:
+    """Number of held-out texts, which have as many samples each as other texts; at most the number of held-out samples."""
+    held_out, training = result.test_samples.sum(), result.samples.sum()
+    return held_out.minimum(result.provenance.units * held_out / (held_out + training))
+
+
+def _training_texts(result: LinearProbeResult) -> Tensor:
+    """Number of training texts; at most the number of training samples."""
+    held_out, training = result.test_samples.sum(), result.samples.sum()
+    return training.minimum(result.provenance.units * training / (held_out + training))
+
+
 @result_class
 class LinearProbeResult(Result):
     """Accuracy of a linear probe at each site, on held-out rows. All tensors are float64.
@@ -60,6 +72,7 @@ class LinearProbeResult(Result):
         better="higher",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_held_out_texts,
     )
     train_accuracy: Float64[Tensor, " residual"] = axes(
         "residual",
@@ -68,6 +81,7 @@ class LinearProbeResult(Result):
         title="Accuracy of the probe on its training samples",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_training_texts,
     )
     control_accuracy: Float64[Tensor, " residual"] = axes(
         "residual",
@@ -76,13 +90,21 @@ class LinearProbeResult(Result):
         title="Accuracy of a linear probe of control labels",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_held_out_texts,
     )
     selectivity: Float64[Tensor, " residual"] = axes(
         "residual", label="Selectivity (difference of fractions)", title="Selectivity of a linear probe", within=(-1, 1)
     )
     majority: Float64[Tensor, ""] = axes(label="accuracy of the most frequent class", within=None)
     confusion: Float64[Tensor, "residual label prediction"] = axes(
-        "residual", "label", "prediction", within=(0, math.inf), out_of="confusion"
+        "residual",
+        "label",
+        "prediction",
+        within=(0, math.inf),
+        by_chance=(0, 1),
+        units=_held_out_texts,
+        out_of="confusion",
+        summed=("label", "prediction"),
     )
     samples: Float64[Tensor, " label"] = axes(
         "label", label="Training samples", title="Training samples of each class", within=None

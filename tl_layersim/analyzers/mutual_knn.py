@@ -41,6 +41,7 @@ class MutualKNNResult(MinibatchMatrix):
         caption="Fraction of the k nearest neighbours of a token at one layer that are also among its k nearest at the other "
         "(Huh et al. 2024). Tokens of one row are no neighbours; neighbours at random share the fraction `chance`.",
         within=(0, 1),
+        by_chance=(0,),
     )
     chance: Float64[Tensor, ""] = axes(within=(0, 1))
     k: int

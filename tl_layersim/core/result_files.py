@@ -153,11 +153,12 @@ def _unpack(
         values = {**_plain_fields(like), "provenance": like.provenance, **values}
     held = header.get("held", {})
     own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in held}
+    named = {cls.former_names.get(name, name): tensor for name, tensor in own.items()}
     apart = by_first_name(held, {name: tensor for name, tensor in tensors.items() if name not in own})
     for name in held.keys() - set(ALIKE):
         likes = {} if like is None else getattr(like, name)
         values[name] = report(_unpack_each(path, held[name], apart[name], base, report, likes))
-    result = cls(**values, **own)
+    result = cls(**values, **named)
     alike = {
         kind: tuple(_unpack_each(path, held[kind], apart[kind], base, report, dict.fromkeys(held[kind], result)).values())
         for kind in held.keys() & set(ALIKE)

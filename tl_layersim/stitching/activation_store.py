@@ -25,8 +25,6 @@ from ..sources.partial_forward import SplitModel
 LARGE = 1e8
 # One of this many rows is held out.
 EVALUATION_EVERY = 5
-# Smallest number of batches for an interval.
-MIN_BATCHES = 10
 
 
 def fit_and_evaluation(
@@ -48,19 +46,16 @@ def fit_and_evaluation(
         LayersimError: the data has no targets, or too few rows to split.
     """
     fit = _batches_with_targets(batches, "data", labels, model)
-    kept, size, count = fit, batches.data.batch_size, sum(len(batch.tokens) for batch in fit)
+    kept, count = fit, sum(len(batch.tokens) for batch in fit)
     if held_out is not None:
-        kept, size = _batches_with_targets(held_out, "eval_data", labels, model), held_out.data.batch_size
+        kept = _batches_with_targets(held_out, "eval_data", labels, model)
         if fitted:
             _warn_of_common_rows(fit, kept)
     elif fitted:
         tokenizer = batches.model.tokenizer
         fit, kept = _split(fit, None if tokenizer is None else tokenizer.eos_token_id)
         fit = [batch for batch in fit if _has_targets(batch, labels, model)]
-    # At least MIN_BATCHES batches if there are enough rows.
-    size = max(1, min(size, sum(len(batch.tokens) for batch in kept) // MIN_BATCHES))
-    parts = (b.rows(start, start + size) for b in kept for start in range(0, len(b.tokens), size))
-    evaluation = tuple(part for part in parts if _has_targets(part, labels, model))
+    evaluation = tuple(batch for batch in kept if _has_targets(batch, labels, model))
     if not fit or not evaluation:
         raise LayersimError(
             f"`data` has {count} rows with targets, too few to hold some out for evaluation. Pass more data, or eval_data=."

@@ -41,8 +41,8 @@ from ..sources.shared_modules import refuse_one_model
 from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
-from .fitting import JUDGED, Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
-from .stitch_results import StitchGrid, StitchResult, over_batches
+from .fitting import Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
+from .stitch_results import ROW_SUMS, StitchGrid, StitchResult, over_rows
 from .stitched_model import StitchedModel
 
 
@@ -308,7 +308,7 @@ class StitchExperiment:
     def _evaluate(
         self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Evaluate a stitched model on each batch. Returns the tensors in `JUDGED` (`batch`), by name."""
+        """Evaluate a stitched model on each row. Returns the tensors in `ROW_SUMS` (`row`), by name."""
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
@@ -316,25 +316,24 @@ class StitchExperiment:
             with torch.no_grad():
                 x = worker(acts[index].to(back.device))
             scores.append(back.score(batch, answers(batch, self.labels, back.model), layer, x))
-        stitched = _stacked(scores, "loss", "correct")
+        stitched = _by_row(scores, "loss", "correct")
         bad = (~stitched["loss"].isfinite()).nonzero()[:, 0].tolist()
         if bad:
             point = f"from {acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The loss of the model stitched {point} is not finite in batches {bad[:5]}. Check the activations of "
+                f"The loss of the model stitched {point} is not finite in rows {bad[:5]}. Check the activations of "
                 "both models for NaN and overflow."
             )
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """Evaluate the back model alone on each batch. Returns tensors (`batch`): "loss", "correct" and "count" of targets."""
+        """Evaluate the back model alone on each row. Returns tensors (`row`): "loss", "correct" and "count" of targets."""
         each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
-        scores = _stacked(each, "loss", "correct", "count")
+        scores = _by_row(each, "loss", "correct", "count")
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. "
-                f"{WHY_NOT_FINITE}"
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in rows {bad[:5]}. {WHY_NOT_FINITE}"
             )
         return scores
 
@@ -366,8 +365,9 @@ class StitchExperiment:
         )
 
 
-def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
-    return {name: torch.stack([score[name].double() for score in scores]) for name in names}
+def _by_row(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
+    """The sums of all batches (`row`), by name."""
+    return {name: torch.cat([score[name] for score in scores]) for name in names}
 
 
 def point_number(model: Model, layer: Layer, argument: str) -> int:
@@ -489,7 +489,7 @@ def stitch(
     join = None
     if isinstance(lower, LocalSplitModel) and isinstance(upper, LocalSplitModel):
         join = partial(StitchedModel, lower, upper, numbers, experiment.tokenizer)
-    judged: dict[str, Any] = {f"batch_{name}": found[name] for name in JUDGED}
+    judged: dict[str, Any] = {f"row_{name}": found[name] for name in ROW_SUMS}
     return StitchResult(
         values=found["curve"],
         weight=found.get("weight", torch.zeros(0, 0)).double(),
@@ -589,7 +589,7 @@ def stitch_grid(
         return table(lambda one: float(one[name].sum() / tokens.sum()))
 
     def intervals(better: str, worse: str) -> tuple[Tensor, ...]:
-        each = table(lambda one: over_batches(one[worse] - one[better], tokens, 0.95))
+        each = table(lambda one: over_rows(one[worse] - one[better], tokens, 0.95))
         return each.unbind(-1)
 
     penalty, low, high = intervals("back_loss", "loss")
@@ -605,8 +605,8 @@ def stitch_grid(
         accuracy_low=missing_low,
         accuracy_high=missing_high,
         stopped=table(lambda one: one["stopped"] + 1.0),
-        batch_tokens=tokens,
-        batch_penalty=table(lambda one: (one["loss"] - one["back_loss"]).tolist()),
+        row_tokens=tokens,
+        row_penalty=table(lambda one: (one["loss"] - one["back_loss"]).tolist()),
         fronts=names,
         groups=groups_of_models,
         seams=tuple(_seam({name: own[s] for name, own in joined.items()}) for s in range(count)),
