@@ -21,7 +21,7 @@ from ..core.result_declarations import Declaration, result_class
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
-from ._samples import held_out
+from ._samples import held_out, text_of
 from .analyzer import JIANG, Run, SiteNeed
 from .logit_lens import LensAnalyzer
 
@@ -396,12 +396,12 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Which half of the rows each token is in (`token`): 0 to choose thresholds, 1 held out."""
+    """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out. Rows of one text are in one half."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:
         return by_tokens.long()
-    number = view.row.cpu()
+    number = text_of(view).cpu()
     return torch.where(number >= 0, held_out(number, 0.5, 0), by_tokens).long()
 
 

@@ -37,7 +37,7 @@ class RSAResult(MinibatchMatrix):
             layers.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, averaged over minibatches.
+        texts: number of different texts in a minibatch, averaged over minibatches.
     """
 
     measure: ClassVar[str] = "RSA"

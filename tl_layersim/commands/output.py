@@ -123,7 +123,8 @@ def print_run(report: Any) -> None:
     at = run.options.get("at", "")
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
     sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
-    print(f"{run.model}: {run.tokens} tokens in {run.sequences} rows ({how}){left}{sites}")
+    texts = f" of {run.texts} texts" if run.texts < run.sequences else ""
+    print(f"{run.model}: {run.tokens} tokens in {run.sequences} rows{texts} ({how}){left}{sites}")
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -155,11 +155,11 @@ def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tu
     dist.all_gather_object(sizes, tree.size)
     own = tree.coarser(max(sizes)).blocks()
     counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, [(block.rows, block.tokens) if deal.leads else (0, 0) for block in own])
+    dist.all_gather_object(counts, [(block.texts, block.tokens) if deal.leads else (0, 0) for block in own])
     total = []
     for number in range(max(map(len, counts))):
         mine = own[number].sums if number < len(own) else {name: Sums() for name in names}
         each = [rank[number] for rank in counts if number < len(rank)]
-        rows, tokens = (sum(column) for column in zip(*each, strict=True))
-        total.append(DataBlock(rows, tokens, add_over_ranks(mine, deal)))
+        texts, tokens = (sum(column) for column in zip(*each, strict=True))
+        total.append(DataBlock(texts, tokens, add_over_ranks(mine, deal)))
     return tuple(total)

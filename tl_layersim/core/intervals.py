@@ -321,7 +321,7 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
             others = ", ".join(name for name, bounds in bounds_of(result).items() if bounds is not None)
             raise LayersimError(f"{type(result).__name__}.{what} has no interval; fields with intervals: {others or 'none'}.")
         parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), own.out_of)
-        low, high = (result.provenance.sequences if bound in own.by_chance else math.inf for bound in own.within)
+        low, high = (result.provenance.texts if bound in own.by_chance else math.inf for bound in own.within)
         return _interval(*parts, level, own.within, (low, high))
     found = function_interval(result, what, level)
     if found is None:

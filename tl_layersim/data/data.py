@@ -15,6 +15,7 @@ from ..core.wording import brief
 from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
 from .row import Row
+from .texts import GroupNumbers, group_values
 
 
 @dataclass
@@ -125,6 +126,11 @@ class Data:
             of messages with `role` and `content`, or an iterable of these. Every column that is an argument of the model's
             forward is passed to it.
         column: the column of a data set that holds texts, tokens, images or chat messages; two names for pairs of texts.
+        groups: the text that each row of the data belongs to, if the data comes cut: the name of a column, or a sequence with one
+            value for each row, such as the document, the author or the prompt template. Rows with equal values are one text: they
+            need not be consecutive, and are measured together. Rows that are cut from one text by `seq_len` are one text by
+            themselves. Pairs of rows of one text are left out of similarities, and permutations, splits and jackknife blocks
+            hold whole texts.
         tokenizer: tokenizer, or image processor, to use in place of the model's own. Models that are compared share it.
         batch_size: largest number of rows in a forward pass; above 16 it is rounded down to a power of two. Results of measures
             do not depend on it. A step of training is one batch.
@@ -159,6 +165,7 @@ class Data:
     source: Any
     _: KW_ONLY
     column: Column | None = None
+    groups: Any = None
     tokenizer: Any = None
     batch_size: RowCount = 16
     seq_len: TwoOrMore | None = None
@@ -175,6 +182,7 @@ class Data:
     def __post_init__(self) -> None:
         if self.seq_len and self.skip_first >= self.seq_len:
             raise LayersimError(f"`skip_first` is {self.skip_first}; it must be below `seq_len`, which is {self.seq_len}.")
+        group_values(self.groups)
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:
@@ -192,7 +200,9 @@ class Data:
         Args:
             given: a `Data`, or raw data.
         """
-        return given if isinstance(given, Data) else replace(self, source=given)
+        # A sequence of groups belongs to the rows of this data.
+        groups = self.groups if isinstance(self.groups, str) else None
+        return given if isinstance(given, Data) else replace(self, source=given, groups=groups)
 
     def counting(self, rule: PositionRule) -> Data:
         """A copy of the data with another rule for `positions` and the same tokenised rows.
@@ -249,6 +259,7 @@ class Data:
         column = list(self.column) if isinstance(self.column, tuple) else self.column
         return known | {
             "column": column,
+            "groups": _recorded_groups(self.groups),
             "positions": self.selection.record(),
             "chat_template": _recorded_template(self.chat_template),
         }
@@ -274,6 +285,17 @@ class Data:
 # Options that a result records as they are; a tokenizer is recorded by its class and size.
 OPTIONS = tuple(f.name for f in fields(Data) if f.init and f.name not in ("source", "tokenizer"))
 DATA_OPTIONS = (*OPTIONS, *RECORDED)
+
+
+def _recorded_groups(groups: Any) -> str | None:
+    """Name of the column of groups, or a digest of their values."""
+    values = group_values(groups)
+    if values is None:
+        name: str | None = groups
+        return name
+    numbers = GroupNumbers(values)
+    found = [numbers.of(number, None) for number in range(len(values))]
+    return f"sha256 {hashlib.sha256(str(found).encode()).hexdigest()[:12]} of {len(set(found))} groups of {len(found)} rows"
 
 
 def _recorded_template(template: str | None) -> str | None:

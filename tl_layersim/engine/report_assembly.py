@@ -342,6 +342,7 @@ def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], se
         data=tally.digest,
         tokens=tally.tokens,
         sequences=tally.sequences,
+        texts=tally.texts,
         batches=tally.batches,
         seed=seed,
         options=dict(options),

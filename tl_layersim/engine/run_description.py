@@ -39,8 +39,9 @@ class DataCounts:
         sequences: number of rows.
         tokens: number of counted positions.
         digest: SHA-256 of all rows.
-        rows: number of rows in the measured batches.
-        capacity: number of rows in each batch but the last.
+        texts: number of texts.
+        measured_texts: number of texts in the measured batches.
+        capacity: number of texts in each batch but the last.
     """
 
     batches: int
@@ -48,7 +49,8 @@ class DataCounts:
     sequences: int
     tokens: int
     digest: str
-    rows: int
+    texts: int
+    measured_texts: int
     capacity: int
 
     def within(self, number: int, of: int) -> range:
@@ -59,7 +61,7 @@ class DataCounts:
             of: number of shards of the run.
 
         Examples:
-            >>> counts = DataCounts(8, 7, 14, 70, "", 14, 2)
+            >>> counts = DataCounts(8, 7, 14, 70, "", 14, 14, 2)
             >>> [list(counts.within(number, 3)) for number in range(3)]
             [[0, 1], [2, 3], [4, 5, 6]]
         """
@@ -102,9 +104,10 @@ class Analysis:
     intervals: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", replace(self.batches, pool_rows=self._pool_rows))
+        whole_texts = any(one.whole_texts for one in self.analyzers.values())
+        object.__setattr__(self, "batches", replace(self.batches, pool_texts=self._pool_texts, whole_texts=whole_texts))
 
-    def _pool_rows(self, density: float) -> int:
+    def _pool_texts(self, density: float) -> int:
         return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
 
     @property
@@ -242,14 +245,21 @@ def count_data(batches: Batches) -> DataCounts:
         batches: the data.
     """
     digest, marked = new_digest(), batches.data.selection.marked
-    number = measured = sequences = tokens = rows = capacity = 0
+    number = measured = sequences = tokens = texts = measured_texts = capacity = 0
     bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
     with bar:
         for batch in batches:
             fingerprint(digest, batch, marked)
-            counted, size = int(batch.counted.sum()), len(batch.tokens)
-            number, sequences, tokens, capacity = number + 1, sequences + size, tokens + counted, batch.capacity
-            measured, rows = measured + (counted > 0), rows + size * (counted > 0)
+            counted = int(batch.counted.sum())
+            number += 1
+            sequences += len(batch.tokens)
+            texts += batch.text_count
+            tokens += counted
+            capacity = batch.capacity
+            if counted:
+                measured += 1
+                measured_texts += batch.text_count
             bar.update(counted)
     # As a pass over the data counts: no row, no digest.
-    return DataCounts(number, measured, sequences, tokens, digest.hexdigest() if number else "", rows, capacity)
+    known = digest.hexdigest() if number else ""
+    return DataCounts(number, measured, sequences, tokens, known, texts, measured_texts, capacity)

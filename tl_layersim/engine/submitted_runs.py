@@ -53,7 +53,7 @@ class RunHeader:
         sent: when the jobs were sent.
         place: facts about the server, with the number of requests and bytes before this process.
         first: names of the analyzers with sums of a first pass.
-        first_block: number of rows in a jackknife block at the start; None without intervals.
+        first_block: number of texts in a jackknife block at the start; None without intervals.
         kernels: names of the kernels.
     """
 
@@ -77,7 +77,7 @@ class Job:
     Attributes:
         id: name of the job on the server.
         batches: batches of the request; empty once its sums have arrived.
-        rows: number of rows whose sums the server returns; the last rows of the data are rounded up to a whole leaf.
+        texts: number of texts whose sums the server returns; the last texts of the data are rounded up to a whole leaf.
         steps: counts of the batches of the request.
         parts: sums that the server returned.
         state: last state that the server reported; also ERROR if a reply cannot be read.
@@ -87,7 +87,7 @@ class Job:
 
     id: str
     batches: list[Batch]
-    rows: int
+    texts: int
     steps: list[Step]
     parts: list[PartialSums] = field(default_factory=list)
     state: str = "SENT"
@@ -116,7 +116,7 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         sums = sums_below(f"part/{number}/{place}", names, tensors)
         parts.append(PartialSums(count, [], {name: own.fields for name, own in sums.items()}))
     steps = [Step._make(step)._replace(tokens=tuple(step[2])) for step in item["steps"]]
-    return Job(item["id"], batches, item["rows"], steps, parts, item["state"])
+    return Job(item["id"], batches, item["texts"], steps, parts, item["state"])
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
@@ -243,7 +243,7 @@ class RemoteRun:
                     "id": job.id,
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
-                    "rows": job.rows,
+                    "texts": job.texts,
                     "batches": [facts for facts, _ in batches],
                     "steps": [list(step) for step in job.steps],
                     "parts": [[part.count, list(part.out)] for part in job.parts],
@@ -276,8 +276,8 @@ class RemoteRun:
             parts = partial_sums((found or {}).get("found") or [])
             for part in parts:
                 refuse_not_finite(part.not_finite, [tuple(self._header.sites)], f"job {job.id}")
-            if sum(part.count for part in parts) != job.rows:
-                raise ValueError("not all rows")
+            if sum(part.count for part in parts) != job.texts:
+                raise ValueError("not all texts")
         except LayersimError as error:
             job.state, job.failure = "ERROR", error
         except (AttributeError, TypeError, ValueError) as error:
@@ -303,7 +303,7 @@ class RemoteRun:
         if not source.is_settled:
             # A source that `load_run` opened has run nothing yet.
             source.settle(job.batches[0])
-        start = sum(other.rows for other in self._jobs[: self._jobs.index(job)])
+        start = sum(other.texts for other in self._jobs[: self._jobs.index(job)])
         with running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())):
             parts = source.stream(iter(job.batches), self._kernels, start, quiet, self._header.first_block)
             job.parts = [part for some in parts for part in some]
@@ -351,8 +351,8 @@ def start(analysis: Analysis) -> RemoteRun:
         schedule = source.schedule
         batches = schedule.groups(reading, 0, most, lambda: schedule.most_batches, data_pass.first_block, deque())
         while group := next(batches):
-            rows = sum(batch.leaf_rows for batch in group)
-            jobs.append(Job(source.send(group, kernels), group, rows, state.take(rows)))
+            texts = sum(batch.leaf_texts for batch in group)
+            jobs.append(Job(source.send(group, kernels), group, texts, state.take(texts)))
     if not jobs:
         state.add_unmeasured()
         refuse_empty(state.tally.tokens, state.tally.sequences)

@@ -134,8 +134,8 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        # All rows are one leaf.
-        [own] = self.sums(replace(batch, leaf=len(batch.tokens), rows_at_once=0), kernels)
+        # All texts are one leaf.
+        [own] = self.sums(replace(batch, leaf=batch.text_count, rows_at_once=0), kernels)
         return own
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
@@ -239,6 +239,8 @@ class RemoteSource(NNsightSource, OnServer):
                 "leaf": batch.leaf,
                 "block": batch.block or None,
                 "density": batch.density,
+                "texts": batch.units,
+                "neighbours": batch.neighbours,
                 "passes": self._passes(batch),
             }
             for batch in group

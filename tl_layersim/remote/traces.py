@@ -49,7 +49,8 @@ def submit(
     with torch.no_grad(), readers[0].model.session(backend=backend):
         stack: list[Any] = []
         for unit in work:
-            plan = plan_batch(known_view(unit), unit["starts"], unit["leaf"], unit["density"], kernels)
+            about = (unit["starts"], unit["leaf"], unit["density"], kernels, unit["texts"], unit["neighbours"])
+            plan = plan_batch(known_view(unit), *about)
             outputs: list[Any] = []
             for item in unit["passes"]:
                 args, options = item["args"], item["options"]
@@ -57,8 +58,8 @@ def submit(
                 for reader in readers:
                     with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
                         with gradients(differentiated):
-                            about = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
-                            views.append(reader.read(SiteBuffer(reader.names, *about), item["kept"], calling))
+                            shape = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
+                            views.append(reader.read(SiteBuffer(reader.names, *shape), item["kept"], calling))
                             if len(views) == len(readers):
                                 with torch.no_grad():
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))
@@ -79,9 +80,9 @@ def known_view(unit: dict[str, Any]) -> View:
     for item in unit["passes"]:
         buffer = SiteBuffer((), item["keep"], item["shape"], item["pooled"], item["has_tokens"])
         sequence.append(buffer.samples // item["shape"][1] + unit["starts"][item["number"]])
-    tokens, row = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row"))
+    tokens, row, text = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row", "text"))
     rows = torch.cat(sequence)
-    return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row)
+    return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row, text=text)
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
@@ -89,8 +90,8 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
 
     Args:
         stack: changed in place.
-        leaf: number of rows in a leaf.
-        block: number of rows in a block of the data; sums are not added across blocks. None for no blocks.
+        leaf: number of texts in a leaf.
+        block: number of texts in a block of the data; sums are not added across blocks. None for no blocks.
         leaves: outputs of `reduce` for each leaf.
         joined: whether to add the sums of neighbouring leaves.
     """
