@@ -23,6 +23,8 @@ from .errors import LayersimError
 POOL = "pools of "
 # Prefix of a kernel's name: its sums are sizes of the activations that the analyzer reads.
 SIZES = "sizes of "
+# Name of the kernel that compares texts that follow each other.
+TEXT_ORDER = "order of texts"
 
 
 def analyzer_of(name: str) -> str:

@@ -345,9 +345,11 @@ class Batches:
         """A dict for the provenance: numbers of rows that began with BOS, got a derived mask or were cut.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
-        from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier.
+        from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier; `rows_as_texts`, if there are any:
+        rows that stand for texts although their neighbours share a text with them, see `in_texts`.
         """
-        return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
+        counts = {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
+        return counts | ({"rows_as_texts": self.notes.neighbours} if self.notes.neighbours else {})
 
     def __iter__(self) -> Iterator[Batch]:
         rows, size, first = self.rows(), self.data.batch_size, 0
@@ -393,6 +395,7 @@ class Batches:
         self.notes.begin()
         texts = TextRows(self.data, self.model, self.notes)
         for row in in_texts(self._limited(texts.rows(self._items())), self.data.groups is not None, self.data.pack):
+            self.notes.neighbours += row.text is not None and row.text.neighbours
             kept.add(row)
             yield row
         texts.warn_of_cut()
@@ -543,7 +546,7 @@ def _unit_of(row: Row) -> int:
 def found_in(*parts: Batches) -> dict[str, int]:
     """Sum the counts in `Batches.row_counts` over several data sets."""
     counts = [part.row_counts() for part in parts]
-    return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
+    return {name: sum(count.get(name, 0) for count in counts) for name in dict.fromkeys(itertools.chain(*counts))}
 
 
 def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data") -> None:

@@ -28,6 +28,7 @@ class Notes:
         texts: number of texts.
         cut: number of texts that were cut to one row.
         warned: warnings of earlier passes, which are not repeated.
+        neighbours: number of rows of texts whose neighbours are not independent of them, see `TextOfRow`.
         unread: whether unread columns were logged.
         runs: counts of token rows without a mask that end in runs of one token id.
     """
@@ -36,18 +37,20 @@ class Notes:
     masked: int = 0
     texts: int = 0
     cut: int = 0
+    neighbours: int = 0
     warned: set[str] = field(default_factory=set)
     unread: bool = False
     runs: RunsAtEnds = field(default_factory=RunsAtEnds)
 
     def begin(self) -> None:
         """Reset the counts for another pass over the data."""
-        self.own_bos = self.masked = self.texts = self.cut = 0
+        self.own_bos = self.masked = self.texts = self.cut = self.neighbours = 0
         self.runs = RunsAtEnds()
 
     def repeat(self, earlier: Notes) -> None:
         """Copy the counts of an earlier pass whose rows were kept, and repeat its warnings."""
         self.own_bos, self.masked, self.texts, self.cut = earlier.own_bos, earlier.masked, earlier.texts, earlier.cut
+        self.neighbours = earlier.neighbours
         for text in sorted(earlier.warned):
             self.once(text)
 
@@ -106,7 +109,7 @@ LONGEST_SHOWN = 60
 # Further keys in the provenance of a run. No option of an analyzer has one of these names.
 RECORDED = (
     *("tokenizer", "processor", "main_input", "layers", "unembed", "at", "per_head"),
-    *("own_bos", "masked_by_pad_id", "cut_texts"),
+    *("own_bos", "masked_by_pad_id", "cut_texts", "rows_as_texts"),
 )
 
 

@@ -7,11 +7,12 @@ one text are left out, permutations exchange whole texts, and a jackknife block 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, in_words
@@ -39,7 +40,9 @@ def group_values(groups: Any) -> list[Any] | None:
     values = groups.tolist() if isinstance(groups, Tensor | np.ndarray) or hasattr(groups, "to_numpy") else groups
     if isinstance(values, list | tuple | range):
         return list(values)
-    raise LayersimError(f"`groups` is {brief(groups)}; it must be the name of a column, or a sequence with one value for each row.")
+    raise LayersimError(
+        f"`groups` is {brief(groups)}; it must be the name of a column, or a sequence with one value for each row."
+    )
 
 
 class GroupNumbers:
@@ -79,13 +82,17 @@ class GroupNumbers:
             return number
         value = value.item() if isinstance(value, Tensor | np.generic) and getattr(value, "ndim", 1) == 0 else value
         if is_missing(value) or not isinstance(value, Hashable) or value != value:
-            raise LayersimError(f"`groups` is {brief(value)} in row {number}; it must be a number, a text or another hashable value.")
+            raise LayersimError(
+                f"`groups` is {brief(value)} in row {number}; it must be a number, a text or another hashable value."
+            )
         return self._first.setdefault(value, number)
 
     def refuse_other_count(self, rows: int) -> None:
         """Raise an error if the groups have more values than the data has rows."""
         if self._values is not None and len(self._values) != rows:
-            raise LayersimError(f"`groups` has {len(self._values)} values; it must have one for each of the {rows} rows of the data.")
+            raise LayersimError(
+                f"`groups` has {len(self._values)} values; it must have one for each of the {rows} rows of the data."
+            )
 
 
 def in_texts(rows: Iterable[Row], grouped: bool, packed: bool) -> Iterator[Row]:
@@ -160,3 +167,30 @@ def _together(rows: Iterator[Row]) -> Iterator[Row]:
             group.clear()
     for group in held.values():
         yield from group
+
+
+def split_rows(texts: Sequence[TextOfRow], held: int) -> tuple[int, int]:
+    """Where to cut rows into a part for a fit and a later part for its evaluation that have no text in common.
+
+    A text across the cut belongs to the fit if another text follows, else to the evaluation. A row that would belong to both parts
+    is in neither.
+
+    Args:
+        texts: the text of each row, in the order of the data.
+        held: number of rows that the evaluation should have.
+
+    Returns:
+        Number of rows of the fit, and index of the first row of the evaluation. The former is 0 if all rows are of one text.
+
+    Examples:
+        Texts of 2, 3 and 1 rows, of which about two rows are for the evaluation.
+
+        >>> texts = [TextOfRow(group, 0, 0, (group, group)) for group in (0, 0, 2, 2, 2, 5)]
+        >>> split_rows(texts, 2)
+        (5, 5)
+    """
+    first, last = (torch.tensor([text.joined[end] for text in texts]) for end in (0, 1))
+    start = len(texts) - held
+    whole = (first[start:] > last[max(start - 1, 0)]).nonzero()[:, 0]
+    start_of_evaluation = start + int(whole[0]) if len(whole) else min(int((first < last[-1]).sum()), len(first) - 1)
+    return int((last < first[start_of_evaluation]).sum()), start_of_evaluation

@@ -20,7 +20,7 @@ import psutil
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..activations.row_pools import TEXTS, AnyKernel, run_batch
+from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, reduce, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..core.distributed import add_over_ranks, rank_and_size
@@ -244,7 +244,7 @@ class DataPass:
             batch: the batch.
             text: index of the first text of the batch; with intervals, both attributes depend on it.
         """
-        leaf = min(TEXTS, batch.capacity)
+        leaf = self.analysis.leaf(batch)
         if self.first_block is None:
             return replace(batch, leaf=leaf)
         return replace(batch, leaf=min(leaf, texts_in_block(text, 1)), block=texts_in_block(text, self.first_block))
@@ -345,7 +345,8 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
                 first_sums = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
                 if not any(first_sums.values()):
                     refuse_empty(tallies[FIRST].tokens, tallies[FIRST].sequences)
-            last = DataPass(analysis, part, MAIN, analysis.plan.kernels(analysis.analyzers, first_sums), *about, first_sums)
+            main = analysis.plan.kernels(analysis.analyzers, first_sums) | analysis.kernels_of_texts
+            last = DataPass(analysis, part, MAIN, main, *about, first_sums)
             if blocking:
                 last.run()
     expected = part.counts or tallies.get(FIRST)
