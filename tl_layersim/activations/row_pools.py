@@ -1,8 +1,10 @@
 """Pools: samples collected from several forward passes, for measures over pairs of samples.
 
 The sums of a batch are computed for its leaves (groups of 1 to 16 texts) and its pools. Both hold whole texts. `BatchPlan` runs
-all kernels on a batch whose rows need several forward passes. Plain functions of torch and small classes: they are serialised by value with the
-kernels that they call, and run on servers too.
+all kernels on a batch whose rows need several forward passes.
+
+Plain functions of torch and small classes: they are serialised
+by value with the kernels that they call, and run on servers too.
 """
 
 from __future__ import annotations

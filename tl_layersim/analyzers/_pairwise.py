@@ -200,8 +200,9 @@ def pair_statistics(
         triangles: whether to return only the upper triangle of each matrix, `pair`, for a transfer; else `n n`.
 
     Returns:
-        `pairs`, `minibatch layer pair`; `text`, `minibatch n`, the text of each sample; `texts`, the number of texts; `distinct`,
-        `minibatch`; with a null also `grid`, `layer pair`, with its `height` and `key`. Empty for a pool without a minibatch.
+        `pairs`, `minibatch layer pair`; `text`, `minibatch n`, the text of each sample; `texts`, the number of texts;
+        `distinct`, `minibatch`; with a null also `grid`, `layer pair`, with its `height` and `key`. Empty for a pool without a
+        minibatch.
     """
     if not draws["minibatches"]:
         return {}
@@ -569,8 +570,8 @@ class MinibatchAnalyzer(SampleAnalyzer):
         elif self.permutations:
             warn(
                 f"`permutations` is {self.permutations}, but {type(self).__name__} has no permutation null: permutations "
-                "need four texts with enough tokens at the same positions, among the texts that are compared at once. Pass more "
-                "texts."
+                "need four texts with enough tokens at the same positions, among the texts that are compared at once. Pass "
+                "more texts."
             )
         return {
             "values": values,

@@ -146,8 +146,8 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_text
         size: samples in a minibatch. A smaller pool gives one smaller minibatch; a pool of fewer than `least` gives none.
         seed: random seed of the draw.
         least: smallest number of samples that the measure needs.
-        by_text: whether pairs of samples from one text are left out. A minibatch then needs `LEAST_TEXTS` texts, and each sample
-            needs `least` - 1 samples from other texts.
+        by_text: whether pairs of samples from one text are left out. A minibatch then needs `LEAST_TEXTS` texts, and each
+            sample needs `least` - 1 samples from other texts.
 
     Examples:
         >>> rows = torch.arange(4).repeat_interleave(3)
@@ -203,9 +203,9 @@ def _some_of_each_text(samples: Samples, chosen: Tensor, key: Tensor) -> Tensor:
 def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_texts: int = LEAST_TEXTS) -> Tensor:
     """Draw samples at the same positions of several texts. Returns indices (`text position`).
 
-    A position is a place in one of the rows of a text: the same place in the same of its rows, for all texts. Of texts of unequal
-    lengths those are taken that have most samples in common, half of the texts at least. The choice depends on the numbers of
-    samples of the rows alone. Of texts that are neighbours every other is taken.
+    A position is a place in one of the rows of a text: the same place in the same of its rows, for all texts. Of texts of
+    unequal lengths those are taken that have most samples in common, half of the texts at least. The choice depends on the
+    numbers of samples of the rows alone. Of texts that are neighbours every other is taken.
 
     Args:
         samples: the samples of a pool.
@@ -229,7 +229,7 @@ def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_text
         return part.new_zeros(0, 0)
     starts, counts = _rows_of_texts(samples)
     # Texts with most samples first: `common` are the samples that the first texts have in common in each of their rows.
-    total, order = counts.sum(1).sort(descending=True, stable=True)
+    order = counts.sum(1).argsort(descending=True, stable=True)
     common = counts[order].cummin(0).values
     texts = torch.arange(1, min(len(counts), size) + 1)
     most = SAMPLES_OF_ROW if counts.shape[1] == 1 else max(SAMPLES_OF_ROW, SAMPLES_OF_POOL // len(counts))

@@ -396,7 +396,7 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out. Rows of one text are in one half."""
+    """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:

@@ -82,9 +82,9 @@ class LinearPredictivity(CrossProductAnalyzer):
     not penalised. Squared errors and variances are added over the dimensions of y before they are divided: a dimension of y
     counts by its variance.
 
-    Whole texts are held out, with all rows that are cut from them or have their group: rows of one text are not independent. The
-    number of a text's first row decides alone, so the choice does not depend on batches. Held-out R2 follows exactly from the cross-products of the
-    held-out samples, in one pass and without keeping activations.
+    Whole texts are held out, with all rows that are cut from them or have their group: rows of one text are not independent.
+    The number of a text's first row decides alone, so the choice does not depend on batches. Held-out R2 follows exactly from
+    the cross-products of the held-out samples, in one pass and without keeping activations.
 
     The measure is invariant to translation of both sites, to the scale of each dimension of the predicting site, and to
     rotation and scale of the predicted site. At a ridge near 0 it is invariant to invertible linear maps of the predicting

@@ -20,7 +20,7 @@ from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
-from ._moments import ridge_probe, samples_differ, warn_of_few_texts, warn_of_few_samples
+from ._moments import ridge_probe, samples_differ, warn_of_few_samples, warn_of_few_texts
 from ._samples import GOLDEN, SHIFT, check_classes, held_out, text_of
 from .analyzer import LabelledAnalyzer, Run, listed
 
@@ -256,8 +256,8 @@ class LinearProbe(ProbeAnalyzer):
     the intercept is not penalised. A first pass over the data sums over training samples, and a second pass counts predictions
     on held-out samples, so no activation is kept. Intervals hold the fitted probes fixed and vary the held-out rows.
 
-    Whole texts are held out, with all rows that are cut from them or have their group: rows of one text are not independent. The
-    number of a text's first row decides alone, so the choice does not depend on batches.
+    Whole texts are held out, with all rows that are cut from them or have their group: rows of one text are not independent.
+    The number of a text's first row decides alone, so the choice does not depend on batches.
 
     Args:
         labels: the classes, whole numbers from 0. "next_token": the following token. "data": the data's own column `labels` or

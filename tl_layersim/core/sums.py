@@ -274,9 +274,9 @@ def most_nodes(leaves: int, intervals: bool) -> int:
 class SumTree:
     """Binary tree whose nodes are sums over consecutive texts. See `push` for the order of additions.
 
-    A node holds the sums of `2 ** k` texts, with all their rows; the index of the first is a multiple of `2 ** k`. Two nodes with
-    a common parent are added as soon as both exist. The sums of all data therefore depend on the number of texts alone: trees
-    over parts of the data, joined in order, equal the tree of a single run to the last bit.
+    A node holds the sums of `2 ** k` texts, with all their rows; the index of the first is a multiple of `2 ** k`. Two nodes
+    with a common parent are added as soon as both exist. The sums of all data therefore depend on the number of texts alone:
+    trees over parts of the data, joined in order, equal the tree of a single run to the last bit.
 
     Attributes:
         size: number of texts in a block whose sums are kept for intervals, a power of two. It doubles whenever there are
@@ -316,8 +316,8 @@ class SumTree:
         """This tree with the sums of the next texts added.
 
         Args:
-            more: sums of 2^k texts that were added in pairs; the index of the first text is a multiple of 2^k, and all texts lie
-                in one block.
+            more: sums of 2^k texts that were added in pairs; the index of the first text is a multiple of 2^k, and all texts
+                lie in one block.
         """
         tree = self._pushed(more)
         if self.size is None or self.start or self.texts + more.texts < MOST_BLOCKS * self.size:

@@ -129,11 +129,11 @@ class Data:
             of messages with `role` and `content`, or an iterable of these. Every column that is an argument of the model's
             forward is passed to it.
         column: the column of a data set that holds texts, tokens, images or chat messages; two names for pairs of texts.
-        groups: the text that each row of the data belongs to, if the data comes cut: the name of a column, or a sequence with one
-            value for each row, such as the document, the author or the prompt template. Rows with equal values are one text: they
-            need not be consecutive, and are measured together. Rows that are cut from one text by `seq_len` are one text by
-            themselves. Pairs of rows of one text are left out of similarities, and permutations, splits and jackknife blocks
-            hold whole texts.
+        groups: the text that each row of the data belongs to, if the data comes cut: the name of a column, or a sequence with
+            one value for each row, such as the document, the author or the prompt template. Rows with equal values are one
+            text. They need not be consecutive: a text is measured where its first row stands. Rows that `seq_len` cuts from one
+            text are one text by themselves. Pairs of rows of one text are left out of similarities, and permutations, splits
+            and jackknife blocks hold whole texts.
         tokenizer: tokenizer, or image processor, to use in place of the model's own. Models that are compared share it.
         batch_size: largest number of rows in a forward pass; above 16 it is rounded down to a power of two. Results of measures
             do not depend on it. A step of training is one batch.

@@ -89,8 +89,8 @@ class Reader:
             raise LayersimError(f"`column` is {self.data.column!r}, but `data` holds {brief(data)}, which has no columns.")
         if self._group_column is not None and (isinstance(data, str | np.ndarray | Tensor) or _is_ids(data) or is_image(data)):
             raise LayersimError(
-                f"`groups` is the name {self._group_column!r}, but `data` holds {brief(data)}, which has no columns. Pass a sequence "
-                "with one value for each row."
+                f"`groups` is the name {self._group_column!r}, but `data` holds {brief(data)}, which has no columns. Pass a "
+                "sequence with one value for each row."
             )
         if isinstance(data, str):
             yield Text(data)

@@ -19,8 +19,8 @@ class TextOfRow(NamedTuple):
             other.
         part: index of the row among the rows of its unit.
         joined: for a row that joins several texts, the identities of the first and of the last one; else `group` twice.
-        neighbours: whether units that follow each other share a text, or are parts of one: rows of packed data, and rows of data
-            with too few texts.
+        neighbours: whether units that follow each other share a text, or are parts of one: rows of packed data, and rows of
+            data with too few texts.
     """
 
     group: int
@@ -39,8 +39,8 @@ class Row:
         attention: `pos`, positions that the model attends to.
         labels: `pos`, labels from the data; a class of the row is repeated at each position. None if there are no labels.
         source: index of the row in the data; -1 if the row joins several.
-        group: the group of the row, from the data; once rows are numbered, the index in the data of the group's first row, which
-            is `source` without groups; -1 if the row joins several texts.
+        group: the group of the row, from the data; once rows are numbered, the index in the data of the group's first row,
+            which is `source` without groups; -1 if the row joins several texts.
         joined: for a row that joins several texts, the groups of the first and of the last one; None for any other row.
         text: the text that the row belongs to; None until all rows are numbered.
         start: start position in that row.

@@ -45,6 +45,14 @@ def group_values(groups: Any) -> list[Any] | None:
     )
 
 
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
 class GroupNumbers:
     """Gives each row of the data the number of its group: the index of the group's first row.
 
@@ -81,7 +89,9 @@ class GroupNumbers:
         elif self._column is None:
             return number
         value = value.item() if isinstance(value, Tensor | np.generic) and getattr(value, "ndim", 1) == 0 else value
-        if is_missing(value) or not isinstance(value, Hashable) or value != value:
+        # Data sets return tuples as lists.
+        value = tuple(value) if isinstance(value, list) else value
+        if is_missing(value) or not _is_hashable(value):
             raise LayersimError(
                 f"`groups` is {brief(value)} in row {number}; it must be a number, a text or another hashable value."
             )
@@ -143,8 +153,8 @@ def _numbered(rows: Iterator[Row]) -> Iterator[Row]:
 def _together(rows: Iterator[Row]) -> Iterator[Row]:
     """Yields the rows group by group, in the order of each group's first row.
 
-    All rows are held until the last is read, because any row may belong to the first group. Rows that take more than `MOST_HELD`
-    bytes are passed on as they come.
+    All rows are held until the last is read, because any row may belong to the first group. Rows that take more than
+    `MOST_HELD` bytes are passed on as they come.
 
     Raises:
         LayersimError: rows of a group are apart, and the rows take too much memory.
@@ -159,8 +169,8 @@ def _together(rows: Iterator[Row]) -> Iterator[Row]:
             continue
         if not sorted_so_far:
             raise LayersimError(
-                f"`groups` has rows of one group that are not consecutive, and the rows take more than {in_words(MOST_HELD)}. Sort "
-                "the data by its groups."
+                f"`groups` has rows of one group that are not consecutive, and the rows take more than {in_words(MOST_HELD)}. "
+                "Sort the data by its groups."
             )
         for group in held.values():
             yield from group
@@ -172,8 +182,8 @@ def _together(rows: Iterator[Row]) -> Iterator[Row]:
 def split_rows(texts: Sequence[TextOfRow], held: int) -> tuple[int, int]:
     """Where to cut rows into a part for a fit and a later part for its evaluation that have no text in common.
 
-    A text across the cut belongs to the fit if another text follows, else to the evaluation. A row that would belong to both parts
-    is in neither.
+    A text across the cut belongs to the fit if another text follows, else to the evaluation. A row that would belong to both
+    parts is in neither.
 
     Args:
         texts: the text of each row, in the order of the data.

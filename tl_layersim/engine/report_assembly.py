@@ -222,10 +222,12 @@ def notes_on_order(sums: Sums, names: Sequence[str]) -> list[Note]:
     correlation = neighbour_correlation_of_texts(sums.fields)
     if not correlation > MOST_DEVIATIONS / math.sqrt(texts):
         return []
+    by_chance = 1 / math.sqrt(texts)
     text = (
-        f"Intervals of {', '.join(map(repr, names))} are too narrow: texts that follow each other have a correlation of {correlation:.2f} in their activations, and "
-        f"{texts} independent texts of 0 ± {1 / math.sqrt(texts):.2f}. If rows belong together, such as paragraphs of one document, "
-        "name their documents with Data(groups=...); otherwise draw the texts at random from their whole source."
+        f"Intervals of {', '.join(map(repr, names))} are too narrow: texts that follow each other have a correlation of "
+        f"{correlation:.2f} in their activations, and {texts} independent texts have 0 ± {by_chance:.2f}. If rows belong "
+        "together, such as paragraphs of one document, name their documents with Data(groups=...). Otherwise draw the texts at "
+        "random from their whole source."
     )
     return [(text, list(names))]
 
@@ -242,25 +244,22 @@ def notes_on_texts(texts: int, rows: int, rows_as_texts: int, names: Sequence[st
     if not names:
         return []
     notes: list[Note] = []
+    named = ", ".join(map(repr, names))
     if rows_as_texts:
-        notes.append(
-            (
-                f"Intervals of {', '.join(map(repr, names))} take {amount(rows_as_texts, 'row')} as independent texts, because the data is packed or has fewer than "
-                f"{LEAST_TEXTS} texts. Neighbouring rows are never compared; an interval assumes that rows further apart are "
-                "independent.",
-                list(names),
-            )
+        text = (
+            f"Intervals of {named} take rows as independent texts, because the data is packed or has fewer than {LEAST_TEXTS} "
+            "texts. Minibatches of CKA, RSA and MutualKNN hold no neighbouring rows; beyond that, rows are assumed to be "
+            "independent."
         )
+        notes.append((text, list(names)))
     if texts < MANY_TEXTS:
         of = f" ({amount(rows, 'row')})" if texts < rows else ""
-        notes.append(
-            (
-                f"Intervals of {', '.join(map(repr, names))} rest on {amount(texts, 'text')}{of}. Simulated 95 % intervals of a mean that few texts decide, such as "
-                f"a loss of 10 in 5 % of the texts, contain the true value in {COVERED_BY_16} % (16 texts), {COVERED_BY_32} % (32) "
-                f"and {COVERED_BY_64} % (64); of quantities without such texts, in 93 to 95 %.",
-                list(names),
-            )
+        text = (
+            f"Intervals of {named} rest on {amount(texts, 'text')}{of}. Of a mean that few texts decide, such as a loss of 10 "
+            f"in 5 % of the texts, simulated 95 % intervals contain the true value in {COVERED_BY_16} % (16 texts), "
+            f"{COVERED_BY_32} % (32) and {COVERED_BY_64} % (64); otherwise in 93 to 95 %."
         )
+        notes.append((text, list(names)))
     return notes
 
 

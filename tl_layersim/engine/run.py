@@ -20,7 +20,7 @@ import psutil
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..activations.row_pools import AnyKernel, run_batch
+from ..activations.row_pools import TEXTS, AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, reduce, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..core.distributed import add_over_ranks, rank_and_size
@@ -244,7 +244,7 @@ class DataPass:
             batch: the batch.
             text: index of the first text of the batch; with intervals, both attributes depend on it.
         """
-        leaf = self.analysis.leaf(batch)
+        leaf = min(TEXTS, batch.capacity)
         if self.first_block is None:
             return replace(batch, leaf=leaf)
         return replace(batch, leaf=min(leaf, texts_in_block(text, 1)), block=texts_in_block(text, self.first_block))

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..activations.row_pools import TEXTS, AnyKernel
+from ..activations.row_pools import AnyKernel
 from ..activations.text_order import text_order_kernel
 from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer
@@ -21,7 +21,7 @@ from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
 from ..core.sums import MOST_BLOCKS, TEXT_ORDER, Tally
 from ..core.wording import duration_in_words
-from ..data.batches import Batch, Batches, fingerprint, new_digest
+from ..data.batches import Batches, fingerprint, new_digest
 from ..sources.source import OnServer, Source, running
 from .run_arguments import refuse_large_heads
 from .run_files import model_notes, recipe_of, tallies_snapshot
@@ -110,19 +110,11 @@ class Analysis:
         object.__setattr__(self, "batches", replace(self.batches, pool_texts=self._pool_texts, whole_texts=whole_texts))
 
     def _pool_texts(self, density: float) -> int:
-        return max(self._texts_of_analyzers(density), TEXTS if self.compares_texts else 0)
-
-    def _texts_of_analyzers(self, density: float) -> int:
         return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
-
-    def leaf(self, batch: Batch) -> int:
-        """Largest number of texts whose sums are added before they are returned, a power of two."""
-        size = self.batches.data.batch_size
-        return min(TEXTS, max(self._texts_of_analyzers(batch.density), 1 << (size.bit_length() - 1)))
 
     @property
     def compares_texts(self) -> bool:
-        """Whether the run compares texts that follow each other, because intervals take them as independent.
+        """Whether the run compares texts that follow each other in a batch, because intervals take them as independent.
 
         Servers return small sums only, and analyzers that are `by_statistics` run the models one after another.
         """

@@ -72,8 +72,8 @@ class RequestSchedule:
             start: number of texts before these batches.
             most_tokens: maximum number of positions in a request; None for no limit.
             affordable: function that returns the maximum number of batches by time.
-            first_block: number of texts in the first block of the data; None if the run keeps no blocks. A request holds at most
-                one block, or a single batch.
+            first_block: number of texts in the first block of the data; None if the run keeps no blocks. A request holds at
+                most one block, or a single batch.
             returned: batches of the last groups that are grouped again, before all others.
         """
         ahead: deque[Batch] = deque(itertools.islice(batches, 1))
