@@ -161,8 +161,10 @@ def test_rows_that_the_package_cuts_are_one_text(model):
     texts = random_tokens(8, 20, seed=3)
     cut = measured(model, lsim.Data(texts, seq_len=5), lsim.CKA(permutations=19), intervals=True)
     given = measured(
-        model, lsim.Data(texts.reshape(32, 5), groups=[row // 4 for row in range(32)]), lsim.CKA(permutations=19),
-        intervals=True
+        model,
+        lsim.Data(texts.reshape(32, 5), groups=[row // 4 for row in range(32)]),
+        lsim.CKA(permutations=19),
+        intervals=True,
     )
     assert cut.provenance.texts == 8
     for name in cut.tensor_fields():

@@ -331,21 +331,21 @@ def plan_batch(
         for first in range(0, total, size):
             inside = ((samples.text >= first) & (samples.text < first + size)).nonzero()[:, 0]
             if len(inside):
-                place = (first, texts.index(first), (min(first + size, total) - 1) // leaf)
-                pools[name].append(_pool(kernel, samples, inside, place))
+                at = (first, texts.index(first), (min(first + size, total) - 1) // leaf)
+                pools[name].append(_pool(kernel, samples, inside, at))
     return BatchPlan(starts, leaf, texts, kernels, pools, bounds)
 
 
-def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, place: tuple[int, int, int]) -> _Pool:
+def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, at: tuple[int, int, int]) -> _Pool:
     """Draw the samples of one pool.
 
     Args:
         kernel: kernel of the measure.
         samples: samples of the batch.
         inside: indices of the samples in the pool.
-        place: index of the pool's first text in the batch, of the first row of this text, and of the leaf of its last text.
+        at: index of the pool's first text in the batch, of the first row of this text, and of the leaf of its last text.
     """
-    first_text, first_row, leaf = place
+    first_text, first_row, leaf = at
     own = samples.some(inside)
     # Rows are counted from the pool's first row, so that draws do not depend on the rows of a batch.
     own = replace(own, row=own.row - first_row, text=own.text - first_text)

@@ -464,8 +464,8 @@ def probe_counts_kernel(
             probes. None for no control labels.
     """
     target, train, test = labelled(view, labels, split)
-    unit = unit_of_split(view, split).to(test.device)
-    out = {"train": train.sum(), "test_texts": torch.tensor(len(torch.unique(unit[test])))}
+    text = unit_of_split(view, split).to(test.device)
+    out = {"train": train.sum(), "test_texts": torch.tensor(len(torch.unique(text[test])))}
     device = view.activations.device
     number = torch.searchsorted(classes.to(target.device), target).to(device)
     train, test, k = train.to(device), test.to(device), len(classes)

@@ -358,7 +358,7 @@ class Batches:
                 yield self.batch(chunk, first)
                 first += len(chunk)
             return
-        texts = (list(text) for _, text in itertools.groupby(rows, _unit_of))
+        texts: Iterator[list[Row]] = (list(text) for _, text in itertools.groupby(rows, _unit_of))
         ahead = list(itertools.islice(texts, FIRST_TEXTS))
         if not ahead:
             return

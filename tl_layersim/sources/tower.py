@@ -89,8 +89,16 @@ class TowerSource(HookedSource):
             )
         refuse_integers(PIXELS, pixels)
         rows = torch.zeros(len(pixels), 1, dtype=torch.int64)
-        places = {"first": batch.first, "origins": batch.origins, "texts": batch.texts}
-        alone = Batch(rows, rows == 0, rows == 0, inputs={PIXELS: pixels}, has_tokens=False, **places)
+        alone = Batch(
+            rows,
+            rows == 0,
+            rows == 0,
+            batch.first,
+            origins=batch.origins,
+            texts=batch.texts,
+            inputs={PIXELS: pixels},
+            has_tokens=False,
+        )
         key = tuple(pixels.shape[1:])
         if key not in self._positions:
             self._positions[key] = self.count_positions(alone.first_row)
