@@ -38,8 +38,8 @@ class View:
         next_token: `token`, the next id in the row, `NO_LABEL` if no attended token follows. None if it follows from the
             counted tokens.
         row: `token`, index of the row in the data. None if the source does not know it.
-        text: `token`, identity of the text, the index of its first row in the data; -1 if the row joins several texts. None as
-            `row`.
+        text: `token`, identity of the text, the index of its first row in the data; -1 if the row joins several texts. None if
+            it is `row` everywhere.
         unit: `token`, index of the text among those of the batch, ascending. None if each row is a text.
         column: `token`, position in the data's row, including padding and tokens before a cut.
         labels: `token`, the label from the data, `NO_LABEL` if it is missing. None if the data has no labels.
@@ -148,7 +148,7 @@ def tokens_alone(batch: Batch) -> View:
         position=index[:, 1],
         next_token=next_tokens[at],
         row=batch.sources[0][at],
-        text=torch.tensor(batch.groups)[at[0]],
+        text=torch.tensor(batch.groups)[at[0]] if batch.groups != batch.source_rows else None,
         unit=torch.tensor(batch.units)[at[0]] if batch.text_count < len(batch.tokens) else None,
         column=batch.sources[1][at],
         labels=None if batch.labels is None else batch.labels[at],

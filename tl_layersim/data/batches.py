@@ -149,9 +149,7 @@ class Batch:
     @property
     def groups(self) -> tuple[int, ...]:
         """For each row, the index of the first data row of its text, which identifies the text; -1 if it joins several."""
-        if not self.texts:
-            return tuple(row for row, _ in self.origins) or tuple(range(self.first, self.first + len(self.tokens)))
-        return tuple(text.group for text in self.texts)
+        return tuple(text.group for text in self.texts) if self.texts else self.source_rows
 
     @property
     def tokens_of_texts(self) -> tuple[int, ...]:
@@ -185,6 +183,13 @@ class Batch:
     def token_positions(self) -> int | None:
         """Number of positions per row; None for images and other inputs whose positions a forward pass determines."""
         return self.tokens.shape[1] if self.has_positions else None
+
+    @property
+    def source_rows(self) -> tuple[int, ...]:
+        """For each row, the index of its data row; -1 if it joins several."""
+        if not self.origins:
+            return tuple(range(self.first, self.first + len(self.tokens)))
+        return tuple(row for row, _ in self.origins)
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,8 @@ def known_view(unit: dict[str, Any]) -> View:
     for item in unit["passes"]:
         buffer = SiteBuffer((), item["keep"], item["shape"], item["pooled"], item["has_tokens"])
         sequence.append(buffer.samples // item["shape"][1] + unit["starts"][item["number"]])
-    tokens, row, text = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row", "text"))
+    tokens, row = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row"))
+    text = torch.cat([item["kept"].get("text", item["kept"]["row"]) for item in unit["passes"]])
     rows = torch.cat(sequence)
     return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row, text=text)
 
