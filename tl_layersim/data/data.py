@@ -102,6 +102,8 @@ class KeptRows:
 
 # The name of a column, or the names of two columns of texts that form pairs.
 Column = str | tuple[str, str]
+# The name of a column, or a sequence, array or tensor with one value for each row.
+Groups = str | Any
 # Longest chat template that is recorded as text.
 LONGEST_RECORDED = 80
 # Number of characters shown of the first row.
@@ -168,7 +170,7 @@ class Data:
     source: Any
     _: KW_ONLY
     column: Column | None = None
-    groups: Any = None
+    groups: Groups = None
     tokenizer: Any = None
     batch_size: RowCount = 16
     seq_len: TwoOrMore | None = None

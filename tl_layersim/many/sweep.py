@@ -46,7 +46,7 @@ def _open_folder(path: Path, analyzers: Mapping[str, Analyzer], data: Data, opti
     if path.parent.is_dir() and not path.exists():
         path.mkdir()
     refuse_unwritable_folder(path, "checkpoint")
-    reading = {name: getattr(data, name) for name in (*OPTIONS, "tokenizer")}
+    reading = {name: getattr(data, name) for name in (*OPTIONS, "tokenizer")} | {"groups": data.record()["groups"]}
     identity = {
         "analyzers": {
             name: [type(analyzer).__name__, analyzer.options(), code_digest(analyzer)] for name, analyzer in analyzers.items()
