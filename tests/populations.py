@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+import tl_layersim as lsim
 from tl_layersim import CKA
 from tl_layersim.activations import View
 from tl_layersim.analyzers import Analyzer
@@ -129,3 +131,80 @@ def rejections(
     found = measured(analyzer, pools(lengths_of(count, seed), simulations, rho, effect, shared, seed))
     assert isinstance(found, CalibratedMatrix)
     return float((of_pairs(found.p_values) <= 0.05).double().mean()), float(of_pairs(found.calibrated).mean())
+
+
+class Bank(torch.nn.Module):
+    """A model whose residual at a token is an entry of a table, `token site width`: the token ids are indices."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, bank: Tensor) -> None:
+            super().__init__()
+            self.bank = bank
+            self.ids = torch.zeros(0, dtype=torch.long)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bank[self.ids]
+
+    def __init__(self, bank: Tensor) -> None:
+        super().__init__()
+        self.bank = bank
+        self.blocks = torch.nn.ModuleList([Bank.Block(bank[:, site]) for site in range(1, bank.shape[1])])
+        self.head = torch.nn.Identity()
+
+    def forward(self, input_ids: Tensor, **_: object) -> Tensor:
+        x = self.bank[input_ids, 0]
+        for block in self.blocks:
+            block.ids = input_ids
+            x = block(x)
+        return self.head(x)
+
+
+How = Literal["groups", "cut", "rows"]
+
+
+def documents(
+    analyzer: Analyzer,
+    count: int,
+    rows: int,
+    length: int,
+    simulations: int,
+    shared: float,
+    seed: int,
+    how: How,
+    intervals: bool,
+) -> Result:
+    """The result of an analyzer on documents of several rows, which share 20 % of the variance and whose rows share 5 %.
+
+    Args:
+        analyzer: the measure.
+        count: number of documents.
+        rows: rows of each document.
+        length: tokens of a row.
+        simulations: that share one run.
+        shared: share of the variance that x and y have in common.
+        seed: of the data.
+        how: "groups" for rows with their document as group, "cut" for documents that the package cuts into rows, "rows" for
+            rows alone, as if they were independent.
+        intervals: whether to measure intervals.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    a, b = mixtures()
+
+    def latent() -> Tensor:
+        shapes = (count, rows, length), (count, rows, 1), (count, 1, 1)
+        own, row, document = (torch.randn(*shape, simulations, WIDTH, generator=generator) for shape in shapes)
+        return (0.75**0.5 * own + 0.05**0.5 * row + 0.2**0.5 * document).flatten(0, 2)
+
+    s, u, v = latent(), latent(), latent()
+    x = (math.sqrt(shared) * s + math.sqrt(1 - shared) * u) @ a.T
+    y = (math.sqrt(shared) * s + math.sqrt(1 - shared) * v) @ b.T
+    bank = torch.cat([x, y], 1)
+    model = Bank(bank)
+    opened = lsim.open_model(model, layers=[f"blocks.{number}" for number in range(bank.shape[1] - 1)], unembed=["head"])
+    ids = torch.arange(count * rows * length)
+    data = lsim.Data(ids.view(count * rows, length), groups=[number // rows for number in range(count * rows)])
+    if how == "rows":
+        data = lsim.Data(ids.view(count * rows, length))
+    if how == "cut":
+        data = lsim.Data(ids.view(count, rows * length), seq_len=length)
+    return lsim.analyze(opened, data, [analyzer], intervals=intervals)[analyzer.name]

@@ -21,7 +21,7 @@ from ..core.result_declarations import Declaration, result_class
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
-from ._samples import held_out
+from ._samples import held_out, text_of
 from .analyzer import JIANG, Run, SiteNeed
 from .logit_lens import LensAnalyzer
 
@@ -64,7 +64,7 @@ def _whole_model_exits(result: ExitCurveResult) -> Tensor:
 def _texts_of_parts(result: ExitCurveResult) -> Tensor:
     """Number of texts in each half of the rows (`part 1`), which have as many positions each as other texts."""
     positions = result.part_exits[:, 0].sum(-1, keepdim=True)
-    return positions.minimum(result.provenance.units * positions / positions.sum())
+    return positions.minimum(result.provenance.texts * positions / positions.sum())
 
 
 @result_class
@@ -430,12 +430,12 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Which half of the rows each token is in (`token`): 0 to choose thresholds, 1 held out."""
+    """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:
         return by_tokens.long()
-    number = view.row.cpu()
+    number = text_of(view).cpu()
     return torch.where(number >= 0, held_out(number, 0.5, 0), by_tokens).long()
 
 

@@ -35,7 +35,7 @@ def _samples_of_classes(result: TaskMetricsResult) -> Tensor:
     confusion = result.confusion
     right = confusion.diagonal(dim1=1, dim2=2)
     either = confusion.sum(2) + confusion.sum(1) - right
-    return either.clamp(max=result.provenance.units).T / 2
+    return either.clamp(max=result.provenance.texts).T / 2
 
 
 def _samples_of_rarest_class(result: TaskMetricsResult) -> Tensor:

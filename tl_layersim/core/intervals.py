@@ -678,7 +678,7 @@ def units_of(result: Any, declared: Declaration) -> tuple[Tensor, Tensor]:
         result: the result.
         declared: the declaration of the field.
     """
-    texts = torch.tensor(float(result.provenance.units), dtype=torch.float64)
+    texts = torch.tensor(float(result.provenance.texts), dtype=torch.float64)
     units = texts if declared.units is None else texts.minimum(declared.units(result))
     if declared.certain is not None:
         units = torch.where(declared.certain(result), math.inf, units)

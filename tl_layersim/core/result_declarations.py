@@ -268,6 +268,7 @@ class Provenance:
         data: SHA-256 of the tokens and their attention mask, row by row.
         tokens: number of counted positions.
         sequences: number of rows of tokens.
+        texts: number of texts that these rows belong to; rows that are cut from one text, or have one group, are one text.
         batches: number of forward passes.
         seed: seed of random draws; None if there are none.
         options: options of the analyzer and of the data (`seq_len`, `pack`, `skip_first`, `batch_size`, ...).
@@ -293,14 +294,12 @@ class Provenance:
     warnings: tuple[str, ...] = ()
     changes: str = ""
     attention: str = ""
-
-    @property
-    def units(self) -> int:
-        """Number of independent units of the data: its rows."""
-        return self.sequences
+    texts: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_secrets(self.model))
+        # Where texts are not counted, each row is one.
+        object.__setattr__(self, "texts", self.texts or self.sequences)
 
     def swapped(self) -> Provenance:
         """The provenance with the two models swapped."""

@@ -195,7 +195,7 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
         warn(
             f"The runs split the same data into different jackknife blocks ({len(first.block_tokens)} and "
             f"{len(second.block_tokens)} blocks). The difference is therefore not paired, and its interval is wider. Pass the "
-            "same batch_size= to both runs."
+            "same groups= and batch_size= to both runs."
         )
     return paired
 
@@ -267,7 +267,7 @@ def _statistics(
 def _ratio_of_texts(first: Result, second: Result) -> float:
     """How many times as much data the second run has: 1 unless it has both more texts and more tokens, or fewer of both."""
     records = first.provenance, second.provenance
-    ratios = sorted((records[1].units / records[0].units, records[1].tokens / records[0].tokens))
+    ratios = sorted((records[1].texts / records[0].texts, records[1].tokens / records[0].tokens))
     # Texts of other lengths differ in their variance.
     return ratios[0] if ratios[0] > 1 else ratios[1] if ratios[1] < 1 else 1.0
 
