@@ -42,6 +42,20 @@ def test_every_class_of_results_has_a_kind_of_its_own():
     assert len(set(kinds)) == len(kinds)
 
 
+@pytest.mark.parametrize(("file", "name", "former"), [("cka", "texts", "rows"), ("stitch", "text_loss", "batch_loss")])
+def test_fields_of_former_names_are_read(file, name, former, tmp_path):
+    path = FILES / f"{file}.safetensors"
+    header, tensors = file_format.read(path, ("result",))
+    for fields in (header["fields"], tensors):
+        if name in fields:
+            fields[former] = fields.pop(name)
+    del header["format"]
+    del header["kind"]
+    old = file_format.write(tmp_path / "old", "result", header, tensors)
+    assert worst(lsim.load(old), lsim.load(path)) == 0
+    assert torch.equal(*(torch.as_tensor(getattr(lsim.load(one), name)) for one in (old, path)))
+
+
 def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):
     path = load(FILES / "cka.safetensors").save(tmp_path / "x")
     assert b"tl_layersim.analyzers" not in path.read_bytes()

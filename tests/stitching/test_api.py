@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_split_model
-from tl_layersim.stitching.stitch_results import over_rows
+from tl_layersim.stitching.stitch_results import over_texts
 
 from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import next_token_loss, rotated, rows
@@ -176,7 +176,7 @@ class TestNumbers:
         together = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=4), at=(1, 0), adapter="identity")
         alone = lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=1), at=(1, 0), adapter="identity")
         assert together.loss == pytest.approx(alone.loss, abs=1e-10)
-        assert int(together.row_tokens.sum()) == sum(n - 1 for n in lengths)
+        assert int(together.text_tokens.sum()) == sum(n - 1 for n in lengths)
         options = {"at": (1, 0), "adapter": "linear", "fit": "lstsq", "eval_data": rows(2), "ridge": 1.0}
         with pytest.warns(lsim.LayersimWarning, match="28 tokens for 32 features"):
             fits = [lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=n), **options) for n in (1, 4)]
@@ -189,8 +189,8 @@ class TestNumbers:
             model, other, lsim.Data(tokens, batch_size=4, skip_first=4), at=(0, 0), adapter="linear", fit="lstsq"
         )
         torch.testing.assert_close(all_of_it.weight, later.weight)
-        assert int(all_of_it.row_tokens.sum()) == 4 * 9
-        assert int(later.row_tokens.sum()) == 4 * 5
+        assert int(all_of_it.text_tokens.sum()) == 4 * 9
+        assert int(later.text_tokens.sum()) == 4 * 5
 
     def test_held_out_rows_do_not_depend_on_the_batch_size(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
@@ -199,7 +199,7 @@ class TestNumbers:
             for n in (1, 5, 37)
         ]
         for result in sizes[1:]:
-            assert int(result.row_tokens.sum()) == 7 * 15
+            assert int(result.text_tokens.sum()) == 7 * 15
             torch.testing.assert_close(result.weight, sizes[0].weight)
             assert result.penalty == pytest.approx(sizes[0].penalty, abs=1e-6)
 
@@ -222,8 +222,8 @@ class TestNumbers:
         for own, count in ((lsim.Data(tokens[32:]), 8 * 9), (lsim.Data(tokens[32:], positions=slice(2, 5)), 8 * 3)):
             result = lsim.stitch(model, other, data, eval_data=own, **options)
             assert torch.equal(result.weight, like.weight)
-            assert int(result.row_tokens.sum()) == count
-        assert int(like.row_tokens.sum()) == 8 * 7
+            assert int(result.text_tokens.sum()) == count
+        assert int(like.text_tokens.sum()) == 8 * 7
 
     def test_the_evaluated_adapter_is_the_one_returned(self):
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -260,25 +260,25 @@ class TestNumbers:
         assert usual.loss == table.loss
         shifted[:, :4] = -100
         fewer = lsim.stitch(model, other, tokens, at=(0, 0), adapter="identity", labels=shifted)
-        assert int(fewer.row_tokens.sum()) == 6 * 3
+        assert int(fewer.text_tokens.sum()) == 6 * 3
 
     def test_the_interval_does_not_depend_on_the_batch_size(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
         fine = lsim.stitch(front, back, lsim.Data(ragged, batch_size=2), at=(0, 0), adapter="identity")
         coarse = lsim.stitch(front, back, lsim.Data(ragged, batch_size=25), at=(0, 0), adapter="identity")
-        assert fine.row_tokens.tolist() == coarse.row_tokens.tolist() == [2.0 + i % 9 for i in range(25)]
-        torch.testing.assert_close(coarse.row_loss, fine.row_loss, rtol=0, atol=1e-4)
+        assert fine.text_tokens.tolist() == coarse.text_tokens.tolist() == [2.0 + i % 9 for i in range(25)]
+        torch.testing.assert_close(coarse.text_loss, fine.text_loss, rtol=0, atol=1e-4)
         assert coarse.penalty_interval() == pytest.approx(fine.penalty_interval(), abs=1e-5)
 
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.floats(-50, 50), st.integers(0, 40)), min_size=2, max_size=70))
-    def test_the_interval_is_that_of_the_jackknife_over_blocks_of_rows(self, pairs):
+    def test_the_interval_is_that_of_the_jackknife_over_blocks_of_texts(self, pairs):
         """Against plain Python, without the correction for skewness, which can only make an interval longer."""
         from scipy.stats import t
 
         sums, tokens = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
-        value, low, high = over_rows(sums, tokens, 0.9)
+        value, low, high = over_texts(sums, tokens, 0.9)
         counted = [(s, n) for s, n in pairs if n > 0]
         if len(counted) < 2:
             assert math.isnan(low)
@@ -307,11 +307,11 @@ class TestNumbers:
             for _ in range(500):
                 tokens = rng.integers(50, 150, size=count)
                 sums = tokens * (0.3 + 0.1 * rng.normal(size=count))
-                low, high = over_rows(torch.as_tensor(sums), torch.as_tensor(tokens).double(), 0.95)[1:]
+                low, high = over_texts(torch.as_tensor(sums), torch.as_tensor(tokens).double(), 0.95)[1:]
                 inside += low < 0.3 < high
             assert 0.92 < inside / 500 < 0.985
 
-    def test_one_row_has_no_interval(self):
+    def test_one_text_has_no_interval(self):
         result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(0, 0), adapter="identity")
         assert all(math.isnan(end) for end in result.penalty_interval()[1:])
         assert "nan" in repr(result)

@@ -422,6 +422,7 @@ class MinibatchMatrix(CalibratedMatrix):
         texts: number of different texts in a minibatch, averaged over minibatches.
     """
 
+    former_names: ClassVar[Mapping[str, str]] = {"rows": "texts"}
     samples: int
     minibatches: int
     texts: float

@@ -143,7 +143,7 @@ def _unpack(
             f"{path} holds a result of class {kind}, which no imported module defines. If you trust the module of this class, "
             "import it and load the file again."
         )
-    values = {name: _as_tuple(value) for name, value in header["fields"].items()}
+    values = {cls.former_names.get(name, name): _as_tuple(value) for name, value in header["fields"].items()}
     _refuse_other_types(cls, values)
     if like is None or "provenance" in header:
         run = {**header["provenance"], "warnings": _as_tuple(header["provenance"]["warnings"])}

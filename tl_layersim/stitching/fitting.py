@@ -38,7 +38,7 @@ class Progress:
 
     Attributes:
         states: by name of the stitch, its notes and its tensors. The notes say whether it is `done`; its tensors are then
-            those in `ROW_SUMS`, the `curve`, and the `weight` and `bias` of the adapter.
+            those in `TEXT_SUMS`, the `curve`, and the `weight` and `bias` of the adapter.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:

@@ -28,28 +28,28 @@ if TYPE_CHECKING:
     from .stitched_model import StitchedModel
 
 
-# Sums over each row of the evaluation: targets, and losses and correct predictions of the stitched and of the back model.
-ROW_SUMS = ("tokens", "loss", "back_loss", "correct", "back_correct")
+# Sums over each text of the evaluation: targets, and losses and correct predictions of the stitched and of the back model.
+TEXT_SUMS = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 
 class Interval(NamedTuple):
-    """A mean over tokens with its confidence interval over rows."""
+    """A mean over tokens with its confidence interval over texts."""
 
     value: float
     low: float
     high: float
 
 
-def over_rows(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
-    """Mean over tokens, with its confidence interval over rows.
+def over_texts(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
+    """Mean over tokens, with its confidence interval over texts.
 
-    Rows are the independent units. The interval is that of `analyze` (`core.intervals`): the ratio of the two sums is computed
-    again without each of 16 to 32 blocks of consecutive rows, or without each row if there are fewer. NaN for fewer than two
-    rows with targets.
+    Texts are the independent units. The interval is that of `analyze` (`core.intervals`): the ratio of the two sums is computed
+    again without each of 16 to 32 blocks of consecutive texts, or without each text if there are fewer. NaN for fewer than
+    two texts with targets.
 
     Args:
-        sums: `row`, sums of the averaged quantity.
-        tokens: `row`, token counts; rows without tokens are left out.
+        sums: `text`, sums of the averaged quantity.
+        tokens: `text`, token counts; texts without tokens are left out.
         confidence: the level, such as 0.95.
 
     Source:
@@ -57,7 +57,7 @@ def over_rows(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
 
     Examples:
         >>> import torch
-        >>> over_rows(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
+        >>> over_texts(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
         1.5
     """
     sums, tokens = sums[tokens > 0], tokens[tokens > 0]
@@ -82,11 +82,11 @@ class StitchResult(Result):
 
     Attributes:
         values: `step`, the same as `curve`: the training loss at each step; empty if nothing was trained.
-        row_tokens: `evaluation_row`, number of targets in each row of the evaluation.
-        row_loss: `evaluation_row`, sum of the stitched model's cross-entropy.
-        row_back_loss: `evaluation_row`, sum of the cross-entropy of the back model alone.
-        row_correct: `evaluation_row`, number of correct top-1 predictions of the stitched model.
-        row_back_correct: `evaluation_row`, number of correct top-1 predictions of the back model alone.
+        text_tokens: `evaluation_text`, number of targets in each text of the evaluation.
+        text_loss: `evaluation_text`, sum of the stitched model's cross-entropy.
+        text_back_loss: `evaluation_text`, sum of the cross-entropy of the back model alone.
+        text_correct: `evaluation_text`, number of correct top-1 predictions of the stitched model.
+        text_back_correct: `evaluation_text`, number of correct top-1 predictions of the back model alone.
         weight: weight of the adapter, `back_dim front_dim`; empty if it has none.
         bias: bias of the adapter, `back_bias`; empty if it has none.
         kind: the kind of adapter.
@@ -98,7 +98,7 @@ class StitchResult(Result):
     """
 
     values_name = "curve"
-    former_names: ClassVar[Mapping[str, str]] = {f"batch_{name}": f"row_{name}" for name in ROW_SUMS}
+    former_names: ClassVar[Mapping[str, str]] = {f"batch_{name}": f"text_{name}" for name in TEXT_SUMS}
     values: Float64[Tensor, " step"] = axes(
         "step",
         label="Loss",
@@ -109,33 +109,33 @@ class StitchResult(Result):
         "Training batches are other texts, so compare the two lines with each other.",
         within=(0, math.inf),
     )
-    row_tokens: Float64[Tensor, " evaluation_row"] = axes(
-        "evaluation_row", label="Targets", title="Targets of each row", within=(0, math.inf)
+    text_tokens: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text", label="Targets", title="Targets of each text", within=(0, math.inf)
     )
-    row_loss: Float64[Tensor, " evaluation_row"] = axes(
-        "evaluation_row",
+    text_loss: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Summed cross-entropy of the stitched model",
         unit="nats",
-        title="Cross-entropy of the stitched model, by row",
+        title="Cross-entropy of the stitched model, by text",
         within=(0, math.inf),
     )
-    row_back_loss: Float64[Tensor, " evaluation_row"] = axes(
-        "evaluation_row",
+    text_back_loss: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Summed cross-entropy of the back alone",
         unit="nats",
-        title="Cross-entropy of the back alone, by row",
+        title="Cross-entropy of the back alone, by text",
         within=(0, math.inf),
     )
-    row_correct: Float64[Tensor, " evaluation_row"] = axes(
-        "evaluation_row",
+    text_correct: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Right predictions of the stitched model",
-        title="Right predictions of the stitched model, by row",
+        title="Right predictions of the stitched model, by text",
         within=(0, math.inf),
     )
-    row_back_correct: Float64[Tensor, " evaluation_row"] = axes(
-        "evaluation_row",
+    text_back_correct: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Right predictions of the back alone",
-        title="Right predictions of the back alone, by row",
+        title="Right predictions of the back alone, by text",
         within=(0, math.inf),
     )
     weight: Float64[Tensor, "back_dim front_dim"] = axes(
@@ -163,12 +163,12 @@ class StitchResult(Result):
     @property
     def loss(self) -> float:
         """Mean cross-entropy of the stitched model."""
-        return float(self.row_loss.sum() / self.row_tokens.sum())
+        return float(self.text_loss.sum() / self.text_tokens.sum())
 
     @property
     def back_loss(self) -> float:
         """Mean cross-entropy of the back model alone."""
-        return float(self.row_back_loss.sum() / self.row_tokens.sum())
+        return float(self.text_back_loss.sum() / self.text_tokens.sum())
 
     @property
     def penalty(self) -> float:
@@ -178,12 +178,12 @@ class StitchResult(Result):
     @property
     def accuracy(self) -> float:
         """Top-1 accuracy of the stitched model."""
-        return float(self.row_correct.sum() / self.row_tokens.sum())
+        return float(self.text_correct.sum() / self.text_tokens.sum())
 
     @property
     def back_accuracy(self) -> float:
         """Top-1 accuracy of the back model alone."""
-        return float(self.row_back_correct.sum() / self.row_tokens.sum())
+        return float(self.text_back_correct.sum() / self.text_tokens.sum())
 
     @property
     def accuracy_penalty(self) -> float:
@@ -192,13 +192,13 @@ class StitchResult(Result):
 
     @typed
     def penalty_interval(self, confidence: OpenFraction = 0.95) -> Interval:
-        """The penalty, with its confidence interval over rows, from paired differences of the two losses."""
-        return over_rows(self.row_loss - self.row_back_loss, self.row_tokens, confidence)
+        """The penalty, with its confidence interval over texts, from paired differences of the two losses."""
+        return over_texts(self.text_loss - self.text_back_loss, self.text_tokens, confidence)
 
     @typed
     def accuracy_interval(self, confidence: OpenFraction = 0.95) -> Interval:
-        """The accuracy penalty, with its confidence interval over rows."""
-        return over_rows(self.row_back_correct - self.row_correct, self.row_tokens, confidence)
+        """The accuracy penalty, with its confidence interval over texts."""
+        return over_texts(self.text_back_correct - self.text_correct, self.text_tokens, confidence)
 
     @property
     def adapter(self) -> Adapter:
@@ -227,13 +227,13 @@ class StitchResult(Result):
         first, second = (self.provenance.model.split(JOINT) * 2)[:2]
         lines = [f"StitchResult({self.layers[0]} of {first}", f"  into {self.layers[1]} of {second}, {how})"]
         lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
-        return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {amount(len(self.row_tokens), 'row')}"])
+        return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {amount(len(self.text_tokens), 'text')}"])
 
     @typed
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot the learning curve (`"curve"`) or the penalty of each row (`"penalty"`).
+        """Plot the learning curve (`"curve"`) or the penalty of each text (`"penalty"`).
 
         Default: the learning curve if there is one.
         """
@@ -242,9 +242,9 @@ class StitchResult(Result):
 
         if field != "penalty" and (field or len(self.values)):
             return super().plot(field, width, title)
-        each = (self.row_loss - self.row_back_loss) / self.row_tokens
-        own, rows = Series("each row", each.numpy()), tuple(range(len(each)))
-        fig = lines(rows, [own], "Stitching penalty of each row", f"Penalty (nats per {self.unit})", "evaluation_row")
+        each = (self.text_loss - self.text_back_loss) / self.text_tokens
+        own, texts = Series("each text", each.numpy()), tuple(range(len(each)))
+        fig = lines(texts, [own], "Stitching penalty of each text", f"Penalty (nats per {self.unit})", "evaluation_text")
         mean, low, high = self.penalty_interval()
         ends = {"95 % interval, lower end": low, "95 % interval, upper end": high}
         known = {name: value for name, value in ends.items() if math.isfinite(value)}
@@ -279,7 +279,7 @@ class StitchGrid(Result):
     Attributes:
         values: `front back seam`, the same as `penalty`: loss of the stitched model minus loss of the back model alone, in
             nats.
-        low: lower end of the penalty's 95 % confidence interval over rows.
+        low: lower end of the penalty's 95 % confidence interval over texts.
         high: upper end of the interval.
         loss: loss of the stitched model.
         back_loss: loss of the back model alone.
@@ -288,8 +288,8 @@ class StitchGrid(Result):
         accuracy_low: lower end of the accuracy penalty's interval.
         accuracy_high: upper end of the accuracy penalty's interval.
         stopped: the step, from 1, at which a training exploded; 0 if none did.
-        row_tokens: `evaluation_row`, number of targets in each row of the evaluation, the same for all stitches.
-        row_penalty: `front back seam evaluation_row`, sums of the loss differences, for `penalty_difference`.
+        text_tokens: `evaluation_text`, number of targets in each text of the evaluation, the same for all stitches.
+        text_penalty: `front back seam evaluation_text`, sums of the loss differences, for `penalty_difference`.
         fronts: names of the models.
         seams: labels of the stitch points: the layer of each model.
         kind: the kind of adapter.
@@ -299,7 +299,7 @@ class StitchGrid(Result):
     """
 
     values_name = "penalty"
-    former_names: ClassVar[Mapping[str, str]] = {"batch_tokens": "row_tokens", "batch_penalty": "row_penalty"}
+    former_names: ClassVar[Mapping[str, str]] = {"batch_tokens": "text_tokens", "batch_penalty": "text_penalty"}
     values: Float64[Tensor, "front back seam"] = axes(
         "front",
         "back",
@@ -308,7 +308,7 @@ class StitchGrid(Result):
         unit="nats",
         title="Stitching penalty of each direction by layer",
         caption="How many nats per token the back loses when it reads the front's layer through an adapter, with 95 % "
-        "intervals over rows; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
+        "intervals over texts; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
     )
     low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Lower end of the penalty", unit="nats")
     high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Upper end of the penalty", unit="nats")
@@ -347,10 +347,10 @@ class StitchGrid(Result):
     stopped: Float64[Tensor, "front back seam"] = axes(
         "front", "back", "seam", label="Step at which the training was stopped (0: none)", within=(0, math.inf)
     )
-    row_tokens: Float64[Tensor, " evaluation_row"] = axes(
-        "evaluation_row", label="Targets", title="Targets of each row", within=(0, math.inf)
+    text_tokens: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text", label="Targets", title="Targets of each text", within=(0, math.inf)
     )
-    row_penalty: Float64[Tensor, "front back seam evaluation_row"] = axes("front", "back", "seam", "evaluation_row")
+    text_penalty: Float64[Tensor, "front back seam evaluation_text"] = axes("front", "back", "seam", "evaluation_text")
     fronts: tuple[str, ...]
     seams: tuple[str, ...]
     kind: str
@@ -377,7 +377,7 @@ class StitchGrid(Result):
     def penalty_difference(
         self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
     ) -> xarray.Dataset:
-        """The penalty of `stitch` minus the penalty of `other` at each stitch point, with its confidence interval over rows.
+        """The penalty of `stitch` minus the penalty of `other` at each stitch point, with its confidence interval over texts.
 
         `("a", "b")` minus `("b", "a")` is the asymmetry of two models: it is above 0 if "b" loses more by the layers of "a"
         than "a" by those of "b". `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
@@ -400,7 +400,7 @@ class StitchGrid(Result):
             if name not in self.fronts:
                 raise LayersimError(f"{name!r} is not a model of this grid; the models are {', '.join(self.fronts)}.")
         (a, b), (c, d) = ((self.fronts.index(one[0]), self.fronts.index(one[1])) for one in (stitch, other))
-        each = [over_rows(sums, self.row_tokens, confidence) for sums in self.row_penalty[a, b] - self.row_penalty[c, d]]
+        each = [over_texts(sums, self.text_tokens, confidence) for sums in self.text_penalty[a, b] - self.text_penalty[c, d]]
         columns = zip(("difference", "difference_low", "difference_high"), zip(*each, strict=True), strict=True)
         about = {"long_name": "Difference of penalties", "units": f"nats per {self.unit}"}
         return xarray.Dataset({name: ("seam", list(own), about) for name, own in columns}, {"seam": list(self.seams)})
@@ -431,7 +431,7 @@ class StitchGrid(Result):
         words = (declared.title, declared.words)
         fig = stitch_lines(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
         how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
-        evaluation = f"{int(self.row_tokens.sum()):,} {self.unit}s of evaluation"
+        evaluation = f"{int(self.text_tokens.sum()):,} {self.unit}s of evaluation"
         return with_size(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)
 
     def headline(self) -> dict[str, float]:

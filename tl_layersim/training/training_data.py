@@ -195,7 +195,8 @@ def record_of_training(
     trained_on, held_out = rows
     data = trained_on.batches.data
     targets = sum(int((held_out.take([row]).targets != NO_LABEL).sum()) for row in range(len(held_out)))
-    tally = Tally(-(-len(held_out) // data.batch_size), len(held_out), targets, held_out.digest, seconds)
+    texts = len({row.text.unit for row in held_out.rows if row.text is not None})
+    tally = Tally(-(-len(held_out) // data.batch_size), len(held_out), targets, held_out.digest, seconds, texts=texts)
     # Two parts of one data set count once.
     found = found_in(*{id(part.batches): part.batches for part in rows}.values())
     own = {"trained_on": trained_on.digest, "train_rows": len(trained_on)}
