@@ -73,9 +73,20 @@ def _near_one(simulations: int) -> Coverage:
     return covered(1 - distance, torch.ones_like(distance), 1 - math.exp(-5 + 1.2**2 / 2), (-1, 1))
 
 
-def _mean(simulations: int) -> Coverage:
-    x = torch.randn(simulations, TEXTS, dtype=torch.float64).exp()
-    return covered(x, torch.ones_like(x), math.exp(0.5), (0, math.inf))
+def _normal(texts: int) -> Callable[[int], Coverage]:
+    def simulate(simulations: int) -> Coverage:
+        x = torch.randn(simulations, texts, dtype=torch.float64)
+        return covered(x, torch.ones_like(x), 0.0)
+
+    return simulate
+
+
+def _log_normal(texts: int) -> Callable[[int], Coverage]:
+    def simulate(simulations: int) -> Coverage:
+        x = torch.randn(simulations, texts, dtype=torch.float64).exp()
+        return covered(x, torch.ones_like(x), math.exp(0.5), (0, math.inf))
+
+    return simulate
 
 
 def _held_out(simulations: int) -> Coverage:
@@ -127,7 +138,13 @@ CASES: dict[str, Callable[[int], Coverage]] = {
     "fraction of .005, 64 texts": _fraction(0.005, 64),
     "fraction of .001, 64 texts": _fraction(0.001, 64),
     "similarity near 1, heavy tails": _near_one,
-    "mean of skewed numbers": _mean,
+    "mean of skewed numbers": _log_normal(TEXTS),
+    "normal numbers, 16 texts": _normal(16),
+    "normal numbers, 32 texts": _normal(32),
+    "normal numbers, 64 texts": _normal(64),
+    "log-normal numbers, 16 texts": _log_normal(16),
+    "log-normal numbers, 32 texts": _log_normal(32),
+    "log-normal numbers, 64 texts": _log_normal(64),
     "held-out statistic, 6 of 16 blocks have held-out rows": _held_out,
     "difference of .35 and .3": _gain(0.3, 0.35),
     "difference of .03 and .02": _gain(0.02, 0.03),
