@@ -23,7 +23,7 @@ LAYERS = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in ra
 
 
 def about(tokens: int):
-    return dataclasses.replace(provenance(), sequences=TEXTS, tokens=tokens)
+    return dataclasses.replace(provenance(), texts=TEXTS, tokens=tokens)
 
 
 def width(texts: float) -> float:

@@ -161,7 +161,7 @@ def test_an_unpaired_difference_is_welchs():
 def scattered(scatter: float, texts: int, seed: int = 0, value: float = 0.5) -> Measured:
     """A result of so many texts of 10 tokens, whose replicates scatter about the value."""
     whole = measured(seed, blocks=16, data=f"data of {texts}")
-    about = dataclasses.replace(whole.provenance, sequences=texts, tokens=10 * texts)
+    about = dataclasses.replace(whole.provenance, texts=texts, tokens=10 * texts)
     numbers = value + scatter * np.random.default_rng(seed).normal(size=16)
     each = tuple(
         replace(one, number=torch.tensor(x), provenance=about) for one, x in zip(whole.replicates, numbers, strict=True)

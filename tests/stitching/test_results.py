@@ -57,10 +57,10 @@ class TestResult:
         np.testing.assert_allclose(result.plot().data[0].y, result.curve)
         assert f"back alone, held-out: {result.back_loss:.3f}" in names
         assert all(f"{number:.4g}" in result.finding() for number in result.penalty_interval())
-        [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each row"]
+        [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each text"]
         np.testing.assert_allclose(each, (result.text_loss - result.text_back_loss) / result.text_tokens)
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(1, 0), adapter="identity")
-        assert plain.plot().layout.title.text == "Stitching penalty of each row"
+        assert plain.plot().layout.title.text == "Stitching penalty of each text"
         assert "nats per token" in plain.plot().layout.yaxis.title.text
         assert len(result.plot("text_loss").data) == 1
         assert "penalty, nats" in repr(result)

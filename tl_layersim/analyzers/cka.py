@@ -399,21 +399,21 @@ class RowTerms:
 
 
 def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""Compute `RowTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same row.
+    r"""Compute `RowTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same text.
 
     Also returns the squared distance of each sample from the mean, `layer n`.
 
-    With K and L of which pairs of one row are 0, G = `sample row` the membership of samples in rows, m = G'1, n = 1'm,
+    With K and L of which pairs of one text are 0, G = `sample text` the membership of samples in texts, m = G'1, n = 1'm,
     R = G'KG and S = G'LG,
 
-    $$\mathrm{HSIC}_{\mathrm{rows}} = \frac{1'(K \circ L)1}{q_2} + \frac{(1'R1)(1'S1) - 4\,(R1)'(S1) + 2\,\mathrm{tr}\,RS}{q_4}
+    $$\mathrm{HSIC}_{\mathrm{texts}} = \frac{1'(K \circ L)1}{q_2} + \frac{(1'R1)(1'S1) - 4\,(R1)'(S1) + 2\,\mathrm{tr}\,RS}{q_4}
     - 2\,\frac{(K1)'(L1) - 1'(KG \circ LG)1}{q_3}$$
 
-    with the numbers q of pairs, quadruples and triples of samples of distinct rows. With one sample a row it is HSIC_1.
+    with the numbers q of pairs, quadruples and triples of samples of distinct texts. With one sample a text it is HSIC_1.
 
     Args:
         gram: Gram matrix of the centred samples, `layer n n`.
-        row: `n`, the row of each sample, from 0.
+        row: `n`, the text of each sample, from 0.
     """
     gram = gram.double()
     squares = gram.diagonal(dim1=1, dim2=2).clone()

@@ -264,7 +264,9 @@ class ExitCurveResult(Result):
     @property
     def wanted(self) -> float:
         """Agreement of the headline's threshold, as the analyzer asks for it."""
-        return float(self.provenance.options.get("agreement", 0.95))
+        option = self.provenance.options.get("agreement")
+        # A result of a user's own program may have no such option.
+        return float(option) if isinstance(option, int | float) else 0.95
 
     def _threshold(self) -> float | None:
         """Threshold of the headline numbers."""

@@ -20,7 +20,7 @@ from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
 from .row import ModelInputs, Row, TextOfRow
-from .texts import in_texts
+from .texts import LEAST_TEXTS, in_texts
 from .tokenization import Text, TextRows
 
 
@@ -187,8 +187,12 @@ class Batch:
 
     @property
     def neighbours(self) -> bool:
-        """Whether texts that follow each other are not independent, see `TextOfRow`."""
-        return any(text.neighbours for text in self.texts)
+        """Whether texts that follow each other are left out as pairs, because they are not independent, see `TextOfRow`.
+
+        All data in a first batch with fewer than twice `LEAST_TEXTS` texts is too little to leave out every other text.
+        """
+        is_little = self.first == 0 and self.text_count < 2 * LEAST_TEXTS
+        return any(text.neighbours for text in self.texts) and not is_little
 
     @property
     def groups(self) -> tuple[int, ...]:

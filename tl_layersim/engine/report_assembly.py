@@ -244,10 +244,10 @@ def notes_on_texts(texts: int, rows: int, rows_as_texts: int, names: Sequence[st
     notes: list[Note] = []
     named = ", ".join(map(repr, names))
     if rows_as_texts:
+        left_out = "Minibatches of CKA, RSA and MutualKNN hold no neighbouring rows; beyond that, rows"
         text = (
             f"Intervals of {named} take rows as independent texts, because the data is packed or has fewer than {LEAST_TEXTS} "
-            "texts. Minibatches of CKA, RSA and MutualKNN hold no neighbouring rows; beyond that, rows are assumed to be "
-            "independent."
+            f"texts. {left_out if rows >= 2 * LEAST_TEXTS else 'Rows'} are assumed to be independent."
         )
         notes.append((text, list(names)))
     if texts < MANY_TEXTS:
