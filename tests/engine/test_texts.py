@@ -86,6 +86,14 @@ def test_groups_may_be_a_column_or_a_sequence_of_any_values(given, model, tokens
     assert found.provenance.data == expected.provenance.data
 
 
+def test_a_list_of_groups_that_was_changed_is_read_again(model, tokens):
+    groups = list(GROUPS)
+    data = lsim.Data(tokens, groups=groups)
+    assert measured(model, data, lsim.Cosine()).provenance.texts == 7
+    groups[0] = "another"
+    assert measured(model, data, lsim.Cosine()).provenance.texts == 8
+
+
 WRONG = {
     "too few": ({"groups": GROUPS[1:]}, r"`groups` .*\b23\b"),
     "too many": ({"groups": [*GROUPS, 1]}, r"`groups` .*\b25\b.*\b24\b"),

@@ -450,7 +450,9 @@ class Batches:
         reading = (self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends, own.pixel_axes, own.channels)
         names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
-        return tools, reading, sizes, names, self.data.selection.record(), self.data.skip_first
+        # A list of groups may be changed in place.
+        groups = self.data.record()["groups"]
+        return tools, reading, sizes, names, self.data.selection.record(), self.data.skip_first, groups
 
     def record(self) -> dict[str, Any]:
         """A dict of the reading options, tokenizer, processor and main input, for the provenance."""

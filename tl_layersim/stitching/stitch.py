@@ -28,7 +28,7 @@ from ..core.wording import WHY_NOT_FINITE, amount, brief
 from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..engine.report_assembly import record
+from ..engine.report_assembly import notes_on_texts, record
 from ..engine.run_arguments import shared_tokens, with_tokenizer
 from ..engine.run_identity import identity_of
 from ..lens.targets import answers, usual_labels
@@ -230,6 +230,8 @@ class StitchExperiment:
         seed = self.training.seed if "sgd" in self.fit else None
         provenance = record([each.model for each in models], tally, options, seed)
         warn_of_unused(self.labels, replace(provenance, sequences=sum(len(b.tokens) for b in (*fit, *held_out))))
+        for text, _ in notes_on_texts(texts, rows, 0, ["stitch"]):
+            warn(text)
         return provenance
 
     def run(self, stitches: Mapping[str, tuple[SplitModel, int, SplitModel, int]], progress: Progress) -> dict[str, Snapshot]:
