@@ -225,7 +225,10 @@ def test_few_blocks_are_reported():
         few = lsim.analyze(model, lsim.Data(rows(6), batch_size=2), [lsim.LogitLens(), lsim.Saturation()], intervals=True)[
             "logit_lens"
         ]
-    assert len([one for one in told if "'saturation'" in str(one.message)]) == 1
+    # One warning of the blocks, and one of the texts.
+    texts, blocks = ([one for one in told if f"6 {what}" in str(one.message)] for what in ("texts", "jackknife blocks"))
+    assert len(texts) == len(blocks) == 1
+    assert len([one for one in told if "'saturation'" in str(one.message)]) == 2
     assert bool(few.interval("entropy").error.isfinite().all())
     with pytest.warns(lsim.LayersimWarning, match=r"'cosine' [^']*\b6\b[^']*'cka' [^']*\b1\b"):
         lsim.analyze(model, lsim.Data(rows(6), batch_size=1), [lsim.Cosine(), lsim.CKA(minibatch=4)], intervals=True)
