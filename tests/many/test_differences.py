@@ -160,7 +160,7 @@ def test_an_unpaired_difference_is_welchs():
 
 def scattered(scatter: float, texts: int, seed: int = 0, value: float = 0.5) -> Measured:
     """A result of so many texts of 10 tokens, whose replicates scatter about the value."""
-    whole = measured(seed, blocks=16, data=f"data of {texts}")
+    whole = measured(seed, blocks=16, data=f"data {seed} of {texts}")
     about = dataclasses.replace(whole.provenance, texts=texts, tokens=10 * texts)
     numbers = value + scatter * np.random.default_rng(seed).normal(size=16)
     each = tuple(
@@ -205,7 +205,7 @@ def test_runs_are_paired_only_on_the_same_data_in_the_same_blocks():
     one = measured(1)
     assert lsim.difference(one, measured(2)).attrs["paired"]
     assert not lsim.difference(one, measured(2, data="two")).attrs["paired"]
-    with pytest.warns(UserWarning, match="Pass the same batch_size="):
+    with pytest.warns(UserWarning, match="batch_size="):
         assert not lsim.difference(one, measured(2, tokens=tuple(range(5, 22)))).attrs["paired"]
     with pytest.warns(UserWarning, match="17 and 20"):
         lsim.difference(one, measured(2, blocks=20))
