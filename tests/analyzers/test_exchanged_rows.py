@@ -168,9 +168,9 @@ def test_a_longer_run_of_rows_has_more_pools():
     found = lsim.analyze(model, rows, lsim.CKA())["cka"]
     # 16 rows of 32 tokens are two minibatches; the last eight rows are one.
     assert (found.minibatches, found.samples) == (5, 1280)
-    assert 8 <= found.rows <= 16
+    assert 8 <= found.texts <= 16
     of_rows = lsim.analyze(model, rows, lsim.CKA(level="sequence"))["cka"]
-    assert (of_rows.minibatches, of_rows.samples, of_rows.rows) == (1, 40, 40)
+    assert (of_rows.minibatches, of_rows.samples, of_rows.texts) == (1, 40, 40)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -178,7 +178,7 @@ def test_a_longer_run_of_rows_has_more_pools():
 @pytest.mark.parametrize("analyzer", [lsim.RSA(), lsim.CKA()])
 def test_few_rows_are_warned_of(analyzer, rows, length, warned):
     [found] = lsim.analyze(tiny_llama(), random_tokens(rows, length), analyzer).values()
-    assert any(f"{rows} rows on average" in one for one in found.provenance.warnings) is warned
+    assert any(f"{rows} texts on average" in one for one in found.provenance.warnings) is warned
 
 
 def test_draws_depend_on_the_rows_and_the_seed():

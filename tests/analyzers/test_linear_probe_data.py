@@ -217,7 +217,7 @@ def test_few_samples_and_rows_are_warned_of(method, llama):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=tokens[:, -1] % 2))
-        return [any(word in one for one in found.provenance.warnings) for word in ("32 dimensions", "held-out row")]
+        return [any(word in one for one in found.provenance.warnings) for word in ("32 dimensions", "held-out text")]
 
     assert warned(20) == [True, True]
     assert warned(60) == [False, True]

@@ -249,7 +249,7 @@ def test_every_field_has_an_interval(name, cls):
         assert bool((error[known] >= 0).all())
         # What a block changes depends on the blocks, also at a bound: its interval has a width, or there is none.
         read = partial(aligned, result=result, field=field)
-        _, replicates = with_and_without_blocks(result, read, result.declared(field).out_of)
+        _, replicates = with_and_without_blocks(result, read, result.declared(field))
         spread = replicates.amax(0) - replicates.amin(0)
         assert not bool(((spread > 1e-9 * value.abs()) & (high == low)).any()), field
     moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]

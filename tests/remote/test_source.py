@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.data.batches import Batches
+from tl_layersim.engine.submitted_runs import _batch, _batch_snapshot
+from tl_layersim.remote.open_model import open_source
+from tl_layersim.sources.open_local import OpenedModel
 
 from ..ndif.client import equal, furthest, rows
 from ..options import called
-from ..tiny_models import random_tokens
+from ..tiny_models import random_tokens, tiny_llama
 from .helpers import QUICK, local, lsim_analyzer
 
 ALL = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.Trajectory(), lsim.NeuralCollapse(), lsim.LogitLens(), lsim.Saturation()]
@@ -56,6 +62,27 @@ def test_how_batches_are_grouped_changes_no_bit(small):
     )
     assert all(equal(alone, one) for one in grouped)
     assert furthest(alone, local(small, data.source, QUICK, batch_size=1)) < 1e-12
+
+
+def test_rows_of_one_text_are_measured_together_as_here(small, tmp_path):
+    data, groups = rows(24, 10), [row // 3 if row < 12 else row for row in range(24)]
+    analyzers = [lsim.CKA(minibatch=16, permutations=19), lsim.Cosine(center="none")]
+    options = {"batch_size": 2, "groups": groups, "intervals": True}
+    near = local(small, data, analyzers, **options)
+    remote = {"remote": small.url, "tokens_per_request": 200}
+    assert furthest(called(lsim.analyze, small.model(), data, analyzers, **options, **remote), near) < 1e-6
+    run = called(lsim.analyze, small.model(), data, analyzers, blocking=False, **options, **remote)
+    later = lsim.load_run(run.save(tmp_path / "run")).result(60)
+    assert furthest(later, near) < 1e-6
+    assert later["cka"].provenance.texts == 16
+
+
+def test_batches_in_a_file_keep_their_texts():
+    data = lsim.Data({"input_ids": random_tokens(6, 5)}, groups=[0, 0, 1, 2, 2, 2])
+    [batch] = Batches(data, open_source(OpenedModel.of(tiny_llama())).model)
+    facts, tensors = _batch_snapshot(batch)
+    again = _batch(json.loads(json.dumps(facts)), tensors)
+    assert (again.texts, again.units, again.neighbours) == (batch.texts, (0, 0, 1, 2, 2, 2), False)
 
 
 def test_rows_without_counted_tokens_take_no_part(small):

@@ -61,7 +61,7 @@ class TestClassifiers:
         assert result.back_accuracy == pytest.approx(float((own.argmax(-1) == classes).double().mean()))
         assert result.accuracy == pytest.approx(float((stitched.argmax(-1) == classes).double().mean()))
         assert result.loss == pytest.approx(float(torch.nn.functional.cross_entropy(stitched, classes)), abs=1e-5)
-        assert int(result.batch_tokens.sum()) == 30
+        assert int(result.text_tokens.sum()) == 30
 
     def test_the_class_of_a_row_does_not_need_its_first_positions(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
@@ -69,7 +69,7 @@ class TestClassifiers:
         result = lsim.stitch(base, tuned, data, at=(2, 2), adapter="identity")
         later = lsim.stitch(base, tuned, lsim.Data(data, skip_first=2), at=(2, 2), adapter="identity")
         assert later.loss == result.loss
-        assert int(later.batch_tokens.sum()) == 12
+        assert int(later.text_tokens.sum()) == 12
         assert result.unit == "row"
         assert "nats per row" in result.plot().layout.yaxis.title.text
 

@@ -94,7 +94,7 @@ def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
         made = {f"m{n}": tiny_llama(seed=n) for n in range(number)}
         passes = Passes(made["m0"], 0)
         grid = lsim.stitch_grid(made, lsim.Data(rows(20), batch_size=2), layers=[0], adapter="identity", **options)
-        assert len(grid.batch_tokens) == 10
+        assert len(grid.text_tokens) == 20
         counts.append(passes.count)
     # 10 batches as a front, 10 as a back alone, and a few passes of one row that check the split; for any number of backs.
     assert counts == [26] * 3

@@ -74,7 +74,7 @@ def test_single_positions_are_gathered_into_minibatches():
             past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
     # All steps are of four rows, whose pairs of tokens are left out.
     found, expected = probe.results()["cka"], lsim.analyze(model, tokens, lsim.CKA(minibatch=10))["cka"]
-    assert (found.minibatches, found.samples, found.rows) == (16, 160, 4)
+    assert (found.minibatches, found.samples, found.texts) == (16, 160, 4)
     assert worst(found, expected) < 1e-5
 
 

@@ -1,8 +1,8 @@
 """Linear centred kernel alignment (CKA) between residual layers of one model or of two.
 
 CKA is built on the Hilbert-Schmidt independence criterion (HSIC), within minibatches or over all samples. Tokens of one text
-depend on each other, so pairs of one row add a covariance that is not there between texts. `without_rows` leaves them out of
-all three terms of HSIC_1: it is then a U-statistic over distinct rows, without bias for any dependence within rows.
+depend on each other, so pairs of one text add a covariance that is not there between texts. `without_rows` leaves them out of
+all three terms of HSIC_1: it is then a U-statistic over distinct texts, without bias for any dependence within texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..activations.norms import beyond_rounding
 from ..activations.row_pools import AnyKernel
-from ..activations.view import Kernel, View
+from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import Model
 from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
@@ -49,7 +49,7 @@ class CKAResult(MinibatchMatrix):
         column_effective_samples: `column`, the same for the second model; within one model, `effective_samples` again.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches; 1 for the exact estimator.
-        rows: number of different rows in a minibatch, averaged over minibatches.
+        texts: number of different texts in a minibatch, averaged over minibatches; all texts for the exact estimator.
     """
 
     measure: ClassVar[str] = "CKA"
@@ -59,7 +59,7 @@ class CKAResult(MinibatchMatrix):
         label="Linear CKA",
         title="Linear CKA between layers",
         caption="Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for independent "
-        "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different rows, minibatches of Nguyen et "
+        "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different texts, minibatches of Nguyen et "
         "al. 2021).",
         within=(-1, 1),
     )
@@ -119,23 +119,25 @@ class CKA(MinibatchAnalyzer):
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
-    HSIC is the unbiased HSIC_1 of Song et al. without pairs of tokens of one row, because these depend on each other
-    (`tl_layersim.analyzers.cka.without_rows` has the formula). With one sample a row it is HSIC_1. For K = XX' and L = YY' of n
-    samples with zeroed diagonals,
+    HSIC is the unbiased HSIC_1 of Song et al. without pairs of tokens of one text, because these depend on each other
+    (`tl_layersim.analyzers.cka.without_rows` has the formula). With one sample a text it is HSIC_1. For K = XX' and L = YY' of
+    n samples with zeroed diagonals,
 
     $$\mathrm{HSIC}_1 = \frac{1}{n(n-3)} \Big[ \mathrm{tr}(\tilde K \tilde L) + \frac{1'\tilde K 1\; 1'\tilde L 1}{(n-1)(n-2)}
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
 
     Args:
-        estimator: "minibatch" averages over minibatches, see `average`. A minibatch is drawn from a pool of 16 rows, or of as
+        estimator: "minibatch" averages over minibatches, see `average`. A minibatch is drawn from a pool of 16 texts, or of as
             many as have `minibatch` samples, with at most 64 tokens of a row; the pools do not depend on `batch_size`. "exact"
-            takes HSIC over all samples without a Gram matrix; it reads the data twice and needs 2 (layers d)^2 float64 numbers.
+            takes HSIC over all samples without a Gram matrix; it reads the data twice, needs 2 (layers d)^2 float64 numbers,
+            and runs all rows of a text in one forward pass.
             "biased" takes HSIC_0 of minibatches, which is far from 0 for independent layers (0.5 for Gaussians with n = d); it
             is for comparison with published figures only.
         minibatch: number of samples in a minibatch, n. A smaller pool is one smaller minibatch; remaining samples are dropped
             at random. Minibatches are weighted by their number of pairs.
-        unit: the unit of independence: "row" leaves out pairs of tokens of one row, and needs 4 rows; "token" treats all
-            samples as independent, for example if each row has one token. The null exchanges the same units.
+        unit: the unit of independence. "text" leaves out pairs of tokens of one text, and needs 4 texts: rows that are cut from
+            one text, or have one group in the data, are one text. "row" treats rows as independent, "token" all samples. The
+            null exchanges the same units.
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS]; or
             "flat", all its tokens as one vector, for rows of equal length (Brown et al. 2023, footnote 6). The exact estimator
@@ -147,7 +149,7 @@ class CKA(MinibatchAnalyzer):
         average: what is averaged over minibatches: "hsic", whose averages are then divided; or "cka", the ratio of each
             minibatch, as in Brown et al. 2023, appendix C.1. The mean of ratios is biased, however many minibatches there are.
         max_memory_gb: limit for "exact" and for the sums of the null; a run that needs more raises an error before it starts.
-        permutations: number of random pairings for the null: in each pool, whole rows of the columns are exchanged, position
+        permutations: number of random pairings for the null: in each pool, whole texts of the columns are exchanged, position
             with position, in the same way at all layers. 0 for no null. Not for the exact estimator, which has no minibatches.
 
     Source:
@@ -213,7 +215,11 @@ class CKA(MinibatchAnalyzer):
         if self.estimator != "exact":
             return super().kernel(first)
         means = (first["x"] / first["count"], first["y"] / first["count"])
-        return partial(exact_kernel, rows=self.read, means=means, by_row=self.unit == "row")
+        return partial(exact_kernel, rows=self.read, means=means, unit=self.unit)
+
+    @property
+    def whole_texts(self) -> bool:
+        return self.estimator == "exact" and self.unit == "text"
 
     def exchange(self) -> Exchange | None:
         return None if self.estimator == "exact" else super().exchange()
@@ -226,6 +232,11 @@ class CKA(MinibatchAnalyzer):
         count = int(sums["samples"])
         why = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
+        if exact and self.unit == "text" and run.provenance.options.get("rows_as_texts"):
+            warn(
+                "CKA treats rows as independent that share a text with their neighbours, because the data is packed or has few "
+                'texts, and the exact estimator compares neighbouring rows too. estimator="minibatch" does not.'
+            )
         if count < 100:
             warn(
                 f"CKA rests on {count} samples; with fewer than 100, values vary by 0.1 or more between random samples. "
@@ -388,21 +399,21 @@ class RowTerms:
 
 
 def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""Compute `RowTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same row.
+    r"""Compute `RowTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same text.
 
     Also returns the squared distance of each sample from the mean, `layer n`.
 
-    With K and L of which pairs of one row are 0, G = `sample row` the membership of samples in rows, m = G'1, n = 1'm,
+    With K and L of which pairs of one text are 0, G = `sample text` the membership of samples in texts, m = G'1, n = 1'm,
     R = G'KG and S = G'LG,
 
-    $$\mathrm{HSIC}_{\mathrm{rows}} = \frac{1'(K \circ L)1}{q_2} + \frac{(1'R1)(1'S1) - 4\,(R1)'(S1) + 2\,\mathrm{tr}\,RS}{q_4}
+    $$\mathrm{HSIC}_{\mathrm{texts}} = \frac{1'(K \circ L)1}{q_2} + \frac{(1'R1)(1'S1) - 4\,(R1)'(S1) + 2\,\mathrm{tr}\,RS}{q_4}
     - 2\,\frac{(K1)'(L1) - 1'(KG \circ LG)1}{q_3}$$
 
-    with the numbers q of pairs, quadruples and triples of samples of distinct rows. With one sample a row it is HSIC_1.
+    with the numbers q of pairs, quadruples and triples of samples of distinct texts. With one sample a text it is HSIC_1.
 
     Args:
         gram: Gram matrix of the centred samples, `layer n n`.
-        row: `n`, the row of each sample, from 0.
+        row: `n`, the text of each sample, from 0.
     """
     gram = gram.double()
     squares = gram.diagonal(dim1=1, dim2=2).clone()
@@ -459,14 +470,14 @@ def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
     return {"x": totals[0], "y": totals[-1], "count": torch.tensor(rows(views[0]).shape[1])}
 
 
-def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], by_row: bool) -> dict[str, Tensor]:
+def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], unit: str) -> dict[str, Tensor]:
     """Cross-products of one batch for `exact_hsic`, float64.
 
     Args:
         *views: the view of one model, or the views of two models on the same tokens.
         rows: function that takes a view and returns its samples, `layer sample d_model`.
         means: mean of the samples of each model, `layer d_model`.
-        by_row: whether pairs that share a row are left out, not only the pair of a sample with itself.
+        unit: "text" or "row" to leave out pairs that share a text or a row, not only the pair of a sample with itself.
 
     Returns:
         Fields `xy.*` for all pairs of layers; with two views, also `xx.*` and `yy.*` for each layer with itself.
@@ -474,8 +485,11 @@ def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tenso
     x = _centred(rows(views[0]), means[0])
     y = x if len(views) == 1 else _centred(rows(views[-1]).to(x.device), means[1])
     row = torch.arange(x.shape[1], device=x.device)
-    if by_row and rows.keywords["level"] == "token":
-        row = torch.unique_consecutive(views[0].sequence, return_inverse=True)[1].to(x.device)
+    of_token = views[0].sequence if unit == "row" or views[0].unit is None else views[0].unit
+    if rows.keywords["level"] != "token":
+        of_token = of_token[row_ends(views[0]).to(of_token.device)]
+    if unit != "token":
+        row = torch.unique_consecutive(of_token, return_inverse=True)[1].to(x.device)
     out = {f"xy.{name}": value for name, value in _products(x, y, row).items()}
     if len(views) == 2:
         for own, z in (("xx", x), ("yy", y)):

@@ -21,7 +21,7 @@ from ..core.result_declarations import Declaration, result_class
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
-from ._samples import held_out
+from ._samples import held_out, text_of
 from .analyzer import JIANG, Run, SiteNeed
 from .logit_lens import LensAnalyzer
 
@@ -49,6 +49,22 @@ class ExitPoint:
     agreement: float
     perplexity: float
     speedup: float
+
+
+def _whole_model(result: ExitCurveResult) -> Tensor:
+    """Thresholds at which all blocks run, so that predictions are those of the last layer (`threshold`)."""
+    return torch.tensor(result.thresholds) >= 1
+
+
+def _whole_model_exits(result: ExitCurveResult) -> Tensor:
+    """The same over exits (`threshold 1`)."""
+    return _whole_model(result)[:, None]
+
+
+def _texts_of_parts(result: ExitCurveResult) -> Tensor:
+    """Number of texts in each half of the rows (`part 1`), which have as many positions each as other texts."""
+    positions = result.part_exits[:, 0].sum(-1, keepdim=True)
+    return positions.minimum(result.provenance.texts * positions / positions.sum())
 
 
 @result_class
@@ -83,7 +99,10 @@ class ExitCurveResult(Result):
         title="Positions that exit at each block",
         caption="Fraction of positions, for each threshold of the top probability " + EXITS_SOURCE,
         within=(0, math.inf),
+        by_chance=(0, 1),
+        certain=_whole_model_exits,
         out_of="values",
+        summed=("layer",),
         drawn="fractions",
     )
     accuracy: Float64[Tensor, " threshold"] = axes(
@@ -102,7 +121,8 @@ class ExitCurveResult(Result):
         title="Agreement of early exits with the last layer by threshold",
         better="higher",
         within=(0, 1),
-        by_chance=(0,),
+        by_chance=(0, 1),
+        certain=_whole_model,
     )
     perplexity: Float64[Tensor, " threshold"] = axes(
         "threshold",
@@ -123,13 +143,27 @@ class ExitCurveResult(Result):
         drawn="agreement",
     )
     part_exits: Float64[Tensor, "part threshold layer"] = axes(
-        "part", "threshold", "layer", within=(0, math.inf), out_of="part_exits"
+        "part",
+        "threshold",
+        "layer",
+        within=(0, math.inf),
+        by_chance=(0, 1),
+        certain=_whole_model_exits,
+        out_of="part_exits",
+        summed=("part", "layer"),
     )
     part_accuracy: Float64[Tensor, "part threshold"] = axes(
-        "part", "threshold", label="Accuracy", unit="fraction", within=(0, 1), by_chance=(0, 1)
+        "part", "threshold", label="Accuracy", unit="fraction", within=(0, 1), by_chance=(0, 1), units=_texts_of_parts
     )
     part_agreement: Float64[Tensor, "part threshold"] = axes(
-        "part", "threshold", label="Agreement with the last layer", unit="fraction", within=(0, 1), by_chance=(0,)
+        "part",
+        "threshold",
+        label="Agreement with the last layer",
+        unit="fraction",
+        within=(0, 1),
+        by_chance=(0, 1),
+        certain=_whole_model,
+        units=_texts_of_parts,
     )
     part_perplexity: Float64[Tensor, "part threshold"] = axes(
         "part", "threshold", label="Perplexity", scale="log", within=(1, math.inf)
@@ -230,7 +264,9 @@ class ExitCurveResult(Result):
     @property
     def wanted(self) -> float:
         """Agreement of the headline's threshold, as the analyzer asks for it."""
-        return float(self.provenance.options.get("agreement", 0.95))
+        option = self.provenance.options.get("agreement")
+        # A result of a user's own program may have no such option.
+        return float(option) if isinstance(option, int | float) else 0.95
 
     def _threshold(self) -> float | None:
         """Threshold of the headline numbers."""
@@ -396,12 +432,12 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Which half of the rows each token is in (`token`): 0 to choose thresholds, 1 held out."""
+    """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:
         return by_tokens.long()
-    number = view.row.cpu()
+    number = text_of(view).cpu()
     return torch.where(number >= 0, held_out(number, 0.5, 0), by_tokens).long()
 
 

@@ -37,7 +37,7 @@ class RSAResult(MinibatchMatrix):
             layers.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, averaged over minibatches.
+        texts: number of different texts in a minibatch, averaged over minibatches.
     """
 
     measure: ClassVar[str] = "RSA"
@@ -59,8 +59,8 @@ class RSA(MinibatchAnalyzer):
 
     $$\mathrm{RSA}(l, l') = \mathrm{corr}_{i < j}\big(d(x_i^l, x_j^l),\; d(x_i^{l'}, x_j^{l'})\big)$$
 
-    The correlation is taken within minibatches of n samples, over their pairs of different rows, and averaged with the number
-    of pairs as weight. Pairs of tokens of one row are left out, because these depend on each other. Minibatches are drawn as
+    The correlation is taken within minibatches of n samples, over their pairs of different texts, and averaged with the number
+    of pairs as weight. Pairs of tokens of one text are left out, because these depend on each other. Minibatches are drawn as
     for `CKA`. A minibatch in which all dissimilarities of a layer are equal is left out of the averages of that layer with all
     others.
 
@@ -77,7 +77,7 @@ class RSA(MinibatchAnalyzer):
         seed: random seed of the draws and of the permutations.
         deconfound: "input" regresses the embedding's dissimilarities out of each layer's, see `CKA`.
         max_memory_gb: limit for the sums of the null.
-        permutations: number of random pairings of rows for the null, see `CKA`; 0 for no null.
+        permutations: number of random pairings of texts for the null, see `CKA`; 0 for no null.
 
     Source:
         Kriegeskorte, Mur and Bandettini 2008, doi:10.3389/neuro.06.004.2008. The null is that of `CalibratedMatrix`.
@@ -120,9 +120,9 @@ def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_ro
 
     Args:
         matrix: dissimilarities, `layer n n`.
-        row: `n`, the row of each sample; pairs that share a row are left out. None if all samples are from different rows.
-        rows: number of rows.
-        by_row: whether to return the terms by row too.
+        row: `n`, the text of each sample; pairs that share a text are left out. None if all samples are from different texts.
+        rows: number of texts.
+        by_row: whether to return the terms by text too.
         ranked: whether to replace dissimilarities by their ranks.
     """
     layers, n = matrix.shape[:2]

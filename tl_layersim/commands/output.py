@@ -123,7 +123,9 @@ def print_run(report: Any) -> None:
     at = run.options.get("at", "")
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
     sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
-    print(printable(f"{run.model}: {run.tokens} tokens in {run.sequences} rows ({how}){left}{sites}", lines=False))
+    texts = f" of {run.texts} texts" if run.texts < run.sequences else ""
+    rows = f"{run.sequences} rows{texts}"
+    print(printable(f"{run.model}: {run.tokens} tokens in {rows} ({how}){left}{sites}", lines=False))
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:

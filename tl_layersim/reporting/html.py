@@ -102,6 +102,8 @@ def report_html(report: Report) -> str:
 def measured_on(provenance: Provenance) -> str:
     """Model and data of a run in one line."""
     rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
+    if provenance.texts < provenance.sequences:
+        rows += f" of {provenance.texts:,} texts"
     return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
 
 
@@ -136,6 +138,7 @@ RECORD = {
     "data": "Data (SHA-256)",
     "tokens": "Positions measured",
     "sequences": "Rows of data",
+    "texts": "Texts",
     "batches": "Forward passes",
     "seed": "Seed",
     "seconds": "Seconds, of the whole run",
