@@ -16,6 +16,7 @@ from hypothesis import settings
 
 import tl_layersim as lsim
 
+from .levels import mark_heavy_cases
 from .tiny_models import random_tokens, tiny_llama
 
 # The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
@@ -25,6 +26,12 @@ if os.environ.get("CI"):
 
 # A program of its own, which hides this package from itself.
 collect_ignore = ["remote/small_ndif.py"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before pytest leaves out what `-m` leaves out."""
+    mark_heavy_cases(items)
 
 
 def pytest_collection_finish():

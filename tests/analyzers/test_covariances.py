@@ -241,6 +241,7 @@ def test_the_time_after_the_data_pass(cls):
     assert cls().compute_seconds(replace(large, d_model=None, widths=())) == 0
 
 
+@pytest.mark.light("LinearPredictivity")
 @pytest.mark.parametrize("cls", EACH)
 def test_a_grid_of_models_runs_each_once_and_equals_compare(cls):
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}

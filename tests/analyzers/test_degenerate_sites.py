@@ -34,6 +34,7 @@ def rest_equals(found, expected: np.ndarray, atol: float = 1e-6) -> None:
     np.testing.assert_allclose(values[1:, 1:], expected[1:, 1:], atol=atol)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("dtype", "noise", "estimator"),
     [(np.float32, 1e-7, name) for name in ("minibatch", "biased", "exact")]

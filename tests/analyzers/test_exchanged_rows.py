@@ -63,6 +63,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("two", [True, False])
 @pytest.mark.parametrize("name", PAIRS)
 def test_null_values_are_those_of_exchanged_rows(name, two):

@@ -33,6 +33,7 @@ def pairs(heads: ExitHeads) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(weight.double().numpy(), bias.double().numpy()) for weight, bias in zip(heads.weight, heads.bias, strict=True)]
 
 
+@pytest.mark.covering
 @each_lens
 @either_norm
 def test_every_layer_is_read_by_its_own_head(name, norm):

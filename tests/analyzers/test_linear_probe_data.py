@@ -160,6 +160,7 @@ def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, class
         np.testing.assert_allclose(found.accuracy, float(found.majority))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 @pytest.mark.parametrize("make", [lambda: bridge(tiny_llama()), lambda: nnsight(tiny_llama())], ids=["bridge", "nnsight"])
 def test_other_sources_give_one_answer(make, method, llama, tokens):

@@ -16,6 +16,7 @@ from .family_matrix import ERRORS, header, reason, rows
 PAGE = (ROOT / "docs/models.md").read_text()
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("key", CASES)

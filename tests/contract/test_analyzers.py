@@ -90,6 +90,7 @@ def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cut
         torch.testing.assert_close(merged[key], total, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.covering
 @each_analyzer
 @pytest.mark.parametrize("seed", range(3))
 def test_it_equals_its_oracle(name, cls, seed):
@@ -181,6 +182,7 @@ def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
     assert page.count('data-figure="') >= len(result.pictures)
 
 
+@pytest.mark.heavy("a process of its own")
 def test_kernels_run_where_this_package_is_not_installed(tmp_path):
     kernels_and_views = {}
     for name, cls in ANALYZERS:

@@ -1,0 +1,68 @@
+"""The two levels of tests: `make test` runs the light ones, `make test-all` the heavy ones too.
+
+A test is heavy by one of three markers:
+
+    @pytest.mark.heavy("a real server")  # all of its cases; of a module: pytestmark = pytest.mark.heavy(...)
+
+    @pytest.mark.light("cka", "rsa")  # all cases but those with these ids
+    @pytest.mark.parametrize("name", MEASURES)
+
+    @pytest.mark.covering  # light: every source and every analyzer once; heavy: all other pairs
+    @pytest.mark.parametrize("source", SOURCES)
+    @pytest.mark.parametrize("name", MEASURES)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+
+import pytest
+
+
+def covering_design(cases: Sequence[frozenset[Hashable]]) -> set[int]:
+    """Indices of cases that together have every value of all cases; greedy, the first of equals.
+
+    Examples:
+        >>> covering_design([frozenset(case) for case in ("ax", "ay", "bx", "by", "cx", "cy")])
+        {0, 3, 4}
+    """
+    missing = set().union(*cases)
+    chosen = set()
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(cases[index] & missing))
+        chosen.add(best)
+        missing -= cases[best]
+    return chosen
+
+
+def mark_heavy_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that the markers `light` and `covering` of their tests leave out as heavy."""
+    tests = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and (item.get_closest_marker("light") or item.get_closest_marker("covering")):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        light = _named_cases(name, cases) if cases[0].get_closest_marker("light") else covering_design([*map(_values, cases)])
+        for index, case in enumerate(cases):
+            if index not in light:
+                case.add_marker(pytest.mark.heavy("a further case"))
+
+
+def _named_cases(name: str, cases: list[pytest.Function]) -> set[int]:
+    ids = cases[0].get_closest_marker("light").args
+    light = {index for index, case in enumerate(cases) if case.callspec.id in ids}
+    # A run of chosen cases may lack those that are named.
+    if not light and len(cases) > len(ids):
+        raise pytest.UsageError(f"`light` of {name} names {ids}, which are no cases.")
+    return light
+
+
+def _values(case: pytest.Function) -> frozenset[Hashable]:
+    """Name and value of each parameter that the marker names, or of each parameter if it names none."""
+    names = case.get_closest_marker("covering").args or case.callspec.params
+    return frozenset((name, _key(case.callspec.params[name])) for name in names)
+
+
+def _key(value: object) -> Hashable:
+    return value if isinstance(value, str | int | float | None) else id(value)
