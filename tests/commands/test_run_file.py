@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.commands.models_and_data import as_settings, with_options
 
-from .helpers import SHORT, done, run
+from .helpers import NUMBERS, SHORT, done, run
 
 # Of few tokens.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(CKA is dominated|Intervals of .* rest on).*:UserWarning")
@@ -80,7 +80,7 @@ def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
     file = tmp_path / "own.yaml"
     lines = ("max-tokens: 300", "seq_len: 64", "analyzers: [effective_rank, cosine]", "option: cosine.center=none")
     file.write_text("\n".join((*lines, "at: z", "per-head: yes", "positions: 2:10", "intervals: no")))
-    done("report", "--config", file, "--out", tmp_path)
+    done("report", "--config", file, *NUMBERS, "--out", tmp_path)
     assert list(read(tmp_path)) == ["effective_rank", "cosine"]
     options = read(tmp_path)["cosine"].provenance.options
     assert (options["max_tokens"], options["seq_len"], options["center"], options["per_head"]) == (300, 64, "none", True)
@@ -128,7 +128,7 @@ def test_a_file_that_cannot_be_read_is_refused(name, tmp_path):
 
 
 def test_the_heading_is_a_command_that_runs(tmp_path):
-    options = ["--max-tokens", 512, "--seq-len", 64, "--steps", 1]
+    options = [*SHORT, "--steps", 1]
     done("train", "demo", *options, "--save-to", tmp_path / "one", "--out", tmp_path / "a")
     heading = (tmp_path / "a" / "run.yaml").read_text().splitlines()[0]
     assert heading == "# tl-layersim train --config run.yaml --save-to FOLDER repeats this run."
