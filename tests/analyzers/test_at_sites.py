@@ -28,6 +28,7 @@ def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
 
 
 # Where the tensors of each name lie is a law of tests/contract/test_sites.py.
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "place"), [*((name, "z per head") for name in MODELS), ("llama", "attn_out"), ("llama", "mlp_out")]
 )
@@ -50,6 +51,7 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
 
+@pytest.mark.light("here-biased", "NNsight-exact")
 @pytest.mark.parametrize(
     ("source", "estimator"),
     [("here", "minibatch"), ("here", "exact"), ("here", "biased"), ("NNsight", "exact"), ("remote=local", "minibatch")],
@@ -164,6 +166,7 @@ def test_two_models_of_other_depth_and_width(place):
     assert same.distance() == pytest.approx(float(by_formula))
 
 
+@pytest.mark.light("z per head")
 @pytest.mark.parametrize("place", ["attn_out", "z per head"])
 def test_half_precision_models(place):
     model, data = tiny_llama(dtype=torch.bfloat16), padded()
@@ -176,6 +179,7 @@ def test_half_precision_models(place):
     assert found["cka"].provenance.dtype == "torch.bfloat16"
 
 
+@pytest.mark.light("CCA", "LinearProbe")
 @pytest.mark.parametrize("cls", [cls for cls in find_analyzers().values() if cls.needs_sites in ("any", "equal_width")])
 def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
     report = lsim.analyze(tiny_llama(), padded(), cls(), at="ln_final")

@@ -76,6 +76,7 @@ def test_spans_without_a_common_direction_are_not_aligned():
     assert found.mean("left_alignment") < 1e-9
 
 
+@pytest.mark.heavy("a simulation")
 def test_independent_blocks_are_as_the_null():
     spectrum = np.geomspace(4, 0.5, 24)
     views = []

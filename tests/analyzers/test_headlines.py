@@ -85,6 +85,7 @@ def test_the_headline_of_an_exit_curve_that_does_not_end_in_agreement():
     assert exit_result([0.5, 0.94], (0.0, 0.5)).headline() == {"agreement at threshold 0.5": 0.94}
 
 
+@pytest.mark.light("resid_mid", "heads")
 @pytest.mark.parametrize("at", ["resid_mid", "heads", ["q", "z"]])
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 def test_headlines_speak_of_layers_only_where_sites_are_layers(at):

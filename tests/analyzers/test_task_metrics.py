@@ -122,6 +122,7 @@ def test_other_sources_give_one_answer(make):
     assert (here.confusion - there.confusion).abs().sum() <= 2
 
 
+@pytest.mark.light("1")
 @pytest.mark.parametrize("classes", [1, 3])
 def test_a_simulated_server_gives_one_answer(classes):
     labels = torch.rand(ROWS) if classes == 1 else torch.arange(ROWS) % 3
@@ -136,6 +137,7 @@ def test_a_simulated_server_gives_one_answer(classes):
         np.testing.assert_allclose(getattr(there, name), getattr(here, name), atol=1e-9, err_msg=name)
 
 
+@pytest.mark.light("7")
 @pytest.mark.parametrize("batch_size", [1, 7, ROWS])
 def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     from scipy.stats import pearsonr, spearmanr

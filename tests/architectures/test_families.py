@@ -95,6 +95,7 @@ def test_every_source_gives_the_answer_of_a_float64_oracle(key):
         assert found["cka"].provenance.tokens == sum(row.shape[1] for row in rows)
 
 
+@pytest.mark.light("t5", "clip vision projected")
 @pytest.mark.parametrize("key", [*SIMULATED, "modernbert classes", "swin classes", "clip vision projected", "bart"])
 def test_a_loop_of_ones_own_gives_this_answer_too(key):
     model, expected = model_of(key), measured(model_of(key), key, "minibatch")

@@ -40,6 +40,7 @@ def named(number: int) -> tuple[str, ...]:
     return tuple(f"stages.{number}.blocks.{block}.{name}" for block, name in zip((0, 0, 1), NAMES, strict=True))
 
 
+@pytest.mark.light("module")
 @SOURCES
 def test_a_name_or_layers_choose_a_stage(wrap):
     cosine = lsim.Cosine(center="none")

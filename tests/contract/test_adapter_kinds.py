@@ -167,6 +167,7 @@ def test_half_precision_residuals(name, dtype):
     assert result.penalty == pytest.approx(same.penalty, abs=0.05)
 
 
+@pytest.mark.light("affine-norm", "identity")
 @each_kind
 def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
     options = {"fit": "lstsq+sgd", "training": QUICK} if ADAPTER_KINDS.named(name)().has_weight else {}

@@ -199,6 +199,7 @@ def test_a_report_is_copied_and_pickled(report):
     assert list(copy.deepcopy(report)) == list(pickle.loads(pickle.dumps(report))) == list(report)
 
 
+@pytest.mark.light("report.safetensors", "prediction_grid.safetensors", "stitch.safetensors", "trajectory.safetensors")
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_of_every_kind_have_a_table(name, tmp_path):
     found = lsim.load(FILES / name)

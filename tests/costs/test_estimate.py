@@ -35,6 +35,7 @@ def config_of(model):
     return model.config.to_dict() | {"dtype": "float32", "architectures": None}
 
 
+@pytest.mark.light("residual stream", "blocks called again")
 @pytest.mark.parametrize("analyzers", SETS.values(), ids=SETS)
 def test_a_configuration_gives_the_costs_of_the_model_with_weights(analyzers):
     model = tiny_llama(layers=2)
@@ -59,6 +60,7 @@ def test_a_vocabulary_of_whole_groups_needs_no_weights():
     assert cost.flops["head"] == 3 * 2 * 32 * 32 * 2 * GROUP_SIZE
 
 
+@pytest.mark.light("7-False", "8-True")
 @pytest.mark.filterwarnings("ignore:Intervals of 'cka' rest on")
 @pytest.mark.parametrize(("pools", "intervals"), [(1, False), (7, False), (8, False), (8, True), (37, True)])
 def test_bytes_of_sums_are_the_most_that_a_run_holds(monkeypatch, pools, intervals):
@@ -204,6 +206,7 @@ def deep():
 
 
 # Bytes that a real server received and returned for 64 rows of 45 tokens on average at 32 layers, with all of their checks.
+@pytest.mark.heavy("a server with a socket")
 @pytest.mark.parametrize(
     ("analyzers", "options", "requests", "up", "down"),
     [
