@@ -1,10 +1,10 @@
 """The two levels of tests: `make test` runs the light ones, `make test-all` the heavy ones too.
 
-A test is heavy by one of three markers:
+A test that uses a fixture of `HEAVY_FIXTURES` is heavy. Three markers say it of other tests:
 
-    @pytest.mark.heavy("a real server")  # all of its cases; of a module: pytestmark = pytest.mark.heavy(...)
+    @pytest.mark.heavy("a simulation")  # all of its cases; of a module: pytestmark = pytest.mark.heavy(...)
 
-    @pytest.mark.light("cka", "rsa")  # all cases but those with these ids
+    @pytest.mark.light("cka", "rsa")  # all cases but those with these ids; without an id none, whatever the fixtures
     @pytest.mark.parametrize("name", MEASURES)
 
     @pytest.mark.covering  # light: every source and every analyzer once; heavy: all other pairs
@@ -18,6 +18,15 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
+
+# The fixture, and why the tests that use it are heavy.
+HEAVY_FIXTURES = {
+    "small": "a server with a socket",
+    "cluster": "Ray",
+    "site": "the built documentation",
+    "browser": "a browser",
+    "drawn": "executed documentation",
+}
 
 
 def covering_design(cases: Sequence[frozenset[Hashable]]) -> set[int]:
@@ -37,11 +46,14 @@ def covering_design(cases: Sequence[frozenset[Hashable]]) -> set[int]:
 
 
 def mark_heavy_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases that the markers `light` and `covering` of their tests leave out as heavy."""
+    """Mark tests with a heavy fixture, and the cases that `light` and `covering` leave out, as heavy."""
     tests = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and (item.get_closest_marker("light") or item.get_closest_marker("covering")):
+        if item.get_closest_marker("light") or item.get_closest_marker("covering"):
             tests[item.nodeid.partition("[")[0]].append(item)
+            continue
+        for fixture in HEAVY_FIXTURES.keys() & _fixtures(item):
+            item.add_marker(pytest.mark.heavy(HEAVY_FIXTURES[fixture]))
     for name, cases in tests.items():
         light = _named_cases(name, cases) if cases[0].get_closest_marker("light") else covering_design([*map(_values, cases)])
         for index, case in enumerate(cases):
@@ -49,8 +61,16 @@ def mark_heavy_cases(items: Iterable[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.heavy("a further case"))
 
 
+def _fixtures(item: pytest.Item) -> set[str]:
+    """Names of the fixtures that a test uses, without those of its parameters."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return set(getattr(item, "fixturenames", ())) - set(parameters)
+
+
 def _named_cases(name: str, cases: list[pytest.Function]) -> set[int]:
     ids = cases[0].get_closest_marker("light").args
+    if not ids:
+        return set(range(len(cases)))
     light = {index for index, case in enumerate(cases) if case.callspec.id in ids}
     # A run of chosen cases may lack those that are named.
     if not light and len(cases) > len(ids):

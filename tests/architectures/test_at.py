@@ -112,7 +112,6 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.light("[0, 5, -1]-['blocks.0.hook_resid_post', 'blocks.5.hook_resid_post', 'blocks.7.hook_resid_post']", "[-2, 'blocks.1.hook_resid_post']-['blocks.6.hook_resid_post', 'blocks.1.hook_resid_post']")
 @pytest.mark.parametrize(("at", "expected"), BLOCKS, ids=str)
 def test_blocks_by_number(at, expected):
     model = tiny_llama(8)

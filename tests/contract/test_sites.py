@@ -116,6 +116,7 @@ def test_axis_names_are_verified_by_hooks_of_the_test(name, data, tables):
         assert float(value) == pytest.approx(project(head_part(tensors[stem], site), mask), rel=1e-5, abs=1e-4), site
 
 
+@pytest.mark.covering
 @each_model
 @each_source
 def test_every_source_reads_the_same_tensors_under_the_same_names(name, source, data, tables, tmp_path):
@@ -170,6 +171,7 @@ def answers(data, tables):
     return found
 
 
+@pytest.mark.covering
 @each_model
 @pytest.mark.parametrize("key", ANALYZERS)
 def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers):
@@ -192,6 +194,7 @@ def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, table
             assert families[0] in str(error.value), "the refusal lists what the model has"
 
 
+@pytest.mark.covering
 @each_model
 @each_source
 def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, answers, tmp_path):
@@ -234,6 +237,7 @@ SOURCES_HERE = {"Hugging Face": lambda make: (make(), {})} | {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("source", SOURCES_HERE)
 @pytest.mark.parametrize("wrong", ["attn_out", "resid_mid", "mlp_out"])
 def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data, monkeypatch):

@@ -131,7 +131,17 @@ def measured(data, own=None):
     return found.provenance.data, found.values
 
 
-@pytest.mark.light("tensor through its data", "array of objects", "mapping with a mask", "list of mappings", "texts in another order", "table", "data set with a function", "DataLoader", "iterable")
+@pytest.mark.light(
+    "tensor through its data",
+    "array of objects",
+    "mapping with a mask",
+    "list of mappings",
+    "texts in another order",
+    "table",
+    "data set with a function",
+    "DataLoader",
+    "iterable",
+)
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_that_changes_in_place_is_read_again(name):
     source, change = SOURCES[name]()

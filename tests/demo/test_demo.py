@@ -6,6 +6,7 @@ import csv
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
 import tl_layersim as lsim
@@ -23,6 +24,7 @@ def test_it_is_small_and_complete(demo):
         assert (FOLDER / name).is_file()
 
 
+@pytest.mark.heavy("the whole text of the demo")
 def test_it_has_learned_the_text_that_it_ships_with(demo):
     """Text that it never saw; a model that knows word frequencies only reads it at several hundred."""
     losses, tokens = 0.0, 0

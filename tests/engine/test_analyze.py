@@ -114,6 +114,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.heavy("a process of its own")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_users_precision_setting_is_kept_and_not_used(setting, tmp_path):
     """In a process of its own: torch lets its two ways of saying it not be mixed."""

@@ -40,6 +40,7 @@ def edited(model, scale=0.5):
     return changed
 
 
+@pytest.mark.covering
 @IGNORED
 @pytest.mark.parametrize("remote", [False, "local"])
 @pytest.mark.parametrize("analyzer", ANALYZERS, ids=lambda one: type(one).__name__)

@@ -18,6 +18,7 @@ NARROW = ("llama", "gpt2", "neox", "qwen2", "gemma", "gemma2", "gemma3", "mistra
 PAIRS = [(0, 10, 10), (1, 7, 7), (2, 10, 10), (0, 2, 5), (0, 2, 10), (1, 0, 0), (0, 5, 5)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", [*NARROW, "bloom", "mamba"])
 def test_jacobians_are_the_naive_ones(name, attention):

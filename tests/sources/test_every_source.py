@@ -26,6 +26,7 @@ SOURCES = {
 MODELS = [*((source, tiny_llama) for source in SOURCES), ("TransformerBridge", tiny_gpt2), ("NNsight", tiny_gpt2)]
 
 
+@pytest.mark.covering("source")
 @pytest.mark.parametrize(("source", "make"), MODELS)
 def test_every_source_gives_one_answer(source, make, data, tmp_path):
     expected = run(make(), data)

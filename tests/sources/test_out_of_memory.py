@@ -199,6 +199,7 @@ KINDS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:Intervals of")
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -80,6 +80,7 @@ class TestNumbers:
             out = torch.as_tensor(features(new) @ coefficients + offset(new)).view(8, 10, 32)
             assert result.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), held_out), abs=1e-6)
 
+    @pytest.mark.covering
     @pytest.mark.parametrize("relative", [True, False])
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     def test_training_is_torchs_sgd_on_the_whole_stitched_model(self, kind, relative):

@@ -125,6 +125,7 @@ class TestRefusals:
             assert lsim.stitch(model, other, rows(), at=at, adapter="identity").penalty == expected.penalty
         assert expected.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
 
+    @pytest.mark.heavy("trains three times")
     def test_half_precision(self):
         front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
         with pytest.raises(lsim.LayersimError, match=r"`fit`.*float16"):

@@ -110,6 +110,7 @@ class TestInterrupts:
             kept = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
             assert torch.equal(kept.values, plain.values)
 
+    @pytest.mark.heavy("many trainings")
     def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
         from tl_layersim.stitching.stitch import StitchExperiment
 
@@ -146,6 +147,7 @@ class TestInterrupts:
         assert not calls
         assert not (tmp_path / "f").exists()
 
+    @pytest.mark.heavy("many trainings")
     def test_a_grid_goes_on_where_it_was(self, tmp_path, monkeypatch):
         from tl_layersim.sources.partial_forward import LocalSplitModel
 

@@ -26,6 +26,7 @@ def split(sources: list[int], tokens: list[list[int]] | None = None, size: int =
     return fit, evaluation
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [1, 3, 20])
 @pytest.mark.parametrize(
     ("sources", "fit", "evaluation"),

@@ -13,6 +13,7 @@ from .helpers import SHORT, bert, vit
 
 
 class TestClassifiers:
+    @pytest.mark.heavy("a long training")
     def test_bert_learns_at_every_layer(self):
         """A word says the class: every layer can learn it, and padding is in the way."""
         labels = torch.arange(60) % 3

@@ -36,6 +36,7 @@ def classified(count: int, seed: int = 0) -> list[dict]:
     return [{"input_ids": row, "label": i % 3} for i, row in enumerate(rows)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("norm", ["final", "none"])
 @pytest.mark.parametrize(
     ("make", "data", "eval_data", "labels"),

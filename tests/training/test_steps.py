@@ -54,6 +54,7 @@ def counted(monkeypatch, stop=None):
 
 
 class TestResume:
+    @pytest.mark.heavy("a killed process")
     def test_a_killed_process(self, tmp_path, monkeypatch):
         path, whole, model = tmp_path / "run.safetensors", dropping(tiny_gpt2()), dropping(tiny_gpt2())
         expected = lsim.finetune_aligned(whole, ROWS, LONG)
@@ -93,6 +94,7 @@ class TestResume:
             assert what != "multi-head" or again.heads.digest == expected.heads.digest
         assert torch.equal(weights_of(model), weights_of(whole))
 
+    @pytest.mark.covering
     @pytest.mark.filterwarnings("ignore:On held-out data the aligned loss rose")
     @pytest.mark.parametrize("count", [0, 1, 3])
     @pytest.mark.parametrize("killed", [False, True])
@@ -188,6 +190,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.heavy("several processes")
 def test_two_processes_are_one_with_twice_the_batch(tmp_path):
     out = tmp_path / "ranks.pt"
     run_in_group(RANKS, 2, str(out), ACCELERATE_USE_CPU="true")

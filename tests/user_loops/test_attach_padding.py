@@ -50,6 +50,7 @@ def test_a_mask_of_the_wrong_shape_or_without_positions_is_refused(mask, message
         probe.results()
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
 @pytest.mark.parametrize("kind", ["TransformerBridge", "HookedTransformer"])
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -76,6 +76,7 @@ def test_a_trace_with_an_intervention_equals_a_hooked_model(remote, scale):
     assert float((probe.results()["cosine"].values - plain).abs().max()) > 0.01
 
 
+@pytest.mark.covering
 @REMOTE
 @pytest.mark.parametrize(
     ("options", "data"),

@@ -41,6 +41,7 @@ def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [9, 4])
 def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, batch_size):
@@ -214,6 +215,7 @@ def test_a_zero_projection_has_no_cosine():
         tower_similarity(model, pairs())
 
 
+@pytest.mark.heavy("draws every figure")
 def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
     model, data = copy.deepcopy(clip_of()).train(), pairs()
     before = {name: value.clone() for name, value in model.state_dict().items()}
