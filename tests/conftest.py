@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
+import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +28,20 @@ if os.environ.get("CI"):
 
 # A program of its own, which hides this package from itself.
 collect_ignore = ["remote/small_ndif.py"]
+
+
+def pytest_make_parametrize_id(val):
+    """Name a case by its value, where pytest would number it, such as `torch.float16` and not `dtype1`."""
+    if isinstance(val, types.LambdaType) and val.__name__ == "<lambda>":
+        # What it calls, such as `lsim.analyze tiny_llama`.
+        return " ".join(val.__code__.co_names)[:60] or None
+    if isinstance(val, tuple | list | dict | torch.dtype | torch.Size) or (
+        dataclasses.is_dataclass(val) and not isinstance(val, type)
+    ):
+        text = " ".join(repr(val).split())
+        # Addresses and large values say nothing.
+        return text[:60] if "0x" not in text and "tensor(" not in text else None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
