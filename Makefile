@@ -8,7 +8,8 @@ TL4 := transformer-lens==4.3.0
 TL3 := transformer-lens==3.9.0
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests run in one process a core; more threads in each would only wait for each other.
-PYTEST := -m pytest -n auto
+# Each process begins with a part of the tests in their order, so that those of a file share their fixtures.
+PYTEST := -m pytest -n auto --dist worksteal
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 

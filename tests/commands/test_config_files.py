@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import warnings
@@ -62,6 +63,8 @@ def refused(folder, *arguments):
 def without_measuring(monkeypatch):
     """A model that is opened before the file is refused is an error."""
 
+    # A command reads its options from the parameters of `open_model` once, at its first use.
+    @functools.wraps(lsim.open_model)
     def opened(*_, **__):
         raise AssertionError("the model was opened")
 
