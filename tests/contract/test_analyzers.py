@@ -60,7 +60,7 @@ def test_order_and_grouping_of_batches_do_not_matter(name, cls):
 
 @pytest.mark.heavy("many orders")
 @each_analyzer
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), order=st.permutations(range(5)), cuts=st.integers(1, 4))
 def test_no_order_and_no_grouping_of_batches_matters(name, cls, seed, order, cuts):
     check_order_and_grouping(cls, seed, order, cuts)
