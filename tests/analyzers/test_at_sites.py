@@ -28,7 +28,7 @@ def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
 
 
 # Where the tensors of each name lie is a law of tests/contract/test_sites.py.
-@pytest.mark.covering
+@pytest.mark.light("gpt2-z per head", "llama-attn_out")
 @pytest.mark.parametrize(
     ("name", "place"), [*((name, "z per head") for name in MODELS), ("llama", "attn_out"), ("llama", "mlp_out")]
 )
@@ -51,7 +51,7 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
 
-@pytest.mark.light("here-biased", "NNsight-exact")
+@pytest.mark.light("here-biased")
 @pytest.mark.parametrize(
     ("source", "estimator"),
     [("here", "minibatch"), ("here", "exact"), ("here", "biased"), ("NNsight", "exact"), ("remote=local", "minibatch")],
@@ -144,6 +144,7 @@ def test_a_ratio_of_norms_is_one_of_blocks_alone():
     assert apart.norm_ratio.isnan().all()
 
 
+@pytest.mark.light("{'at': 'attn_out'}")
 @pytest.mark.parametrize("place", [{"at": "attn_out"}, HEADS], ids=str)
 def test_two_models_of_other_depth_and_width(place):
     import transformers
@@ -179,7 +180,7 @@ def test_half_precision_models(place):
     assert found["cka"].provenance.dtype == "torch.bfloat16"
 
 
-@pytest.mark.light("CCA", "LinearProbe")
+@pytest.mark.light("CCA")
 @pytest.mark.parametrize("cls", [cls for cls in find_analyzers().values() if cls.needs_sites in ("any", "equal_width")])
 def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
     report = lsim.analyze(tiny_llama(), padded(), cls(), at="ln_final")

@@ -149,8 +149,8 @@ POOLED = {
 }
 
 
+@pytest.mark.light("CKA")
 @pytest.mark.filterwarnings("ignore:Intervals of")
-@pytest.mark.light("CKA", "LinearPredictivity")
 @pytest.mark.parametrize("analyzer", POOLED.values(), ids=POOLED)
 def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
     model = tiny_llama()

@@ -55,6 +55,7 @@ class TestUntrained:
 
 
 class TestBaseline:
+    @pytest.mark.heavy("many untrained twins with intervals")
     @pytest.mark.filterwarnings("ignore:Intervals of")
     def test_twins_are_measured_on_the_same_data(self, model):
         rows = random_tokens(20, 20)

@@ -40,6 +40,7 @@ def test_what_reads_the_decoder_needs_its_tokens(make):
             call(make())
 
 
+@pytest.mark.light("BART")
 @each_model
 def test_the_decoder_is_trained_stitched_and_truncated(make):
     model, data = make().double().eval(), rows()

@@ -94,7 +94,7 @@ def wrapped(model):
     return pytest.importorskip("nnsight").NNsight(model)
 
 
-@pytest.mark.covering
+@pytest.mark.light("T5-decoder.cross_attn_out")
 @each_site
 def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(key, at):
     model, given, heads = MODELS[key](), rows(), 4 * at.endswith("z")
