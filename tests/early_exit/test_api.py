@@ -89,7 +89,7 @@ class TestSampling:
         inside = order[: int((p[order].cumsum(0) < 0.7).sum()) + 1]
         wanted = torch.zeros(VOCABULARY, dtype=torch.float64)
         wanted[inside] = p[inside] / p[inside].sum()
-        count = 3000
+        count = 400
         found = early.generate(
             row.expand(count, -1), max_new_tokens=1, do_sample=True, temperature=2.0, top_p=0.7, seed=0, eos_token_id=()
         )

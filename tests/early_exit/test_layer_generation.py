@@ -73,6 +73,7 @@ def one_at_a_time(heads):
     return [([row.tolist() for row in one.tokens], one.texts) for one in found]
 
 
+@pytest.mark.light("4-[4, 6]-True")
 @pytest.mark.parametrize(("layers", "runs", "heads"), [(1, [1, 2, 3, 4, 5, 6], False), (4, [4, 6], True), (100, [6], False)])
 def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     model = ending(deep(), ENDS)
@@ -91,6 +92,7 @@ def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     assert len({tuple(rows[0][0].tolist()) for rows in found}) > 3
 
 
+@pytest.mark.light("final")
 @pytest.mark.parametrize("heads", [None, "final", "none"])
 def test_greedy_the_naive_way(monkeypatch, heads):
     model = ending(deep(), [EOS := 11])

@@ -14,6 +14,7 @@ from .helpers import RULES, deep, naive_generate, ragged
 
 
 class TestAgainstTheNaiveWay:
+    @pytest.mark.light("max-prob", "patience")
     @pytest.mark.parametrize("rule", RULES)
     def test_tokens_and_exits(self, rule):
         model = deep()

@@ -56,6 +56,7 @@ def test_an_exit_curve_has_the_exits_of_float64_at_every_threshold(sharp):
         assert np.abs(found.numpy() - expected).max() <= 1, threshold
 
 
+@pytest.mark.heavy("ten times 4000 tokens")
 def test_early_exit_has_the_exits_of_float64_and_of_the_curve(sharp):
     tokens = random_tokens(100, 40)
     p = probabilities(lens_logits(sharp, tokens))

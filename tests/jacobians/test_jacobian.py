@@ -76,6 +76,7 @@ def test_hooked_transformers_run_whole_rows():
     torch.testing.assert_close(found.values[0, 1].float(), whole[:, 8] - torch.eye(24), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.heavy("a simulated server")
 def test_every_source_gives_the_same():
     tokens, analyzer = random_tokens(4, 12), lsim.BlockCoupling(k=(6, 2))
     expected = lsim.analyze(tiny_llama(), tokens, analyzer)["block_coupling"]

@@ -16,7 +16,7 @@ from .helpers import MEMORY, calls_of, naive
 
 
 def test_little_memory_changes_nothing():
-    tokens = random_tokens(5, 12)
+    tokens = random_tokens(2, 9)
     # All 32 directions at once, seven times five of them, and one after the other.
     much, some, little = (
         lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=6, memory_mb=mb))["block_coupling"] for mb in (1000, 0.2, 1e-4)

@@ -77,6 +77,7 @@ def test_one_row_and_the_grouping_of_rows(name):
         assert_lens(report, logits, LABELS)
 
 
+@pytest.mark.light("beit")
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit"])
 def test_nnsight_reads_the_same_heads(name):
     case, logits = CASES[name], own_logits(CASES[name])

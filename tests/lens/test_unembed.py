@@ -55,6 +55,7 @@ def test_the_last_layer_says_what_the_model_says(family):
     assert (found.kl_to_final[:-1] > 0).all()
 
 
+@pytest.mark.light("OPT")
 @pytest.mark.filterwarnings("ignore:The targets of .* are next tokens")
 @pytest.mark.parametrize("family", ["Gemma2 with soft-cap", "OPT", "Bert"])
 def test_nnsight_reads_the_same_heads(family):
