@@ -82,6 +82,7 @@ def test_stitch(tmp_path):
     assert "`training`" in refused("stitch", "demo", "demo", *options, "--out", tmp_path / "no")
 
 
+@pytest.mark.heavy("four trainings")
 def test_the_settings_of_the_papers(tmp_path):
     few = ["--steps", 3, *SHORT]
     done("train", "demo", "--paper", *few, "--save-to", tmp_path / "model", "--out", tmp_path / "train")
@@ -176,9 +177,13 @@ def test_estimate():
     assert [line.split(None, 1) for line in shown.stdout.splitlines()[2:]] == [
         [name.strip(), text] for name, text in cost.rows()
     ]
-    assert "measured on one batch" in done("estimate", "--time", "--seq-len", 32, "--batch-size", 2).stdout
     assert refused("estimate", "--dtype", "bfloat16").startswith("`--dtype` is bfloat16")
     assert " is ./nothing" in refused("estimate", "./nothing")
+
+
+@pytest.mark.heavy("a measured time")
+def test_the_time_of_a_batch_is_measured():
+    assert "measured on one batch" in done("estimate", "--time", "--seq-len", 32, "--batch-size", 2).stdout
 
 
 def test_what_has_no_effect_beside_a_shard_is_refused(tmp_path, monkeypatch):

@@ -189,6 +189,7 @@ def test_sites_are_chosen(tmp_path):
     assert page.count("25 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.7.hook_resid_post, ") == 1
 
 
+@pytest.mark.heavy("a further page")
 def test_heads_are_sites_of_their_own(tmp_path):
     options = ["--at", "z", "--per-head", "--analyzers", "cosine", "--option", "cosine.center=none"]
     done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)

@@ -24,12 +24,21 @@ def report():
     return lsim.analyze(tiny_llama(), random_tokens(), [lsim.Cosine(), lsim.CKA(minibatch=16)])
 
 
-def test_a_report_is_a_mapping_with_a_page(report, tmp_path):
+@pytest.fixture(scope="module")
+def path(report, tmp_path_factory):
+    return report.to_html(tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def page(path):
+    return path.read_text()
+
+
+def test_a_report_is_a_mapping_with_a_page(report, page):
     assert list(report) == ["cosine", "cka"]
     assert "COS(embedding, last)" in repr(report)
     with pytest.raises(KeyError, match="it has cosine, cka"):
         report["lens"]
-    page = report.to_html(tmp_path / "report.html").read_text()
     assert report["cka"].provenance.data in page
     assert page.count("4 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.2.hook_resid_post") == 2
     # One file and no network: nothing is loaded from anywhere.
@@ -59,9 +68,7 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     assert "Headline numbers" not in alone
 
 
-def test_a_page_has_its_figures_and_plotly(report, tmp_path):
-    path = report.to_html(tmp_path / "r.html")
-    page = path.read_text()
+def test_a_page_has_its_figures_and_plotly(report, path, page):
     assert path.stat().st_size < 6e6
     figures = html_pages.figures(page)
     # The figure of the first finding is in the summary and in its section.
@@ -71,29 +78,27 @@ def test_a_page_has_its_figures_and_plotly(report, tmp_path):
     assert get_plotlyjs() in page
 
 
-def test_links_of_a_page_lead_to_its_sections(report, tmp_path):
-    page = report.to_html(tmp_path / "r.html").read_text()
+def test_links_of_a_page_lead_to_its_sections(page):
     targets = set(re.findall(r'id="([^"]+)"', page))
     links = re.findall(r'href="#([^"]+)"', page)
     assert {"summary", "numbers", "cosine", "cka"} <= set(links) <= targets
     assert "<title>Layers of " in page
 
 
-def test_the_record_of_a_run_is_folded(report, tmp_path):
-    page = report.to_html(tmp_path / "r.html").read_text()
+def test_the_record_of_a_run_is_folded(report, page):
     folded = page.split('<details class="provenance">')[2].split("</details>")[0]
     run = report["cka"].provenance
     for name, value in ("minibatch", "16"), ("torch", run.versions["torch"]), ("Data (SHA-256)", run.data):
         assert re.search(rf'<th scope="row">{re.escape(name)}</th><td><code>{re.escape(value)}</code></td>', folded), name
 
 
-def test_the_table_of_a_figure_has_a_line_for_each_block(report, tmp_path):
-    page = report.to_html(tmp_path / "r.html").read_text()
+def test_the_table_of_a_figure_has_a_line_for_each_block(report, page):
     ratio = report["cosine"].norm_ratio
     for block, value in enumerate(ratio.tolist()):
         assert f'<td>block {block}</td><td class="number">{value:.4g}</td>' in page
 
 
+@pytest.mark.heavy("a further page")
 def test_two_models_stand_side_by_side(tmp_path):
     report = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9))
     page = report.to_html(tmp_path / "r.html").read_text()
@@ -123,6 +128,7 @@ def test_hostile_names_stay_text(tmp_path):
     assert own.count("</script>") == 3
 
 
+@pytest.mark.heavy("a browser")
 @html_pages.needs_chromium
 def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     found = html_pages.drawn(report.to_html(tmp_path / "r.html"), tmp_path / "profile")

@@ -79,6 +79,7 @@ def test_a_block_is_loaded_once_for_all_products_with_its_jacobian(folder, monke
     assert len(loads) <= 2 * (3 * 7 + 1) + 7
 
 
+@pytest.mark.heavy("every function on two models")
 def test_attach_compare_stitch_and_figures(folder):
     model, plain = offloaded(folder, ALL), tiny_llama()
     found = []
