@@ -149,7 +149,7 @@ POOLED = {
 }
 
 
-@pytest.mark.light("CKA")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:Intervals of")
 @pytest.mark.parametrize("analyzer", POOLED.values(), ids=POOLED)
 def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
@@ -251,6 +251,7 @@ def test_what_crosses_between_models_is_as_large_as_was_said():
         assert exchange.size(16, 20.0, 4) == pytest.approx(sent, rel=0.02)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compare_and_compare_grid_exchange_the_same_rows():
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     rows, analyzer = random_tokens(8, 16), lsim.CKA(permutations=40)

@@ -211,6 +211,7 @@ def test_a_control_task_by_token_needs_tokens(llama, tokens, classes):
         lsim.linear_probe(llama, lsim.Data(tokens, positions="mean"), lsim.LinearProbe(labels=classes, control="token"))
 
 
+@pytest.mark.light("ridge")
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 def test_few_samples_and_rows_are_warned_of(method, llama):
     def warned(rows: int) -> list[bool]:

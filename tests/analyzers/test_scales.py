@@ -60,8 +60,8 @@ def measured(name: str, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return result.values
 
 
+@pytest.mark.light("far-cka-float32", "far-cosine-float32", "near-predictivity-bfloat16", "near-rank-float32")
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
-@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MEASURES)
 @pytest.mark.parametrize("powers", [(-100, 100), (-63, -33, 33, 63)], ids=["far", "near"])

@@ -34,6 +34,7 @@ def head_outputs(model, inputs) -> np.ndarray:
     return torch.stack(tables, dim=1).numpy()
 
 
+@pytest.mark.light("2")
 @pytest.mark.parametrize("classes", [2, 3])
 def test_it_is_scikit_learn_on_stored_predictions(classes):
     from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef
@@ -114,6 +115,7 @@ def test_images_and_classes_of_tokens():
     assert found["task_metrics"].confusion.shape == (3, 3, 3)
 
 
+@pytest.mark.light("nnsight")
 @pytest.mark.parametrize("make", [lambda m: nnsight(m), lambda m: bridge(m)], ids=["nnsight", "bridge"])
 def test_other_sources_give_one_answer(make):
     tokens = random_tokens(6, 9)
@@ -122,7 +124,7 @@ def test_other_sources_give_one_answer(make):
     assert (here.confusion - there.confusion).abs().sum() <= 2
 
 
-@pytest.mark.light("1")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("classes", [1, 3])
 def test_a_simulated_server_gives_one_answer(classes):
     labels = torch.rand(ROWS) if classes == 1 else torch.arange(ROWS) % 3

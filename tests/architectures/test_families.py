@@ -77,7 +77,7 @@ def measured(model, key: str, estimator: str = "exact", **options):
     )
 
 
-@pytest.mark.light("bert classes", "modernbert classes", "bart")
+@pytest.mark.light("bert classes")
 @pytest.mark.parametrize("key", BLOCKS)
 def test_every_source_gives_the_answer_of_a_float64_oracle(key):
     rows = oracle_states(key)
@@ -109,6 +109,7 @@ def test_a_loop_of_ones_own_gives_this_answer_too(key):
         assert found[name].layers == expected[name].layers
 
 
+@pytest.mark.light("vit classes")
 @pytest.mark.parametrize("key", BRIDGED)
 def test_a_bridge_gives_this_answer_too(key):
     expected = measured(model_of(key), key)

@@ -82,7 +82,7 @@ def test_stitch(tmp_path):
     assert "`training`" in refused("stitch", "demo", "demo", *options, "--out", tmp_path / "no")
 
 
-@pytest.mark.heavy("four trainings")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_settings_of_the_papers(tmp_path):
     few = ["--steps", 3, *SHORT]
     done("train", "demo", "--paper", *few, "--save-to", tmp_path / "model", "--out", tmp_path / "train")
@@ -100,6 +100,7 @@ def test_the_settings_of_the_papers(tmp_path):
     assert read(tmp_path / "stitch again")["stitch"].penalty == found.penalty
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_train(tmp_path):
     options = ["--steps", 2, "--lr", 1e-3, "--max-tokens", 1024, "--seq-len", 64, "--batch-size", 2, *NUMBERS]
     done("train", "demo", *options, "--save-to", tmp_path / "deep" / "model", "--out", tmp_path)
@@ -230,6 +231,7 @@ class Mine(lsim.Cosine):
 """
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_an_analyzer_of_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)

@@ -44,6 +44,7 @@ def test_with_no_argument_it_runs_on_the_demo(page):
     assert report["cka"].provenance.tokens == 2048
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_merged_shards_are_the_report_of_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--max-tokens", 1200, "--seq-len", 32, "--option", "cka.minibatch=64", "--option", "cosine.center=none"]
@@ -73,6 +74,7 @@ def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
     assert "`--save-to` is 'part'" in str(run("report", "--save-to", "part").exception)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("text", "count"), [("2:5", 24)])
 def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     done = run("report", "--seq-len", 16, "--positions", text, "--out", tmp_path, "--max-tokens", count)
@@ -84,6 +86,7 @@ def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     assert f"<code>{text}</code></td>" in page
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_intervals_reach_the_result_and_the_page(tmp_path):
     reading = ["--seq-len", 16, "--batch-size", 2, "--max-tokens", 512]
     done = run("report", "--intervals", "--analyzers", "cosine", *reading, "--out", tmp_path)
@@ -131,6 +134,7 @@ def test_a_folder_of_weights_and_a_text_file(tmp_path):
     assert result.values.shape == (4, 4)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_prompts_are_not_packed(tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("Once upon a time there was a dog.\n\nThe sun was red and the sky was blue.\n")
@@ -162,6 +166,7 @@ def test_a_table(kind, tmp_path):
         assert "in 6 rows (one text a row)" in done.output
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_saved_data_set(tmp_path):
     import datasets
 
@@ -189,7 +194,7 @@ def test_sites_are_chosen(tmp_path):
     assert page.count("25 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.7.hook_resid_post, ") == 1
 
 
-@pytest.mark.heavy("a further page")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_heads_are_sites_of_their_own(tmp_path):
     options = ["--at", "z", "--per-head", "--analyzers", "cosine", "--option", "cosine.center=none"]
     done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)

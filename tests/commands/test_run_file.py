@@ -31,6 +31,7 @@ def read(folder):
     return lsim.load(folder / "report.safetensors")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_run_is_repeated_bit_for_bit(tmp_path):
     options = [
         "--analyzers",
@@ -61,6 +62,7 @@ def test_a_run_is_repeated_bit_for_bit(tmp_path):
     assert first == second
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:The run in .* used different data")
 def test_the_command_line_comes_first(tmp_path):
     done("report", *SHORT, "--option", "cka.minibatch=64", "--option", "cka.seed=3", "--out", tmp_path / "a")
@@ -75,6 +77,7 @@ def test_the_command_line_comes_first(tmp_path):
     assert (found["cka"].provenance.options["seed"], found["cka"].provenance.options["minibatch"]) == (5, 64)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
     """Values are text: YAML would read 2:10 as a number in base 60, and no as False."""
     file = tmp_path / "own.yaml"
@@ -138,6 +141,7 @@ def test_the_heading_is_a_command_that_runs(tmp_path):
     assert same(read(tmp_path / "a"), read(tmp_path / "b"))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_other_data_behind_the_same_name_is_reported(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(lsim.demo_text()[:20]))

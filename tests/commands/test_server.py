@@ -47,6 +47,7 @@ def test_a_wrong_key_is_refused_with_the_place_of_the_key(small, tmp_path, monke
     assert "NDIF_API_KEY" in str(refused.exception)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_what_a_server_has_no_use_for_is_refused(tmp_path):
     for options, name in (
         (["--remote"], "`--model`"),

@@ -149,7 +149,7 @@ def test_order_and_grouping_of_tokens_do_not_change_the_moments(name, order, cut
         torch.testing.assert_close(merged[key], value, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.light("torch.float16-affine-norm", "torch.bfloat16-identity")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_residuals(name, dtype):
@@ -167,7 +167,7 @@ def test_half_precision_residuals(name, dtype):
     assert result.penalty == pytest.approx(same.penalty, abs=0.05)
 
 
-@pytest.mark.light("affine-norm")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_kind
 def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
     options = {"fit": "lstsq+sgd", "training": QUICK} if ADAPTER_KINDS.named(name)().has_weight else {}

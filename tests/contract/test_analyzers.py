@@ -117,6 +117,18 @@ def test_it_equals_its_oracle(name, cls, seed):
     assert checked == set(result.tensor_fields()), "the oracle gives every field"
 
 
+@pytest.mark.light(
+    "block_coupling",
+    "cka",
+    "cosine",
+    "exit_curve",
+    "linear_predictivity",
+    "logit_lens",
+    "neural_collapse",
+    "rsa",
+    "skip_effect",
+    "trajectory",
+)
 @each_analyzer
 def test_float32_activations_give_the_oracle_to_float32(name, cls):
     data = batches(3)
@@ -159,7 +171,7 @@ def test_a_result_survives_save_and_load_exactly(name, cls, tmp_path):
     assert worst(again[name], result) == 0
 
 
-@pytest.mark.light("cka", "exit_curve", "logit_lens", "neural_collapse", "skip_effect", "trajectory")
+@pytest.mark.light("cka", "exit_curve", "neural_collapse")
 @each_analyzer
 def test_every_picture_is_drawn_and_explained(name, cls):
     result = from_views(cls(), [view_for(cls, x) for x in batches(1)])
@@ -171,7 +183,7 @@ def test_every_picture_is_drawn_and_explained(name, cls):
         assert any(year in picture.caption for year in ("19", "20"))
 
 
-@pytest.mark.light("cosine", "block_coupling", "linear_probe")
+@pytest.mark.light("block_coupling")
 @each_analyzer
 def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
     result = from_views(cls(), [view_for(cls, x) for x in batches(1)])
@@ -239,7 +251,7 @@ def test_not_a_number_is_named_with_its_layer(name, cls):
         measured(model, random_tokens(), cls())
 
 
-@pytest.mark.light("cosine", "cka", "logit_lens", "trajectory")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:Intervals of")
 @each_analyzer
 def test_every_field_has_an_interval(name, cls):

@@ -149,7 +149,7 @@ def test_sites_that_no_run_has_together_are_in_the_order_of_their_blocks():
         )
 
 
-@pytest.mark.light("cosine", "linear_probe", "logit_lens", "task_metrics", "trajectory")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
 def test_a_table_survives_csv_and_json_and_headlines_have_plain_names(name, cls, tmp_path):
     result = from_views(cls(), [view_for(cls, residuals(seed, tokens=size)) for seed, size in enumerate((12, 30, 7))])

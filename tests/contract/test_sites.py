@@ -117,7 +117,7 @@ def test_axis_names_are_verified_by_hooks_of_the_test(name, data, tables):
         assert float(value) == pytest.approx(project(head_part(tensors[stem], site), mask), rel=1e-5, abs=1e-4), site
 
 
-@pytest.mark.covering
+@pytest.mark.light("NNsight-llama", "TransformersModel-neox", "NNsight(TransformerBridge)-llama")
 @each_model
 @each_source
 def test_every_source_reads_the_same_tensors_under_the_same_names(name, source, data, tables, tmp_path):
@@ -175,7 +175,7 @@ def answers(data, tables):
     return of_model
 
 
-@pytest.mark.covering("key")
+@pytest.mark.light("block_coupling-llama", "cka-llama", "logit_lens-llama")
 @each_model
 @pytest.mark.parametrize("key", ANALYZERS)
 def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers):
@@ -215,6 +215,7 @@ def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, ans
             np.testing.assert_allclose(result.values, expected[key].values, rtol=1e-4, atol=1e-4, err_msg=f"{key} at {one}")
 
 
+@pytest.mark.light("NNsight", "NNsight remote=local", "TransformerBridge", "NNsight(TransformerBridge)")
 @each_source
 def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
     name = "gpt2" if source == "HookedTransformer" else "neox"
@@ -241,7 +242,7 @@ SOURCES_HERE = {"Hugging Face": lambda make: (make(), {})} | {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.light("attn_out-Hugging Face", "mlp_out-NNsight remote=local")
 @pytest.mark.parametrize("source", SOURCES_HERE)
 @pytest.mark.parametrize("wrong", ["attn_out", "resid_mid", "mlp_out"])
 def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data, monkeypatch):

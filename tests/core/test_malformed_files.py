@@ -171,7 +171,7 @@ def leaves(node: Any) -> list[tuple[Any, Any]]:
     return [(node, key) for key in keys] + [place for key in keys for place in leaves(node[key])]
 
 
-@pytest.mark.light("mutual_knn")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", RESULT_NAMES)
 def test_an_entry_of_another_type_is_refused_or_every_use_works(name, tmp_path):

@@ -121,6 +121,14 @@ def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(ke
         assert found["hooked"]["cosine"].layers[0] == first
 
 
+@pytest.mark.light(
+    "T5-encoder.resid_post",
+    "T5-decoder.attn_out",
+    "T5-encoder.z",
+    "BART-encoder.resid_post",
+    "BART-decoder.attn_out",
+    "BART-encoder.z",
+)
 @each_site
 def test_the_last_position_is_that_of_the_stack_that_is_read(key, at):
     if at.endswith("z"):

@@ -34,6 +34,7 @@ def page(path):
     return path.read_text()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_report_is_a_mapping_with_a_page(report, page):
     assert list(report) == ["cosine", "cka"]
     assert "COS(embedding, last)" in repr(report)
@@ -53,6 +54,7 @@ def test_model_names_do_not_run_as_code(tmp_path):
     assert "&lt;script&gt;x" in page
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_page_names_the_sites_of_both_models(tmp_path):
     a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
     found = lsim.compare(a, b, random_tokens(), [lsim.CKA(minibatch=16)], at="mlp_out")
@@ -98,7 +100,7 @@ def test_the_table_of_a_figure_has_a_line_for_each_block(report, page):
         assert f'<td>block {block}</td><td class="number">{value:.4g}</td>' in page
 
 
-@pytest.mark.heavy("a further page")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_two_models_stand_side_by_side(tmp_path):
     report = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9))
     page = report.to_html(tmp_path / "r.html").read_text()
@@ -128,7 +130,7 @@ def test_hostile_names_stay_text(tmp_path):
     assert own.count("</script>") == 3
 
 
-@pytest.mark.heavy("a browser")
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @html_pages.needs_chromium
 def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     found = html_pages.drawn(report.to_html(tmp_path / "r.html"), tmp_path / "profile")
@@ -137,6 +139,7 @@ def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     assert found.count('<button type="button">') == len(re.findall('<th scope="col">', found))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_results_named_as_parts_of_the_page_leave_it_whole(report, tmp_path):
     """The script finds the packed figures by the name of their element."""
     named = lsim.Report(dict.fromkeys(("figures", "summary", "numbers", "a b"), report["cka"]))
@@ -148,6 +151,7 @@ def test_results_named_as_parts_of_the_page_leave_it_whole(report, tmp_path):
     assert len(html_pages.figures(page)) == 4 * len(report["cka"].pictures)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):
     with pytest.warns(lsim.LayersimWarning, match="'cosine', 'logit_lens'"):
         report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(3), batch_size=1), ["cosine", "logit_lens"], intervals=True)
@@ -162,6 +166,7 @@ def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):
     assert 'class="warning"' not in quiet.to_html(tmp_path / "quiet.html").read_text()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_lens_is_measured_where_it_has_numbers(tmp_path):
     page = lsim.analyze(tiny_llama(), random_tokens(), ["logit_lens"]).to_html(tmp_path / "r.html").read_text()
     assert "Measured at 3 sites: blocks.0.hook_resid_post to blocks.2.hook_resid_post." in page

@@ -21,7 +21,7 @@ class TestEveryKind:
             tiny_gpt2(0), tiny_gpt2(1), lsim.Data(rows(), batch_size=4), at=(1, 0), adapter="affine", fit="lstsq"
         )
 
-    @pytest.mark.covering
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     @pytest.mark.parametrize("side", ["front", "back"])
     def test_one_answer(self, kind, side, expected):
@@ -32,6 +32,7 @@ class TestEveryKind:
         assert result.back_loss == pytest.approx(expected.back_loss, abs=2e-6)
         torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_training_through_it(self, kind):
         plain, other = (
@@ -42,6 +43,7 @@ class TestEveryKind:
         )
         np.testing.assert_allclose(other.curve, plain.curve, atol=2e-5)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_the_stitched_model_of_it(self, kind):
         tokens = rows(4, 8)

@@ -31,6 +31,7 @@ def observe(*_):
 WAYS = {"deepcopy": copy.deepcopy, "torch.save": saved, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
 
 
+@pytest.mark.light("deepcopy", "pickle")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe(way):
     model, tokens = tiny_llama(), random_tokens(4, 9)

@@ -16,6 +16,7 @@ from ..wrapped_models import bridge
 from .test_attach_transformer_lens import transformer_lens_models
 
 
+@pytest.mark.light("Hugging Face", "TransformerBridge, GPT-2")
 @each_model
 def test_a_mask_leaves_padding_out(make):
     model = make()
