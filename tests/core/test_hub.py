@@ -190,6 +190,7 @@ def test_an_empty_report_is_not_uploaded(hub):
     assert not hub.seen
 
 
+@pytest.mark.heavy("a process of its own")
 def test_another_process_reads_by_its_environment(hub, report, tmp_path):
     report.push_to_hub("me/layers", token=TOKEN)
     # And a file whose class of results no module has registered yet.

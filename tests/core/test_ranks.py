@@ -8,6 +8,8 @@ import pytest
 
 from ..processes import run_in_group
 
+pytestmark = pytest.mark.heavy("several processes")
+
 SCRIPT = """
 import json, sys, warnings
 import torch

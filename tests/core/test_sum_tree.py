@@ -106,6 +106,7 @@ def bits(blocks: tuple[DataBlock, ...]) -> list[tuple[int, int, float]]:
     return [(block.texts, block.tokens, float(block.sums["a"]["x"])) for block in blocks]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @settings(deadline=None)
 @given(st.integers(1, 150), st.lists(st.integers(0, 150), max_size=20), st.booleans(), st.integers(0, 99))
 def test_trees_over_any_ranges_join_to_the_tree_of_one_run(count, cuts, blocks, seed):
@@ -139,6 +140,7 @@ def test_the_total_with_blocks_is_the_total_without():
     assert bits((with_blocks.total(),)) == bits((without.total(),))
 
 
+@pytest.mark.light("False")
 @pytest.mark.parametrize("intervals", [False, True])
 def test_the_most_nodes_are_those_of_a_tree_that_grows(intervals):
     block, tree, most = DataBlock(1, 1, {}), SumTree(1 if intervals else None), 0

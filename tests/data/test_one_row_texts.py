@@ -120,6 +120,7 @@ def test_what_cannot_be_cut_is_refused():
     assert len(read([chat], model(chats, "last"))[0]) == 1
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 def test_every_function_reads_the_rows_that_the_user_would_cut():
     known, options = classifier(), {"seq_len": 8, "batch_size": 2}

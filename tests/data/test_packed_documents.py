@@ -41,6 +41,7 @@ MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2} | {
 }
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_document_is_measured_alone(name, size):

@@ -52,6 +52,7 @@ def naive_test(d: torch.Tensor, labels: tuple[str, ...]) -> tuple[float, int]:
     return statistics.fmean(value >= given - 1e-9 for value in of_division.values()), len(of_division)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("labels", ["aabb", "aaabbb", "aaab", "aabbc", "aabbcc", "abcdd", "abbbb"])
 @pytest.mark.parametrize("directed", [False, True])
 def test_the_exact_test_is_its_definition(labels, directed):

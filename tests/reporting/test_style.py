@@ -96,6 +96,7 @@ def test_the_legend_stands_below_the_axes():
     assert legend.y < 0.05
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_rows_of_a_legend_take_no_room_from_the_axes():
     heights = []
     for count, title in ((2, ""), (2, "Model"), (8, "")):
@@ -115,6 +116,7 @@ def test_a_long_title_is_broken_and_gets_room():
     assert figure(marked).layout.title.text == marked
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_subtitle_names_models_and_tokens_and_gets_room():
     one = with_provenance(figure(), provenance(model="EleutherAI/pythia-14m", tokens=12345, sequences=10))
     assert one.layout.margin.t > figure().layout.margin.t

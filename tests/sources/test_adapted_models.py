@@ -35,6 +35,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_peft_model_is_measured_like_its_merged_copy(name):
@@ -49,6 +50,7 @@ def test_a_peft_model_is_measured_like_its_merged_copy(name):
     assert not torch.allclose(found["logit_lens"].values, plain.values, atol=1e-3)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 def test_a_peft_model_is_attached_exits_and_trains_like_its_base():
     tuned = adapted(tiny_llama())
@@ -126,6 +128,7 @@ class TestOneModel:
         with pytest.warns(lsim.LayersimWarning, match=r"`model_a`.*`model_b`"):
             lsim.compare(base, other, TOKENS, self.effect)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_model_with_itself_and_copies_do_not_warn(self):
         base = tiny_llama()
         twin = copy.deepcopy(base)

@@ -80,6 +80,7 @@ class TestNumbers:
             out = torch.as_tensor(features(new) @ coefficients + offset(new)).view(8, 10, 32)
             assert result.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), held_out), abs=1e-6)
 
+    @pytest.mark.light("linear-True")
     @pytest.mark.parametrize("relative", [True, False])
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     def test_training_is_torchs_sgd_on_the_whole_stitched_model(self, kind, relative):
@@ -141,6 +142,7 @@ class TestNumbers:
             out = apply(gpt2_parts(front, tokens[8:])[2])
         assert result.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), tokens[8:]), abs=1e-6)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_planted_rotation(self):
         model = tiny_llama(4)
         turned, q = rotated(model)
@@ -160,6 +162,7 @@ class TestNumbers:
             torch.testing.assert_close(result.weight, q, atol=2e-4, rtol=0)
             assert result.explained > 0.99999
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
     def test_a_model_with_itself_costs_nothing(self, build):
         model = build()
@@ -169,6 +172,7 @@ class TestNumbers:
             assert result.accuracy_penalty == 0.0
             assert tuple(result.penalty_interval()) == (0.0, 0.0, 0.0)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_padding_changes_nothing(self):
         front, back = tiny_llama(seed=0).double(), tiny_llama(seed=1).double()
         lengths = [5, 12, 9, 2]
@@ -182,6 +186,7 @@ class TestNumbers:
             fits = [lsim.stitch(front, back, lsim.Data({"input_ids": ragged}, batch_size=n), **options) for n in (1, 4)]
         torch.testing.assert_close(fits[0].weight, fits[1].weight, rtol=1e-9, atol=1e-12)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_skipped_positions_are_fitted_and_not_counted(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(20, 10)
         all_of_it = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
@@ -192,6 +197,7 @@ class TestNumbers:
         assert int(all_of_it.text_tokens.sum()) == 4 * 9
         assert int(later.text_tokens.sum()) == 4 * 5
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_held_out_rows_do_not_depend_on_the_batch_size(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
         sizes = [
@@ -203,6 +209,7 @@ class TestNumbers:
             torch.testing.assert_close(result.weight, sizes[0].weight)
             assert result.penalty == pytest.approx(sizes[0].penalty, abs=1e-6)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_the_last_fifth_is_held_out(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
         result = lsim.stitch(model, other, lsim.Data(tokens, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq")
@@ -215,6 +222,7 @@ class TestNumbers:
         assert again.penalty == apart.penalty
         assert again.fit == ""
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_evaluation_data_is_read_as_the_data_or_by_options_of_its_own(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
         data, options = lsim.Data(tokens[:32], batch_size=4, skip_first=2), {"at": (0, 0), "adapter": "linear", "fit": "lstsq"}
@@ -225,6 +233,7 @@ class TestNumbers:
             assert int(result.text_tokens.sum()) == count
         assert int(like.text_tokens.sum()) == 8 * 7
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_the_evaluated_adapter_is_the_one_returned(self):
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         front, back = tiny_gpt2(0), tiny_gpt2(1)
@@ -251,6 +260,7 @@ class TestNumbers:
         by_ids = lsim.stitch(front, back, torch.tensor([[1, 5, 6, 7, 8]]), at=(0, 0), adapter="identity")
         assert by_text.loss == by_ids.loss
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_labels_of_ones_own(self):
         model, other, tokens = tiny_gpt2(0), tiny_gpt2(1), rows(6, 8)
         shifted = torch.full_like(tokens, -100)
@@ -271,6 +281,7 @@ class TestNumbers:
         torch.testing.assert_close(coarse.text_loss, fine.text_loss, rtol=0, atol=1e-4)
         assert coarse.penalty_interval() == pytest.approx(fine.penalty_interval(), abs=1e-5)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.floats(-50, 50), st.integers(0, 40)), min_size=2, max_size=70))
     def test_the_interval_is_that_of_the_jackknife_over_blocks_of_texts(self, pairs):
@@ -300,6 +311,7 @@ class TestNumbers:
             assert low <= value - margin + 1e-9 * (1 + abs(margin))
             assert high >= value + margin - 1e-9 * (1 + abs(margin))
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_the_interval_holds_what_it_promises(self):
         rng = np.random.default_rng(0)
         for count in (8, 40):

@@ -40,6 +40,7 @@ class TestClassifiers:
                     parameter.add_(0.5 * torch.randn_like(parameter))
         return model
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("name", ["bert", "llama"])
     def test_accuracy_penalty(self, name):
         base = self.build(name, 0)
@@ -73,6 +74,7 @@ class TestClassifiers:
         assert result.unit == "row"
         assert "nats per row" in result.plot().layout.yaxis.title.text
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_padded_rows_and_training(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}

@@ -32,6 +32,7 @@ def split(documents: list[tuple[int, int]], size: int = 3) -> tuple[list[int], l
     return fit, evaluation
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [1, 3, 20])
 @pytest.mark.parametrize(
     ("sources", "fit", "evaluation"),

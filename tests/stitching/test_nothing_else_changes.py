@@ -78,6 +78,7 @@ class TestNothingElseChanges:
         # Four batches of the fit, and one of the evaluation.
         assert calls.count(own) == 4 + 1
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_inside_a_users_own_contexts(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "training": QUICK}

@@ -35,6 +35,7 @@ class TestGroups:
             models, lsim.Data(texts(), seq_len=16), layers=[1, 5], adapter="identity", groups={n: n[0] for n in models}
         )
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_each_pair_is_a_stitch(self, models, grid):
         table = grid.to_xarray().sel(seam="blocks.5.hook_resid_post")
         for a, b in (("p0", "q1"), ("q1", "p0"), ("p0", "p1"), ("q0", "q0")):

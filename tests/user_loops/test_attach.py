@@ -78,6 +78,7 @@ def test_single_positions_are_gathered_into_minibatches():
     assert worst(found, expected) < 1e-5
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_rows_that_are_generated_for_long_need_no_more_memory():
     model, tokens = tiny_llama(), random_tokens(4, 150)
     with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=40)) as probe:
@@ -250,6 +251,7 @@ def epoch(seed):
     return random_tokens(8, 16, seed=seed).split(2)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("intervals", [False, True])
 def test_results_after_a_reset_are_those_of_a_probe_that_begins_there(intervals):
     model = tiny_llama()
