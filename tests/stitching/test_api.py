@@ -283,7 +283,6 @@ class TestNumbers:
         assert coarse.penalty == pytest.approx(fine.penalty, abs=1e-6)
         assert coarse.penalty_interval().high == pytest.approx(fine.penalty_interval().high, abs=1e-6)
 
-    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.floats(-50, 50), st.integers(1, 40)), min_size=2, max_size=12))
     def test_the_interval_is_the_formula(self, pairs):
