@@ -33,6 +33,7 @@ def one_pass() -> list:
     ]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_replicate_is_the_result_of_the_data_without_a_block():
     model, data = tiny_llama(dtype=torch.float64), rows(40)
     analyzers = [one for one in one_pass() if one.name != "cka"]
@@ -136,6 +137,7 @@ def test_a_table_and_the_text_show_the_intervals():
     assert "values_low" not in plain["cosine"].to_frame("values")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_grid_has_intervals_of_its_distances_and_of_each_pair(tmp_path):
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     data = rows(16 * 5)
@@ -165,6 +167,7 @@ def test_a_file_keeps_the_intervals(tmp_path):
             assert type(one) is type(other)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("at", [1, 30, 60])
 def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monkeypatch):
     """Thirty-four rows twice over: blocks of one row become blocks of two at the thirty-second."""
@@ -205,6 +208,7 @@ def test_forward_passes_of_a_loop_form_blocks():
     assert found.provenance.options["intervals"] is True
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_forward_passes_that_are_measured_together_share_a_block():
     """A loop of small forward passes gives the same pools of rows with and without intervals."""
     model, data = tiny_gpt2(), random_tokens(560, 60)
@@ -279,6 +283,7 @@ def test_sums_that_may_not_fit_into_memory_are_warned_of(intervals, monkeypatch)
         probe.results()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_memory_holds_32_blocks_of_a_long_stream():
     """The checkpoint of a stream of many batches holds no more blocks than that of a short one."""
     report = lsim.analyze(

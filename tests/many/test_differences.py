@@ -444,6 +444,7 @@ def test_dots_are_of_corrected_p_values():
     assert [["•" in text for text in row] for row in heat.text] == (corrected < 0.05).tolist()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_two_models_on_the_same_texts_are_paired():
     data = [random_tokens(1, 8 + i % 5, seed=i)[0] for i in range(272)]
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.LogitLens()]

@@ -46,7 +46,7 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     assert equal(resumed, called(lsim.analyze, small.model(), data, SINGLE, **options | {"checkpoint": None}))
 
 
-@pytest.mark.light("1")
+@pytest.mark.heavy("a server with a socket")
 @pytest.mark.parametrize("after", [1, 2, 5, 8, 11])
 def test_a_resumed_run_ends_with_the_same_bits_however_it_was_cut(small, after, tmp_path, monkeypatch):
     data = rows(11, 20)

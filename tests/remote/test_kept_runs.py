@@ -55,7 +55,7 @@ def test_a_first_look_is_waited_for(small):
     assert equal(run.result(60), lsim.analyze(lsim.open_model(small.model(), remote=small.url), data, [lsim.Cosine()]))
 
 
-@pytest.mark.light
+@pytest.mark.heavy("a server with a socket")
 def test_a_job_that_was_too_long_is_sent_in_halves(small, sent, waited, tmp_path):
     small.set(most_batches=2)
     run = sent(tokens_per_request=10_000)

@@ -129,7 +129,6 @@ def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):
     assert list(result.plot("agreement").data[0].x) == list(result.thresholds)
 
 
-@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_exits_are_fractions_of_positions_and_none_is_told_from_few():
     values = torch.zeros(3, 4, dtype=torch.float64)
     values[0] = torch.tensor([10_000, 0, 0, 0])

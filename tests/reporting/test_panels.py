@@ -75,7 +75,6 @@ def test_shapes_and_legends_of_a_panel_stay_with_it():
     assert (whole.layout.shapes[0].xref, whole.layout.shapes[0].yref) == ("x2 domain", "y2")
 
 
-@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_panels_of_other_data_have_their_own_words():
     two = [lsim.analyze(tiny_llama(), random_tokens(rows), lsim.Cosine())["cosine"] for rows in (3, 4)]
     counts = [result.provenance.tokens for result in two]

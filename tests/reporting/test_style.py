@@ -116,7 +116,6 @@ def test_a_long_title_is_broken_and_gets_room():
     assert figure(marked).layout.title.text == marked
 
 
-@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_subtitle_names_models_and_tokens_and_gets_room():
     one = with_provenance(figure(), provenance(model="EleutherAI/pythia-14m", tokens=12345, sequences=10))
     assert one.layout.margin.t > figure().layout.margin.t

@@ -281,7 +281,6 @@ class TestNumbers:
         torch.testing.assert_close(coarse.text_loss, fine.text_loss, rtol=0, atol=1e-4)
         assert coarse.penalty_interval() == pytest.approx(fine.penalty_interval(), abs=1e-5)
 
-    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.floats(-50, 50), st.integers(0, 40)), min_size=2, max_size=70))
     def test_the_interval_is_that_of_the_jackknife_over_blocks_of_texts(self, pairs):

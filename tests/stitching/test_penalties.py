@@ -89,6 +89,7 @@ class Passes:
         model.model.layers[block].mlp.register_forward_pre_hook(lambda *_: setattr(self, "count", self.count + 1))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
     counts = []
     for number, options in ((2, {}), (4, {}), (4, {"cache": tmp_path})):
