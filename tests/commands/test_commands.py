@@ -159,8 +159,12 @@ def test_show_lists_the_warnings_of_a_run(saved, tmp_path):
     from dataclasses import replace
 
     report = read(saved)
-    warned = replace(report["cka"], provenance=replace(report["cka"].provenance, warnings=("Too few of [them].",)))
-    lsim.Report({"cosine": report["cosine"], "cka": warned}).save(tmp_path / "warned.safetensors")
+
+    def with_warnings(result, *warnings):
+        return replace(result, provenance=replace(result.provenance, warnings=warnings))
+
+    warned = with_warnings(report["cka"], "Too few of [them].")
+    lsim.Report({"cosine": with_warnings(report["cosine"]), "cka": warned}).save(tmp_path / "warned.safetensors")
     shown = done("show", tmp_path / "warned.safetensors").stdout
     assert re.search(r"^cka\.warning +Too few of \[them\]\.$", shown, re.M)
     assert "cosine.warning" not in shown
