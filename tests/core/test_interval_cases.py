@@ -21,8 +21,9 @@ def simulated(name: str) -> Coverage:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*DRIFT, *UNSEEN)])
 def test_intervals_of_hard_statistics_cover_the_true_value(name):
+    # The aim is .92, and twice the error of a share of .92 of 1000 simulations is .017.
     # Where a quarter of the data sets have no event, their intervals are longer than need be.
-    assert 0.915 <= simulated(name).now <= (0.99 if name.startswith(RARE) else 0.98)
+    assert 0.903 <= simulated(name).now <= (0.99 if name.startswith(RARE) else 0.98)
 
 
 @pytest.mark.parametrize("name", UNSEEN)
