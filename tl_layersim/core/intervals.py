@@ -238,7 +238,7 @@ def effective_degrees(value: Tensor, replicates: Tensor) -> Tensor:
 
         >>> without = torch.tensor([0.4] + 14 * [0.501] + [0.502]).double()
         >>> round(float(effective_degrees(torch.tensor(0.5).double(), without)), 1)
-        2.3
+        2.4
     """
     degrees = degrees_of_freedom(value, replicates)
     if len(replicates) < 2:
