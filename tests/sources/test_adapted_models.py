@@ -100,6 +100,8 @@ class TestOneModel:
             lsim.compare(base, given, TOKENS, self.effect)
         with pytest.raises(lsim.LayersimError, match=r"models\['a'\].*models\['b'\]"):
             lsim.compare_grid({"clean": clean, "a": base, "b": given}, TOKENS, lsim.CKA(minibatch=8))
+        with pytest.raises(lsim.LayersimError, match=r"models\['a'\].*models\['b'\]"):
+            lsim.sweep({"clean": clean, "a": base, "b": given}, TOKENS, lsim.LogitLens())
         with pytest.raises(lsim.LayersimError, match=r"`before`.*`after`"):
             lsim.evaluate_layers(base, given, TOKENS)
         with pytest.raises(lsim.LayersimError, match=r"`front`.*`back`"):
