@@ -206,7 +206,7 @@ def test_rows_of_one_long_text_are_compared_with_rows_further_away(pack, model):
     tokenizer = tiny_tokenizer()
     text = " ".join(tokenizer.convert_ids_to_tokens(random_tokens(1, 160, seed=1)[0].tolist()))
     data = lsim.Data([text], tokenizer=tokenizer, seq_len=5, pack=pack)
-    with pytest.warns(lsim.LayersimWarning, match="rows as independent texts"):
+    with pytest.warns(lsim.LayersimWarning, match=r"parts of one text"):
         found = measured(model, data, lsim.CKA(minibatch=64), intervals=True)
     assert found.provenance.options["rows_as_texts"] == found.provenance.sequences == found.provenance.texts
     # Of 16 rows of a pool, every other one.

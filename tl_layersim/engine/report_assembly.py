@@ -244,11 +244,12 @@ def notes_on_texts(texts: int, rows: int, rows_as_texts: int, names: Sequence[st
     notes: list[Note] = []
     named = ", ".join(map(repr, names))
     if rows_as_texts:
-        left_out = "Minibatches of CKA, RSA and MutualKNN hold no neighbouring rows; beyond that, rows"
         text = (
-            f"Intervals of {named} take rows as independent texts, because the data is packed or has fewer than {LEAST_TEXTS} "
-            f"texts. {left_out if rows >= 2 * LEAST_TEXTS else 'Rows'} are assumed to be independent."
+            f"Intervals of {named} take {amount(texts, 'unit')} as independent that may be parts of one text, because the data is "
+            f"packed or has fewer than {LEAST_TEXTS} texts."
         )
+        if texts >= 2 * LEAST_TEXTS:
+            text += " Minibatches of CKA, RSA and MutualKNN hold no neighbouring units."
         notes.append((text, list(names)))
     if texts < MANY_TEXTS:
         of = f" ({amount(rows, 'row')})" if texts < rows else ""
