@@ -245,8 +245,8 @@ def notes_on_texts(texts: int, rows: int, rows_as_texts: int, names: Sequence[st
     named = ", ".join(map(repr, names))
     if rows_as_texts:
         text = (
-            f"Intervals of {named} take {amount(texts, 'unit')} as independent that may be parts of one text, because the data is "
-            f"packed or has fewer than {LEAST_TEXTS} texts."
+            f"Intervals of {named} take {amount(texts, 'unit')} as independent that may be parts of one text, because the data "
+            f"is packed or has fewer than {LEAST_TEXTS} texts."
         )
         if texts >= 2 * LEAST_TEXTS:
             text += " Minibatches of CKA, RSA and MutualKNN hold no neighbouring units."
