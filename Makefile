@@ -41,7 +41,7 @@ demo: $(VENV)/base ## Measure the model that ships, and write an HTML report
 	$(VENV)/bin/tl-layersim report --out layersim-report
 
 # Two levels of tests; tests/levels.py says which test belongs to which.
-test: $(VENV)/test ## Run the light tests with the newest TransformerLens 4: at most five minutes on two cores
+test: $(VENV)/test ## Run the light tests with the newest TransformerLens 4
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
 
 test-heavy: $(VENV)/test ## Run the other tests: simulations, killed runs, servers, Ray, browsers, documentation, all pairs of products

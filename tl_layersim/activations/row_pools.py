@@ -3,8 +3,8 @@
 The sums of a batch are computed for its leaves (groups of 1 to 16 texts) and its pools. Both hold whole texts. `BatchPlan` runs
 all kernels on a batch whose rows need several forward passes.
 
-Plain functions of torch and small classes: they are serialised
-by value with the kernels that they call, and run on servers too.
+Plain functions of torch and small classes: they are serialised by value with the kernels that they call, and run on servers
+too.
 """
 
 from __future__ import annotations

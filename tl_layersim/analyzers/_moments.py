@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..activations.row_pools import SAMPLES_OF_POOL, SAMPLES_OF_ROW, Draws, PoolKernel, Samples, pool_texts
+from ..activations.row_pools import SAMPLES_OF_POOL, Draws, PoolKernel, Samples, pool_texts
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, typed, warn
 from ..core.arguments import Limit, PermutationCount, Seed
@@ -99,7 +99,7 @@ def draw_exchanged(samples: Samples, *, seed: int, unit: str, split: partial[Ten
         index = chosen.nonzero()[:, 0]
         grid = torch.arange(len(index))[:, None]
         if unit != "token":
-            grid = draw_grid(samples.some(index), len(index) * max(SAMPLES_OF_ROW, SAMPLES_OF_POOL), seed, least_texts=1)
+            grid = draw_grid(samples.some(index), len(index) * SAMPLES_OF_POOL, seed, least_texts=1)
         out[name] = [index[grid]]
     return out
 

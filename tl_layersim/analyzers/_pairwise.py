@@ -99,21 +99,22 @@ class PairRelation:
         terms: `layer term`, float64, the entries of the vectors.
         signs: `term`, the sign of each product of terms.
         numbers: numbers by layer that are summed over minibatches; {} in a name stands for the side, x or y.
-        by_row: `layer row row term`, the terms by pair of rows, for samples on a grid `row position`; None if not asked for.
-        own_signs: signs of the terms on the diagonal of `by_row`, which pair a row with itself.
+        by_text: `layer text text term`, the terms by pair of texts, for samples on a grid `text position`; None if not asked
+            for.
+        own_signs: signs of the terms on the diagonal of `by_text`, which pair a text with itself.
         ratios: whether the similarities of each minibatch are summed too, divided by those of each layer with itself.
     """
 
     terms: Tensor
     signs: Tensor
     numbers: Mapping[str, Tensor]
-    by_row: Tensor | None = None
+    by_text: Tensor | None = None
     own_signs: Tensor | None = None
     ratios: bool = False
 
 
-# Takes the matrix of each layer, `layer n n`; the row of each sample, or None if no two are of one row; the number of rows; and
-# whether the terms are wanted by row.
+# Takes the matrix of each layer, `layer n n`; the text of each sample, or None if no two are of one text; the number of texts;
+# and whether the terms are wanted by text.
 Relate = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
 Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -249,8 +250,8 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
         grid, height = statistics["grid"], int(statistics["height"])
         whole = symmetric_matrices(grid) if grid.dim() == 2 else grid
         width = whole.shape[-1] // height
-        row = torch.arange(height).repeat_interleave(width) if width > 1 else None
-        related["grid"] = [relate(whole, row, height, True)]
+        text = torch.arange(height).repeat_interleave(width) if width > 1 else None
+        related["grid"] = [relate(whole, text, height, True)]
         statistics = {**statistics, "grid samples": torch.tensor(whole.shape[-1])}
     return statistics, related
 
@@ -310,44 +311,44 @@ def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
 
 
 def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
-    """Unnormalised similarities with the rows of the second model permuted (`permutation row column`).
+    """Unnormalised similarities with the texts of the second model permuted (`permutation row column`).
 
     Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
     of `draw_permutations`: cyclic shifts, whose products follow from Fourier transforms along the diagonals.
 
     Args:
-        x: relation of the first model, with terms by row.
-        y: relation of the second model, with terms by row.
-        orders: random orders of the rows, `order row`.
+        x: relation of the first model, with terms by text.
+        y: relation of the second model, with terms by text.
+        orders: random orders of the texts, `order text`.
     """
-    assert x.by_row is not None
-    assert y.by_row is not None
+    assert x.by_text is not None
+    assert y.by_text is not None
     assert x.own_signs is not None
     rows = orders.shape[1]
-    signed = x.by_row.clone()
+    signed = x.by_text.clone()
     own = torch.arange(rows, device=signed.device)
     signed[:, own, own] *= x.own_signs
     left = shift_spectra(signed, own)
     each = []
     for order in orders:
-        right = shift_spectra(y.by_row.to(signed.device), order.to(signed.device))
+        right = shift_spectra(y.by_text.to(signed.device), order.to(signed.device))
         each.append(torch.fft.irfft(left.conj() @ right.transpose(1, 2), n=rows, dim=0))
     return torch.cat(each)
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Fourier transforms along the diagonals of the row-pair matrix of each layer (`frequency layer (diagonal term)`).
+    """Fourier transforms along the diagonals of the text-pair matrix of each layer (`frequency layer (diagonal term)`).
 
-    The rows and columns are first reordered. A cyclic shift of the rows moves the entries of a matrix along its diagonals,
+    The texts are first reordered. A cyclic shift of the texts moves the entries of a matrix along its diagonals,
     which wrap around.
 
     Args:
-        terms: terms by pair of rows, `layer row row term`.
-        order: `row`, the new order of the rows.
+        terms: terms by pair of texts, `layer text text term`.
+        order: `text`, the new order of the texts.
     """
     rows = len(order)
     place = torch.arange(rows, device=terms.device)
-    # `layer diagonal row term`
+    # `layer diagonal text term`
     entries = terms[:, order, order[(place + place[:, None]) % rows]]
     spectra: Tensor = torch.fft.rfft(entries, dim=2).permute(2, 0, 1, 3).flatten(2)
     return spectra
@@ -373,20 +374,20 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
     return matrices
 
 
-def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
+def relation_of_pairs(terms: Tensor, texts: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
     """Make a `PairRelation` from flattened sample-by-sample matrices.
 
     Args:
         terms: `layer (n n)`, 0 for pairs that are left out.
-        rows: number of rows, if terms by row are wanted; the samples are then a grid `row position`. None if not.
+        texts: number of texts, if terms by text are wanted; the samples are then a grid `text position`. None if not.
         numbers: see `PairRelation`.
     """
     ones = terms.new_ones(terms.shape[1])
-    if rows is None:
+    if texts is None:
         return PairRelation(terms, ones, numbers or {})
-    each = math.isqrt(terms.shape[1]) // rows
-    by_row = terms.view(-1, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
-    return PairRelation(terms, ones, numbers or {}, by_row, by_row.new_ones(each**2))
+    each = math.isqrt(terms.shape[1]) // texts
+    by_text = terms.view(-1, texts, each, texts, each).permute(0, 1, 3, 2, 4).flatten(3)
+    return PairRelation(terms, ones, numbers or {}, by_text, by_text.new_ones(each**2))
 
 
 def arccos_distance(result: LayerMatrix) -> float:

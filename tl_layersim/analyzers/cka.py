@@ -1,8 +1,8 @@
 """Linear centred kernel alignment (CKA) between residual layers of one model or of two.
 
 CKA is built on the Hilbert-Schmidt independence criterion (HSIC), within minibatches or over all samples. Tokens of one text
-depend on each other, so pairs of one text add a covariance that is not there between texts. `without_rows` leaves them out of
-all three terms of HSIC_1: it is then a U-statistic over distinct texts, without bias for any dependence within texts.
+depend on each other, so pairs of one text add a covariance that is not there between texts. `terms_between_texts` leaves them
+out of all three terms of HSIC_1: it is then a U-statistic over distinct texts, without bias for any dependence within texts.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class CKA(MinibatchAnalyzer):
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
     HSIC is the unbiased HSIC_1 of Song et al. without pairs of tokens of one text, because these depend on each other
-    (`tl_layersim.analyzers.cka.without_rows` has the formula). With one sample a text it is HSIC_1. For K = XX' and L = YY' of
-    n samples with zeroed diagonals,
+    (`tl_layersim.analyzers.cka.terms_between_texts` has the formula). With one sample a text it is HSIC_1. For K = XX' and
+    L = YY' of n samples with zeroed diagonals,
 
     $$\mathrm{HSIC}_1 = \frac{1}{n(n-3)} \Big[ \mathrm{tr}(\tilde K \tilde L) + \frac{1'\tilde K 1\; 1'\tilde L 1}{(n-1)(n-2)}
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
@@ -226,7 +226,7 @@ class CKA(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         exact = self.estimator == "exact"
-        self.need_rows(tuples_of_rows(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
+        self.need_rows(tuples_of_texts(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
         cross, own_x, own_y = exact_hsic(sums) if exact else (sums["xy"], sums["xx"], sums["yy"])
         defined_x, defined_y = own_x > 0, own_y > 0
         count = int(sums["samples"])
@@ -264,7 +264,9 @@ def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
     return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
 
 
-def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
+def centred_relations(
+    gram: Tensor, text: Tensor | None, texts: int, by_text: bool, *, biased: bool, ratios: bool
+) -> PairRelation:
     """Turn the Gram matrices of a minibatch into a `PairRelation` whose inner products give HSIC.
 
     Its `numbers` are the sums of r and r^2 over samples, with r a sample's squared distance from the mean.
@@ -274,18 +276,18 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
 
     Args:
         gram: `layer n n`.
-        row: `n`, the row of each sample; pairs that share a row are left out. None if all samples are from different rows.
-        rows: number of rows.
-        by_row: whether to return the terms by row too.
+        text: `n`, the text of each sample; pairs that share a text are left out. None if all samples are from different texts.
+        texts: number of texts.
+        by_text: whether to return the terms by text too.
         biased: whether to centre for HSIC_0, which treats all samples as independent.
         ratios: see `PairRelation`.
     """
-    if biased or row is None:
+    if biased or text is None:
         relation, r = centred(gram, biased)
-        found = relation_of_pairs(relation, rows if by_row else None)
+        found = relation_of_pairs(relation, texts if by_text else None)
     else:
-        terms, r = without_rows(gram, row)
-        found = PairRelation(*terms.flat(), {}, *(terms.by_row(rows) if by_row else (None, None)))
+        terms, r = terms_between_texts(gram, text)
+        found = PairRelation(*terms.flat(), {}, *(terms.by_text(texts) if by_text else (None, None)))
     return replace(found, numbers={"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, ratios=ratios)
 
 
@@ -346,60 +348,60 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class RowTerms:
-    """Gram matrix and its sums for each layer, from which HSIC without pairs of one row is computed, float64.
+class TextTerms:
+    """Gram matrix and its sums for each layer, from which HSIC without pairs of one text is computed, float64.
 
     Each term is an entry of a Gram matrix or a sum of entries. HSIC is a sum of products of the terms of two layers, each
-    product times the sign of the term. The factors of `without_rows` are in the terms, times the number of pairs of samples
-    of distinct rows, which weights a smaller minibatch by its pairs.
+    product times the sign of the term. The factors of `terms_between_texts` are in the terms, times the number of pairs of
+    samples of distinct texts, which weights a smaller minibatch by its pairs.
 
     Attributes:
-        pairs: `layer n n`, the Gram matrix without pairs that share a row; added.
-        with_row: `layer n row`, sums of `pairs` over the samples of each row; added.
+        pairs: `layer n n`, the Gram matrix without pairs that share a text; added.
+        with_text: `layer n text`, sums of `pairs` over the samples of each text; added.
         of_sample: `layer n`, sums of `pairs` over all samples; subtracted.
-        between: `layer row row`, sums of `pairs` over the samples of two rows; added.
-        of_row: `layer row`, the sums of `between` over rows; subtracted.
+        between: `layer text text`, sums of `pairs` over the samples of two texts; added.
+        of_text: `layer text`, the sums of `between` over texts; subtracted.
         total: `layer`, the sum of all entries; added.
     """
 
     pairs: Tensor
-    with_row: Tensor
+    with_text: Tensor
     of_sample: Tensor
     between: Tensor
-    of_row: Tensor
+    of_text: Tensor
     total: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """All terms of each layer as one vector (`layer term`) and the signs of the terms (`term`)."""
-        parts = (self.pairs, self.with_row, self.of_sample, self.between, self.of_row, self.total[:, None])
+        parts = (self.pairs, self.with_text, self.of_sample, self.between, self.of_text, self.total[:, None])
         signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
         ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
         return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
 
-    def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
-        """All terms grouped by pair of rows (`layer row row term`).
+    def by_text(self, texts: int) -> tuple[Tensor, Tensor]:
+        """All terms grouped by pair of texts (`layer text text term`).
 
-        Also returns the signs of the terms that pair a row with itself, `term`.
+        Also returns the signs of the terms that pair a text with itself, `term`.
 
-        The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
-        three terms, so that there is place for those of single rows.
+        The samples must be `text position`, with as many positions in each text. Pairs of one text are left out of the first
+        three terms, so that there is place for those of single texts.
         """
-        layers, each = len(self.pairs), self.pairs.shape[1] // rows
-        pairs = self.pairs.view(layers, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
-        with_row = self.with_row.view(layers, rows, each, rows).transpose(2, 3)
-        terms = torch.cat([pairs, with_row, self.between[..., None]], -1)
-        own = torch.arange(rows, device=terms.device)
+        layers, each = len(self.pairs), self.pairs.shape[1] // texts
+        pairs = self.pairs.view(layers, texts, each, texts, each).permute(0, 1, 3, 2, 4).flatten(3)
+        with_text = self.with_text.view(layers, texts, each, texts).transpose(2, 3)
+        terms = torch.cat([pairs, with_text, self.between[..., None]], -1)
+        own = torch.arange(texts, device=terms.device)
         terms[:, own, own] = 0
-        terms[:, own, own, 0] = (self.total / rows**0.5)[:, None]
-        terms[:, own, own, each**2 : -1] = self.of_sample.view(layers, rows, each)
-        terms[:, own, own, -1] = self.of_row
+        terms[:, own, own, 0] = (self.total / texts**0.5)[:, None]
+        terms[:, own, own, each**2 : -1] = self.of_sample.view(layers, texts, each)
+        terms[:, own, own, -1] = self.of_text
         signs = terms.new_ones(terms.shape[-1])
         signs[each**2 :] = -1
         return terms, signs
 
 
-def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""Compute `RowTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same text.
+def terms_between_texts(gram: Tensor, text: Tensor) -> tuple[TextTerms, Tensor]:
+    r"""Compute `TextTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same text.
 
     Also returns the squared distance of each sample from the mean, `layer n`.
 
@@ -413,32 +415,32 @@ def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
 
     Args:
         gram: Gram matrix of the centred samples, `layer n n`.
-        row: `n`, the text of each sample, from 0.
+        text: `n`, the text of each sample, from 0.
     """
     gram = gram.double()
     squares = gram.diagonal(dim1=1, dim2=2).clone()
-    counts = torch.bincount(row.cpu()).double()
-    row = row.to(gram.device)
-    pairs = gram.masked_fill(row[:, None] == row, 0)
-    member = torch.nn.functional.one_hot(row, len(counts)).double()
-    with_row, of_sample = pairs @ member, pairs.sum(2)
-    between = member.T @ with_row
-    of_row = between.sum(2)
+    counts = torch.bincount(text.cpu()).double()
+    text = text.to(gram.device)
+    pairs = gram.masked_fill(text[:, None] == text, 0)
+    member = torch.nn.functional.one_hot(text, len(counts)).double()
+    with_text, of_sample = pairs @ member, pairs.sum(2)
+    between = member.T @ with_text
+    of_text = between.sum(2)
     powers = [float(counts.pow(power).sum()) for power in range(1, 5)]
-    two, three, four = tuples_of_rows(*powers)
+    two, three, four = tuples_of_texts(*powers)
     quadruple, triple = (two / four) ** 0.5, (2 * two / three) ** 0.5
-    terms = RowTerms(
+    terms = TextTerms(
         pairs,
-        triple * with_row,
+        triple * with_text,
         triple * of_sample,
         2**0.5 * quadruple * between,
-        2 * quadruple * of_row,
-        quadruple * of_row.sum(1),
+        2 * quadruple * of_text,
+        quadruple * of_text.sum(1),
     )
     return terms, squares
 
 
-def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
+def tuples_of_texts(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
     """Count ordered pairs, triples and quadruples of samples from different rows.
 
     Args:
@@ -450,7 +452,7 @@ def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tu
     Examples:
         Four rows of one sample: 4 * 3, 4 * 3 * 2 and 4 * 3 * 2 * 1.
 
-        >>> tuples_of_rows(4, 4, 4, 4)
+        >>> tuples_of_texts(4, 4, 4, 4)
         (12, 24, 24)
     """
     pairs = n**2 - squares
@@ -549,9 +551,9 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC of all samples, without pairs from the same row, computed from the summed output of `exact_kernel`.
+    """HSIC of all samples, without pairs from the same text, computed from the summed output of `exact_kernel`.
 
-    The samples sum to 0, so the terms of `without_rows` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
+    The samples sum to 0, so the terms of `terms_between_texts` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.
 
     Returns:
@@ -586,7 +588,7 @@ def exact_biased_cka(sums: Sums) -> Tensor:
 
 
 def _hsic_of(m: dict[str, Tensor], sums: Sums) -> Tensor:
-    pairs, triples, quadruples = tuples_of_rows(*sums["tuples"].tolist())
+    pairs, triples, quadruples = tuples_of_texts(*sums["tuples"].tolist())
     a, b = m["within"].shape
     cross, between = (rearrange(m[name], "(a d) (b e) -> a b (d e)", a=a, b=b) for name in ("cross", "between"))
     two = cross.square().sum(-1) - m["within"]

@@ -17,7 +17,7 @@ from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, without_nan
 from ..core.arguments import Probability
 from ..core.intervals import with_margin
-from ..core.result_declarations import Declaration, result_class
+from ..core.result_declarations import Declaration, result_class, texts_of_part
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
@@ -62,9 +62,9 @@ def _whole_model_exits(result: ExitCurveResult) -> Tensor:
 
 
 def _texts_of_parts(result: ExitCurveResult) -> Tensor:
-    """Number of texts in each half of the rows (`part 1`), which have as many positions each as other texts."""
+    """Number of texts in each half of the texts (`part 1`), see `texts_of_part`."""
     positions = result.part_exits[:, 0].sum(-1, keepdim=True)
-    return positions.minimum(result.provenance.texts * positions / positions.sum())
+    return texts_of_part(result, positions, positions.sum())
 
 
 @result_class
@@ -77,8 +77,8 @@ class ExitCurveResult(Result):
         agreement: `threshold`, fraction of positions whose prediction at the exit equals the last layer's; 1 at threshold 1.
         perplexity: `threshold`, exp of the mean cross-entropy at the exits.
         speedup: `threshold`, blocks of the full model divided by blocks run, L N / (sum of blocks run).
-        part_exits: `part threshold layer`, `exits` in each half of the rows: the half on which `threshold_for` chooses, and the
-            held-out half. A row's index decides its half; if rows have no index, its tokens do.
+        part_exits: `part threshold layer`, `exits` in each half of the texts: the half on which `threshold_for` chooses, and
+            the held-out half. A row's index decides its half; if rows have no index, its tokens do.
         part_accuracy: `part threshold`, `accuracy` of each half; NaN for a half without rows.
         part_agreement: `part threshold`, `agreement` of each half.
         part_perplexity: `part threshold`, `perplexity` of each half.
@@ -89,7 +89,7 @@ class ExitCurveResult(Result):
         chosen: threshold of the headline numbers; None for the lowest one with the agreement that the analyzer asks for.
     """
 
-    # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
+    # Labels of the `part` axis: the texts that `threshold_for` chooses on, and the held-out texts.
     parts: ClassVar[tuple[str, str]] = ("choice", "held-out")
     exits = ValuesAlias()
     values: Float64[Tensor, "threshold layer"] = axes(
@@ -185,8 +185,8 @@ class ExitCurveResult(Result):
 
         Args:
             threshold: one of `thresholds`.
-            held_out: whether to read the held-out half of the rows, on which `threshold_for` does not choose; NaN if a half has
-                no rows. False reads all rows.
+            held_out: whether to read the held-out half of the texts, on which `threshold_for` does not choose; NaN if a half
+                has no rows. False reads all rows.
 
         Raises:
             LayersimError: the threshold was not measured.
@@ -207,8 +207,8 @@ class ExitCurveResult(Result):
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
         """Lowest measured threshold that has the required agreement and accuracy.
 
-        All higher measured thresholds have them too. The lowest threshold is the fastest. It is chosen on one half of the rows,
-        on which its agreement is too high. `at(threshold, held_out=True)` has its agreement on the other half.
+        All higher measured thresholds have them too. The lowest threshold is the fastest. It is chosen on one half of the
+        texts, on which its agreement is too high. `at(threshold, held_out=True)` has its agreement on the other half.
 
         At threshold 1 no position exits early. If this threshold is returned, no lower measured threshold is sufficient, and
         more thresholds close to 1 should be measured.
@@ -254,7 +254,7 @@ class ExitCurveResult(Result):
     def _choice(self) -> tuple[Tensor, Tensor]:
         """Agreement and accuracy (each `threshold`) that are compared with the required values to choose a threshold.
 
-        They are measured on half of the rows, or on all rows if a half is empty.
+        They are measured on half of the texts, or on all rows if a half is empty.
         """
         if bool(self.part_agreement.isnan().any()):
             # A half is empty.
@@ -300,7 +300,7 @@ class ExitCurveResult(Result):
         speedup = with_margin(self, lambda result: result.at(threshold, held_out=True).speedup)
         return (
             f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
-            f"with a speed-up in blocks of {speedup}, on the half of the rows that was not used to choose the threshold."
+            f"with a speed-up in blocks of {speedup}, on the half of the texts that was not used to choose the threshold."
         )
 
 

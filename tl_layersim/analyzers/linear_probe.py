@@ -16,6 +16,7 @@ from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
+from ..core.result_declarations import texts_of_part
 from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -31,15 +32,13 @@ CONTROL_PARTS = 128
 
 
 def _held_out_texts(result: LinearProbeResult) -> Tensor:
-    """Number of held-out texts, which have as many samples each as other texts; at most the number of held-out samples."""
-    held_out, training = result.test_samples.sum(), result.samples.sum()
-    return held_out.minimum(result.provenance.texts * held_out / (held_out + training))
+    """Number of held-out texts, see `texts_of_part`."""
+    return texts_of_part(result, result.test_samples.sum(), result.test_samples.sum() + result.samples.sum())
 
 
 def _training_texts(result: LinearProbeResult) -> Tensor:
-    """Number of training texts; at most the number of training samples."""
-    held_out, training = result.test_samples.sum(), result.samples.sum()
-    return training.minimum(result.provenance.texts * training / (held_out + training))
+    """Number of training texts, see `texts_of_part`."""
+    return texts_of_part(result, result.samples.sum(), result.test_samples.sum() + result.samples.sum())
 
 
 @result_class

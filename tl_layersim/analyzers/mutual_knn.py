@@ -115,25 +115,25 @@ class MutualKNN(MinibatchAnalyzer):
         )
 
 
-def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> PairRelation:
+def nearest_neighbours(matrix: Tensor, text: Tensor | None, texts: int, by_text: bool, *, k: int) -> PairRelation:
     """Adjacency matrix of each layer's graph of k nearest neighbours, as a `PairRelation`.
 
     Its `numbers` are the sums over samples of k / (number of samples in other texts).
 
     Args:
         matrix: dissimilarities, `layer n n`.
-        row: `n`, the text of each sample; samples of one text are no neighbours. None if all samples are from different texts.
-        rows: number of texts.
-        by_row: whether to return the terms by text too.
+        text: `n`, the text of each sample; samples of one text are no neighbours. None if all samples are from different texts.
+        texts: number of texts.
+        by_text: whether to return the terms by text too.
         k: number of neighbours.
     """
     layers, n = matrix.shape[:2]
-    row = torch.arange(n) if row is None else row
-    own = (row[:, None] == row).to(matrix.device)
+    text = torch.arange(n) if text is None else text
+    own = (text[:, None] == text).to(matrix.device)
     apart = matrix.masked_fill(own, torch.inf)
     furthest = apart.kthvalue(k, dim=-1, keepdim=True).values
     nearer, tied = (apart < furthest).double(), (apart == furthest).double()
     places = k - nearer.sum(-1, keepdim=True)
     graph = nearer + tied * places / tied.sum(-1, keepdim=True)
     chance = (k / (n - own.sum(1).double())).sum()
-    return relation_of_pairs(graph.flatten(1), rows if by_row else None, {"chance_{}": chance.expand(layers)})
+    return relation_of_pairs(graph.flatten(1), texts if by_text else None, {"chance_{}": chance.expand(layers)})

@@ -113,22 +113,22 @@ class RSA(MinibatchAnalyzer):
         return RSAResult(**self.similarities(sums, run, values, sums.fields.get("null norms", values), inputs))
 
 
-def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> PairRelation:
+def centred_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by_text: bool, *, ranked: bool) -> PairRelation:
     """Centred and normalised dissimilarities of all pairs of samples, as a `PairRelation`.
 
     The inner product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.
 
     Args:
         matrix: dissimilarities, `layer n n`.
-        row: `n`, the text of each sample; pairs that share a text are left out. None if all samples are from different texts.
-        rows: number of texts.
-        by_row: whether to return the terms by text too.
+        text: `n`, the text of each sample; pairs that share a text are left out. None if all samples are from different texts.
+        texts: number of texts.
+        by_text: whether to return the terms by text too.
         ranked: whether to replace dissimilarities by their ranks.
     """
     layers, n = matrix.shape[:2]
     first, second = torch.triu_indices(n, n, 1, device=matrix.device)
-    if row is not None:
-        apart = (row[first.cpu()] != row[second.cpu()]).to(matrix.device)
+    if text is not None:
+        apart = (text[first.cpu()] != text[second.cpu()]).to(matrix.device)
         first, second = first[apart], second[apart]
     pairs = matrix[:, first, second]
     # The mean of equal float32 numbers, or of equal ranks, is exact in float64: pairs that do not vary become 0.
@@ -139,4 +139,4 @@ def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_ro
     relation = pairs.new_zeros(layers, n, n)
     relation[:, first, second] = pairs
     relation[:, second, first] = pairs
-    return relation_of_pairs(relation.flatten(1), rows if by_row else None)
+    return relation_of_pairs(relation.flatten(1), texts if by_text else None)

@@ -180,6 +180,17 @@ def last_entry(result: Any) -> Tensor:
     return torch.arange(blocks) == blocks - 1
 
 
+def texts_of_part(result: Any, samples: Tensor, total: Tensor) -> Tensor:
+    """Number of texts that a part of a result's samples stands for, if all texts have equally many; at most the samples.
+
+    Args:
+        result: the result.
+        samples: number of samples in the part, such as those that are held out.
+        total: number of samples in all parts.
+    """
+    return samples.minimum(result.provenance.texts * samples / total)
+
+
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:
     """Headline numbers as floats; NaN is left out."""
     return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
@@ -300,6 +311,15 @@ class Provenance:
         object.__setattr__(self, "model", without_secrets(self.model))
         # Where texts are not counted, each row is one.
         object.__setattr__(self, "texts", self.texts or self.sequences)
+
+    @property
+    def rows_in_words(self) -> str:
+        """Number of rows, and of the texts that they are cut from. Units of packed rows are no texts of the data."""
+        if self.options.get("pack"):
+            return f"{self.sequences:,} rows (packed)"
+        if self.texts < self.sequences:
+            return f"{self.sequences:,} rows of {self.texts:,} texts"
+        return f"{self.sequences:,} rows"
 
     def swapped(self) -> Provenance:
         """The provenance with the two models swapped."""

@@ -340,7 +340,7 @@ def _recorded_groups(groups: Any) -> str | None:
         return name
     numbers = GroupNumbers(values)
     found = [numbers.of(number, None) for number in range(len(values))]
-    return f"sha256 {hashlib.sha256(str(found).encode()).hexdigest()[:12]} of {len(set(found))} groups of {len(found)} rows"
+    return f"sha256 {hashlib.sha256(str(found).encode()).hexdigest()[:12]} of {len(set(found))} groups in {len(found)} rows"
 
 
 def _recorded_template(template: str | None) -> str | None:

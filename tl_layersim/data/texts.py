@@ -93,7 +93,8 @@ class GroupNumbers:
         value = tuple(value) if isinstance(value, list) else value
         if is_missing(value) or not _is_hashable(value):
             raise LayersimError(
-                f"`groups` is {brief(value)} in row {number}; it must be a number, a text or another hashable value."
+                f"`groups` is {brief(value)} in row {number}; each row must have a group: a number, a text or another hashable "
+                "value."
             )
         return self._first.setdefault(value, number)
 

@@ -310,8 +310,8 @@ def notes_on_blocks(blocks: Mapping[str, Sequence[JackknifeBlock]]) -> list[Note
     ]
     text = (
         f"Intervals of {', those of '.join(each)}; {FEW_BLOCKS} or more are good, and fewer than 2 give no interval. Pass more "
-        "rows, a smaller seq_len for packed text, or fewer rows in each forward pass in attach. For measures "
-        "over pairs of samples, such as CKA, a block has at least 16 rows and minibatch= samples."
+        "texts, or fewer rows in each forward pass in attach. For measures over pairs of samples, such as CKA, a block has at "
+        "least 16 texts and minibatch= samples."
     )
     return [(text, list(few))]
 

@@ -66,8 +66,8 @@ def compare_groups(
         - `spread`: for each group of two or more models, the mean distance of its models to their centroid in
           principal-coordinate space; NaN for other comparisons.
         - `spread_p_value`: p-value of the test that all groups have the same spread (PERMDISP), which permutes the
-          distances to the centroids. NaN if fewer than two groups have two models, if
-          none has three, or if a distance is not defined.
+          distances to the centroids. NaN if fewer than two groups have two models, if none has three, or if a distance is
+          not defined.
         - `smallest_p`: the smallest possible p-value with this number of models or of random relabelings.
         - `mean_low`, `mean_high`, `difference_low`, `difference_high`: 95 % intervals, if the grid was measured with
           `intervals=True`. The p-value is computed from all data.

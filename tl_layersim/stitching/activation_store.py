@@ -89,8 +89,8 @@ def _split(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     stop_of_fit, start_of_evaluation = split_rows(texts, held)
     if not stop_of_fit and len(texts) > held:
         warn(
-            "The adapter is fitted and evaluated on rows of the same document, so the stitching penalty says nothing about new "
-            "text. Pass several documents, or eval_data= with other documents."
+            "The adapter is fitted and evaluated on rows of the same text, so the stitching penalty says nothing about new "
+            "text. Pass several texts, or eval_data= with other texts."
         )
         stop_of_fit = start_of_evaluation = len(texts) - held
     return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(texts))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +25,7 @@ from ..remote.open_model import open_source
 from ..sources.activation_checks import need_known_norm, need_stream, refuse_other_logits
 from ..sources.forward_arguments import device_of, no_cache, padding_id, with_padding_ids
 from ..sources.hooked_module import HookedSource
-from ..sources.hooks import eval_mode, in_this_thread, on_enter, temporary_hooks
+from ..sources.hooks import eval_mode
 from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 from ..sources.partial_forward import logits_of, no_known_head, read_residuals
@@ -239,9 +238,9 @@ class ResidualStream:
         def gap() -> Tensor:
             nonlocal classes
             outputs: list[Any] = []
-            with eval_mode(self.module), self.source.settling(), self._counted_runs() as runs:
-                residuals = self.residuals(batch, [self.n_layers], lambda: outputs.append(self.call(batch)))
-            self._refuse_looped_blocks(runs)
+            with eval_mode(self.module), self.source.settling():
+                run = partial(self.residuals, batch, [self.n_layers], lambda: outputs.append(self.call(batch)))
+                residuals = self.source.watched(run).output
             theirs = logits_of(outputs[0])
             classes = theirs.shape[-1]
             # The forward pass may have shown that the modules are no blocks.
@@ -258,27 +257,6 @@ class ResidualStream:
         with torch.no_grad():
             refuse_other_logits(gap, self.source.model)
         return classes
-
-    @contextmanager
-    def _counted_runs(self) -> Iterator[Counter[nn.Module]]:
-        """A context manager that counts the runs of each block in the forward passes inside it."""
-        runs: Counter[nn.Module] = Counter()
-
-        def count(block: nn.Module, _args: Any, _kwargs: Any) -> None:
-            runs[block] += 1
-
-        with temporary_hooks() as handles:
-            handles += [on_enter(block, in_this_thread(count)) for block in dict.fromkeys(self.blocks)]
-            yield runs
-
-    def _refuse_looped_blocks(self, runs: Counter[nn.Module]) -> None:
-        """Raise an error if a block ran several times: a residual is read once in a forward pass, so runs would be left out."""
-        for number, block in enumerate(self.blocks):
-            if runs[block] > 1:
-                raise LayersimError(
-                    f"The layers of {self.source.model.name} cannot be trained: block {number} runs {runs[block]} times in a "
-                    "forward pass over one row of this data, and each block must run once."
-                )
 
 
 def usable(value: Any) -> Any:
