@@ -8,12 +8,13 @@ TL4 := transformer-lens==4.3.0
 TL3 := transformer-lens==3.9.0
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests run in one process a core; more threads in each would only wait for each other.
-PYTEST := -m pytest -n auto
+# Each process begins with a part of the tests in their order, so that those of a file share their fixtures.
+PYTEST := -m pytest -n auto --dist worksteal
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs screenshots pictures examples dist bench format clean
+.PHONY: help check demo test test-heavy test-all test-tl3 test-ndif test-oldest mutation lint types docs screenshots pictures examples dist bench format clean
 
 help: ## List every task
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,8 +40,14 @@ $(VENV_TL3)/test: pyproject.toml constraints.txt
 demo: $(VENV)/base ## Measure the model that ships, and write an HTML report
 	$(VENV)/bin/tl-layersim report --out layersim-report
 
-test: $(VENV)/test ## Run the tests with the newest TransformerLens 4
+# Two levels of tests; tests/levels.py says which test belongs to which.
+test: $(VENV)/test ## Run the light tests with the newest TransformerLens 4
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
+
+test-heavy: $(VENV)/test ## Run the other tests: simulations, killed runs, servers, Ray, browsers, documentation, all pairs of products
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) -m heavy
+
+test-all: test test-heavy ## Run all tests: make test, then make test-heavy
 
 check: $(VENV)/dev ## Check style, types, structure and the laws that every analyzer obeys: about a minute
 	$(VENV)/bin/ruff check .
@@ -74,7 +81,7 @@ $(VENV_NDIF)/server: tests/ndif/requirements.txt
 
 test-ndif: $(VENV)/test $(VENV_NDIF)/server ## Run the tests against a real NDIF server on this machine; needs redis-server
 	@command -v redis-server >/dev/null || { echo "no redis-server: apt-get install redis-server"; exit 1; }
-	OMP_NUM_THREADS=1 TL_LAYERSIM_NDIF_PYTHON=$(abspath $(VENV_NDIF))/bin/python $(VENV)/bin/python -m pytest tests/ndif --durations=8
+	OMP_NUM_THREADS=1 TL_LAYERSIM_NDIF_PYTHON=$(abspath $(VENV_NDIF))/bin/python $(VENV)/bin/python -m pytest -m "" tests/ndif --durations=8
 
 mutation: $(VENV)/test ## Sample mutants of the measures and list those that no test notices: make mutation ARGS="--count 40 lens.py"
 	$(VENV)/bin/python -m tests.mutation $(ARGS)
@@ -88,7 +95,7 @@ types: $(VENV)/dev ## Check types, strictly
 
 docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, and open its pages in a browser
 	$(VENV)/bin/mkdocs build --strict --quiet
-	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q tests/docs/test_site.py
+	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q -m "" tests/docs/test_site.py
 
 screenshots: $(VENV)/dev ## Take screenshots of pages and figures of the documentation, into screenshots/; needs chromium
 	$(VENV)/bin/mkdocs build --strict --quiet

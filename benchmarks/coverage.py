@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.core.coverage_simulation import coverage, lengths_of
 from tests.core.interval_cases import CASES, coverage_of
+from tests.populations import How, document_coverage
 
 # Numbers of batches that give 16, 24 and 32 blocks; the last of 32 is half as large as the others.
 BATCHES = (16, 24, 63)
+# Rows of a document, and number of documents.
+DOCUMENTS = ((2, 32), (4, 32), (16, 32), (4, 8), (16, 8))
+GIVEN: dict[How, str] = {
+    "groups": "rows with their document as group",
+    "cut": "documents, cut by `seq_len`",
+    "rows": "rows alone",
+}
+# Simulations of one run, each of which is a layer.
+AT_ONCE = 100
 
 
 def main() -> None:
@@ -44,6 +55,14 @@ def main() -> None:
         own = coverage_of(name, args.simulations)
         lines.append(f"| {name} | {own.now:.1%} | {own.symmetric:.1%} | {own.warned:.1%} |")
         print(lines[-1], flush=True)
+    lines += ["", "| rows of a document | documents | given as | accuracy | cross-entropy |", "| --- | --- | --- | --- | --- |"]
+    warnings.simplefilter("ignore")
+    for rows, count in DOCUMENTS:
+        for how, words in GIVEN.items():
+            each = [document_coverage(count, rows, 8, AT_ONCE, seed, how) for seed in range(args.simulations // AT_ONCE)]
+            shares = [sum(one[name] for one in each) / len(each) for name in ("accuracy", "cross_entropy")]
+            lines.append(f"| {rows} | {count} | {words} | {shares[0]:.1%} | {shares[1]:.1%} |")
+            print(lines[-1], flush=True)
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")
 

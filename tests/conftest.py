@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
+import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +18,7 @@ from hypothesis import settings
 
 import tl_layersim as lsim
 
+from .levels import mark_heavy_cases
 from .tiny_models import random_tokens, tiny_llama
 
 # The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
@@ -23,13 +26,37 @@ settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# What is imported and collected is no garbage; looking for some in it would take a third of the time of collecting.
+gc.disable()
+
 # A program of its own, which hides this package from itself.
 collect_ignore = ["remote/small_ndif.py"]
+
+
+def pytest_make_parametrize_id(val):
+    """Name a case by its value, where pytest would number it, such as `torch.float16` and not `dtype1`."""
+    if isinstance(val, types.LambdaType) and val.__name__ == "<lambda>":
+        # What it calls, such as `lsim.analyze tiny_llama`.
+        return " ".join(val.__code__.co_names)[:60] or None
+    if isinstance(val, tuple | list | dict | torch.dtype | torch.Size) or (
+        dataclasses.is_dataclass(val) and not isinstance(val, type)
+    ):
+        text = " ".join(repr(val).split())
+        # Addresses and large values say nothing.
+        return text[:60] if "0x" not in text and "tensor(" not in text else None
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before pytest leaves out what `-m` leaves out."""
+    mark_heavy_cases(items)
 
 
 def pytest_collection_finish():
     """Leave what was imported out of each later garbage collection: it is most of all objects, and none of it is garbage."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

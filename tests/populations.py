@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+import tl_layersim as lsim
 from tl_layersim import CKA
 from tl_layersim.activations import View
 from tl_layersim.analyzers import Analyzer
@@ -20,6 +22,7 @@ from tl_layersim.core import Result, Sums
 from tl_layersim.core.sums import MOST_BLOCKS, POOL, DataBlock, with_pools
 from tl_layersim.engine.report_assembly import jackknife_blocks, replicated
 
+from .token_bank import opened
 from .views import sites_run
 
 WIDTH = 8
@@ -129,3 +132,99 @@ def rejections(
     found = measured(analyzer, pools(lengths_of(count, seed), simulations, rho, effect, shared, seed))
     assert isinstance(found, CalibratedMatrix)
     return float((of_pairs(found.p_values) <= 0.05).double().mean()), float(of_pairs(found.calibrated).mean())
+
+
+How = Literal["groups", "cut", "rows"]
+
+
+def documents(
+    analyzer: Analyzer,
+    count: int,
+    rows: int,
+    length: int,
+    simulations: int,
+    shared: float,
+    seed: int,
+    how: How,
+    intervals: bool,
+) -> Result:
+    """The result of an analyzer on documents of several rows, which share 20 % of the variance and whose rows share 5 %.
+
+    Args:
+        analyzer: the measure.
+        count: number of documents.
+        rows: rows of each document.
+        length: tokens of a row.
+        simulations: that share one run.
+        shared: share of the variance that x and y have in common.
+        seed: of the data.
+        how: "groups" for rows with their document as group, "cut" for documents that the package cuts into rows, "rows" for
+            rows alone, as if they were independent.
+        intervals: whether to measure intervals.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    a, b = mixtures()
+    s, u, v = (latent_of_documents(count, rows, length, (simulations, WIDTH), generator) for _ in range(3))
+    x = (math.sqrt(shared) * s + math.sqrt(1 - shared) * u) @ a.T
+    y = (math.sqrt(shared) * s + math.sqrt(1 - shared) * v) @ b.T
+    data = data_of_documents(count, rows, length, how)
+    return lsim.analyze(opened(torch.cat([x, y], 1)), data, [analyzer], intervals=intervals)[analyzer.name]
+
+
+def latent_of_documents(count: int, rows: int, length: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers of variance 1, `token ...`: a document shares 20 % of it, and a row 5 %."""
+    shapes = (count, rows, length), (count, rows, 1), (count, 1, 1)
+    own, row, document = (torch.randn(*each, *shape, generator=generator) for each in shapes)
+    return (0.75**0.5 * own + 0.05**0.5 * row + 0.2**0.5 * document).flatten(0, 2)
+
+
+def data_of_documents(count: int, rows: int, length: int, how: How, labels: bool = False) -> lsim.Data:
+    """The rows of documents, whose token ids count through a bank.
+
+    Args:
+        count: number of documents.
+        rows: rows of each document.
+        length: tokens of a row.
+        how: see `documents`.
+        labels: whether the data has labels: 0 and 1 in turn.
+    """
+    shape = (count, rows * length) if how == "cut" else (count * rows, length)
+    ids = torch.arange(count * rows * length).view(shape)
+    columns = {"input_ids": ids} | ({"labels": ids % 2} if labels else {})
+    groups = [number // rows for number in range(count * rows)] if how == "groups" else None
+    return lsim.Data(columns, seq_len=length if how == "cut" else None, groups=groups)
+
+
+def document_coverage(count: int, rows: int, length: int, simulations: int, seed: int, how: How) -> dict[str, float]:
+    """Share of 95 % intervals of accuracy and of cross-entropy that contain the true value.
+
+    The margin of the right of two classes is normal with mean 1.2 and variance 4, of which a document shares 20 %. Each
+    simulation is a layer.
+
+    Args:
+        count: number of documents.
+        rows: rows of each document.
+        length: tokens of a row.
+        simulations: that share one run.
+        seed: of the data.
+        how: see `documents`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    margin = 1.2 + 2 * latent_of_documents(count, rows, length, (simulations + 1,), generator)
+    # The right class is 0 and 1 in turn.
+    sign = (2 * (torch.arange(len(margin)) % 2) - 1)[:, None]
+    bank = torch.stack([torch.zeros_like(margin), sign * margin], -1)
+    data = data_of_documents(count, rows, length, how, labels=True)
+    result = lsim.analyze(opened(bank), data, lsim.LogitLens(labels="data"), intervals=True)["logit_lens"]
+    grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    weight = (-grid.square() / 2).exp()
+    margins = 1.2 + 2 * grid
+    truth = {
+        "accuracy": float((weight * (margins > 0)).sum() / weight.sum()),
+        "cross_entropy": float((weight * torch.nn.functional.softplus(-margins)).sum() / weight.sum()),
+    }
+    covered = {}
+    for name, value in truth.items():
+        _, low, high, _ = result.interval(name)
+        covered[name] = float(((low <= value) & (value <= high)).double().mean())
+    return covered

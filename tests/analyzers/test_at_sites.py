@@ -28,6 +28,7 @@ def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
 
 
 # Where the tensors of each name lie is a law of tests/contract/test_sites.py.
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(
     ("name", "place"), [*((name, "z per head") for name in MODELS), ("llama", "attn_out"), ("llama", "mlp_out")]
 )
@@ -50,6 +51,7 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
 
+@pytest.mark.light("here-biased")
 @pytest.mark.parametrize(
     ("source", "estimator"),
     [("here", "minibatch"), ("here", "exact"), ("here", "biased"), ("NNsight", "exact"), ("remote=local", "minibatch")],
@@ -85,6 +87,7 @@ def next_tokens(data) -> list[int | None]:
     return out
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_widths_are_those_of_the_sites_where_memory_and_centres_are_checked():
     model, data = tiny_llama(), padded()
     # 12 heads of width 8 need 0.2 MB; the residual stream of 12 layers would need 3.5 MB.
@@ -129,6 +132,7 @@ def test_of_some_layers_the_lens_counts_blocks():
         assert found.effective_depth(eps) == (int(reached[0].split(".")[1]) + 1 if reached else 3)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_ratio_of_norms_is_one_of_blocks_alone():
     model, tokens = tiny_llama(), random_tokens()
     whole = lsim.analyze(model, tokens, lsim.Cosine(center="none"))["cosine"].norm_ratio
@@ -142,6 +146,7 @@ def test_a_ratio_of_norms_is_one_of_blocks_alone():
     assert apart.norm_ratio.isnan().all()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("place", [{"at": "attn_out"}, HEADS], ids=str)
 def test_two_models_of_other_depth_and_width(place):
     import transformers
@@ -164,6 +169,7 @@ def test_two_models_of_other_depth_and_width(place):
     assert same.distance() == pytest.approx(float(by_formula))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("place", ["attn_out", "z per head"])
 def test_half_precision_models(place):
     model, data = tiny_llama(dtype=torch.bfloat16), padded()
@@ -176,6 +182,7 @@ def test_half_precision_models(place):
     assert found["cka"].provenance.dtype == "torch.bfloat16"
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("cls", [cls for cls in find_analyzers().values() if cls.needs_sites in ("any", "equal_width")])
 def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
     report = lsim.analyze(tiny_llama(), padded(), cls(), at="ln_final")
@@ -200,6 +207,7 @@ def test_a_lens_beside_an_analyzer_of_heads_is_refused(make):
         lsim.analyze(tiny_llama(), padded(), [lsim.CKA(), make()], at="z")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_analyzers_of_several_needs_in_one_call():
     model, data = tiny_llama(), padded()
     mixed = lsim.analyze(model, data, [lsim.Cosine(), lsim.Contribution()], at="z")

@@ -76,6 +76,7 @@ def test_spans_without_a_common_direction_are_not_aligned():
     assert found.mean("left_alignment") < 1e-9
 
 
+@pytest.mark.heavy("a simulation")
 def test_independent_blocks_are_as_the_null():
     spectrum = np.geomspace(4, 0.5, 24)
     views = []
@@ -188,6 +189,7 @@ def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
     assert (found.lengths, found.prompts) == (("1", "2 to 3", "8 to 15"), 3)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_packed_rows_are_no_prompts():
     with pytest.raises(lsim.LayersimError, match="`pack`"):
         lsim.analyze(lsim.demo_model(), lsim.Data(lsim.demo_text()[:2], pack=True), lsim.BlockCoupling())

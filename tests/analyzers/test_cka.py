@@ -125,6 +125,7 @@ def test_a_layer_that_has_no_cka_in_one_minibatch_has_no_mean():
     assert torch.equal(found.isnan(), torch.tensor([[a == 2 or b == 2 for b in range(4)] for a in range(4)]))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_whole_rows_as_vectors():
     """Sequence and feature flattened to one dimension, in several passes and for any size of batch."""
     model, tokens = tiny_llama(), random_tokens(12, 6)
@@ -193,6 +194,7 @@ def test_sequences_as_samples(pool):
     np.testing.assert_allclose(exact.values, expected["values"], atol=1e-5)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compare_runs_two_models_on_the_same_tokens():
     a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
     rows = list(random_tokens(5, 20))

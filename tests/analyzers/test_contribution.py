@@ -158,6 +158,7 @@ def test_post_norm_models_are_refused():
         lsim.analyze(family("bert"), random_tokens(2, 8), lsim.Contribution())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_figures_have_a_line_for_attention_and_one_for_the_mlp():
     x = residuals(0)
     found = from_views(lsim.Contribution(), [with_sublayers(view(x), x)])

@@ -241,6 +241,7 @@ def test_the_time_after_the_data_pass(cls):
     assert cls().compute_seconds(replace(large, d_model=None, widths=())) == 0
 
 
+@pytest.mark.heavy("a grid of models")
 @pytest.mark.parametrize("cls", EACH)
 def test_a_grid_of_models_runs_each_once_and_equals_compare(cls):
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
@@ -275,6 +276,7 @@ def test_the_null_of_real_activations(cls):
     assert {picture.name for picture in found.pictures} >= {"values", "calibrated", "null_mean"}
 
 
+@pytest.mark.light("CCA", "LinearPredictivity")
 @pytest.mark.parametrize("cls", EACH)
 def test_half_precision_models_are_summed_in_float64(cls):
     model, data = tiny_llama(dtype=torch.bfloat16), random_tokens(16, 20)

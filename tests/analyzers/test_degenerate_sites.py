@@ -34,6 +34,7 @@ def rest_equals(found, expected: np.ndarray, atol: float = 1e-6) -> None:
     np.testing.assert_allclose(values[1:, 1:], expected[1:, 1:], atol=atol)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(
     ("dtype", "noise", "estimator"),
     [(np.float32, 1e-7, name) for name in ("minibatch", "biased", "exact")]
@@ -77,6 +78,7 @@ def test_the_distance_of_models_is_nan_where_a_block_is_not_defined():
     assert np.isnan(found.distance())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_centred_cosine_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype):
     x = with_same_samples(dtype)
@@ -198,6 +200,7 @@ def test_a_block_that_does_nothing_leaves_the_coupling_of_the_others():
     assert np.isfinite(found.mean())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_degenerate_site_is_shown_in_a_report_and_saved(tmp_path):
     with pytest.warns(lsim.LayersimWarning, match="CKA is not defined"):
         found = from_views(lsim.CKA(), [view(with_same_samples(), rows=8)])

@@ -63,6 +63,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("two", [True, False])
 @pytest.mark.parametrize("name", PAIRS)
 def test_null_values_are_those_of_exchanged_rows(name, two):
@@ -135,21 +136,22 @@ def test_independent_samples_are_exchanged_one_by_one(name):
     np.testing.assert_allclose(by_row.values, by_token.values, atol=1e-9)
 
 
-POOLED = [
-    lsim.CKA(permutations=19),
-    lsim.CKA(estimator="biased"),
-    lsim.CKA(level="sequence", pool="last", permutations=19, minibatch=24),
-    lsim.RSA(permutations=19),
-    lsim.MutualKNN(k=3, permutations=19),
-    lsim.Procrustes(permutations=19),
-    lsim.CCA(permutations=19),
-    lsim.Procrustes(level="sequence", permutations=19),
-    lsim.LinearPredictivity(permutations=19),
-]
+POOLED = {
+    "CKA": lsim.CKA(permutations=19),
+    "biased CKA": lsim.CKA(estimator="biased"),
+    "CKA of last tokens": lsim.CKA(level="sequence", pool="last", permutations=19, minibatch=24),
+    "RSA": lsim.RSA(permutations=19),
+    "MutualKNN": lsim.MutualKNN(k=3, permutations=19),
+    "Procrustes": lsim.Procrustes(permutations=19),
+    "CCA": lsim.CCA(permutations=19),
+    "Procrustes of rows": lsim.Procrustes(level="sequence", permutations=19),
+    "LinearPredictivity": lsim.LinearPredictivity(permutations=19),
+}
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:Intervals of")
-@pytest.mark.parametrize("analyzer", POOLED, ids=lambda one: repr(one)[:60])
+@pytest.mark.parametrize("analyzer", POOLED.values(), ids=POOLED)
 def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
     model = tiny_llama()
     rows = [random_tokens(1, 17 + i % 9, seed=i)[0] for i in range(40)]
@@ -168,9 +170,9 @@ def test_a_longer_run_of_rows_has_more_pools():
     found = lsim.analyze(model, rows, lsim.CKA())["cka"]
     # 16 rows of 32 tokens are two minibatches; the last eight rows are one.
     assert (found.minibatches, found.samples) == (5, 1280)
-    assert 8 <= found.rows <= 16
+    assert 8 <= found.texts <= 16
     of_rows = lsim.analyze(model, rows, lsim.CKA(level="sequence"))["cka"]
-    assert (of_rows.minibatches, of_rows.samples, of_rows.rows) == (1, 40, 40)
+    assert (of_rows.minibatches, of_rows.samples, of_rows.texts) == (1, 40, 40)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -178,7 +180,7 @@ def test_a_longer_run_of_rows_has_more_pools():
 @pytest.mark.parametrize("analyzer", [lsim.RSA(), lsim.CKA()])
 def test_few_rows_are_warned_of(analyzer, rows, length, warned):
     [found] = lsim.analyze(tiny_llama(), random_tokens(rows, length), analyzer).values()
-    assert any(f"{rows} rows on average" in one for one in found.provenance.warnings) is warned
+    assert any(f"{rows} texts on average" in one for one in found.provenance.warnings) is warned
 
 
 def test_draws_depend_on_the_rows_and_the_seed():
@@ -249,6 +251,7 @@ def test_what_crosses_between_models_is_as_large_as_was_said():
         assert exchange.size(16, 20.0, 4) == pytest.approx(sent, rel=0.02)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compare_and_compare_grid_exchange_the_same_rows():
     models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
     rows, analyzer = random_tokens(8, 16), lsim.CKA(permutations=40)

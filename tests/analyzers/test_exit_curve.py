@@ -178,6 +178,7 @@ def curve_of(rows: int = 24, **options):
     return called(lsim.analyze, tiny_llama(), random_tokens(rows, 9), lsim.ExitCurve(), **options)["exit_curve"]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_halves_are_rows_whatever_the_batch_size():
     found = curve_of(batch_size=24)
     out = sum(oracles.held_out_rows(24, 0.5))
@@ -201,6 +202,7 @@ def test_a_threshold_is_chosen_on_the_first_half():
         assert point.speedup == float(len(blocks) * point.exits.sum() / (point.exits * blocks).sum())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_replicates_have_halves_of_their_own():
     found = curve_of(rows=48, intervals=True)
     out = np.array(oracles.held_out_rows(48, 0.5))
@@ -211,6 +213,7 @@ def test_replicates_have_halves_of_their_own():
     assert found.finding()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_packed_rows_are_halved_by_their_tokens():
     model, texts = tiny_llama(), [" ".join(f"w{t}" for t in row.tolist()) for row in random_tokens(40, 9)]
     model.tokenizer = tiny_tokenizer()
@@ -229,6 +232,7 @@ def test_one_row_has_no_held_out_half():
     assert found.finding() == ""
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_headline_has_the_interval_of_the_threshold_of_all_rows():
     asked = lsim.ExitCurve(thresholds=tuple(i / 10_000 for i in range(340, 400, 4)), agreement=0.6)
     data = lsim.Data(random_tokens(40, 9), batch_size=1)

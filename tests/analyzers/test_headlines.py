@@ -85,6 +85,7 @@ def test_the_headline_of_an_exit_curve_that_does_not_end_in_agreement():
     assert exit_result([0.5, 0.94], (0.0, 0.5)).headline() == {"agreement at threshold 0.5": 0.94}
 
 
+@pytest.mark.light("resid_mid", "heads")
 @pytest.mark.parametrize("at", ["resid_mid", "heads", ["q", "z"]])
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
@@ -108,6 +109,7 @@ def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
         assert list(report["cosine"].headline().values()) == pytest.approx([float(values[different].mean())])
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one():
     x = residuals(0, layers=6, tokens=60)
     found = from_views(lsim.LogitLens(), [view(x)])
@@ -124,6 +126,7 @@ def test_the_headline_of_the_logit_lens_is_of_the_last_block_and_the_middle_one(
     )
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_headline_of_saturation_is_the_mean_block_of_tokens():
     x = residuals(1, layers=6, tokens=300)
     found = from_views(lsim.Saturation(), [view(x)])

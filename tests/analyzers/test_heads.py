@@ -33,6 +33,7 @@ def pairs(heads: ExitHeads) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(weight.double().numpy(), bias.double().numpy()) for weight, bias in zip(heads.weight, heads.bias, strict=True)]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_lens
 @either_norm
 def test_every_layer_is_read_by_its_own_head(name, norm):
@@ -55,6 +56,7 @@ def test_memory_for_logits_changes_no_number(memory):
         assert worst(found, from_views(cls(heads=heads), [replace(one, memo={})])) < 1e-9
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_lenses_of_one_run_do_not_take_the_logits_of_other_heads():
     """In one run logits are shared, by analyzers with the same heads alone."""
     data = residuals(tokens=25)
@@ -92,6 +94,7 @@ def test_padding_does_not_matter(name):
     assert worst(plain, lsim.analyze(tiny_llama(), {"input_ids": tokens, "attention_mask": mask}, analyzer)[name]) == 0
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_heads_in_half_precision_and_of_another_dtype_than_the_model():
     tokens = random_tokens(4, 12)
     wide = random_heads(2, 100, 32, dtype=torch.float32)

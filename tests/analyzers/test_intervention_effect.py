@@ -45,6 +45,7 @@ def edited_in_nnsight(model, scale=0.0):
     return edited
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_it_equals_an_oracle_of_plain_hooks():
     clean = tiny_llama()
     edited = without_mlp(clean)
@@ -66,6 +67,7 @@ def test_it_equals_an_oracle_of_plain_hooks():
     torch.testing.assert_close(alone.kl_divergence[-1], (out[0].exp() * (out[0] - out[1])).sum(-1).mean(), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.light("Llama")
 @pytest.mark.parametrize("make", [lambda: (tiny_llama(),) * 2, lambda: (bridge(tiny_gpt2()),) * 2], ids=["Llama", "bridge"])
 def test_no_intervention_has_no_effect(make):
     result = lsim.compare(*make(), DATA, lsim.InterventionEffect(), intervals=True)
@@ -74,6 +76,7 @@ def test_no_intervention_has_no_effect(make):
     assert "none" in result.finding()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_all_ways_to_edit_a_model_give_one_answer():
     clean = tiny_llama()
     expected = lsim.compare(clean, without_mlp(clean), DATA, lsim.InterventionEffect(), intervals=True)

@@ -70,7 +70,7 @@ def test_rows_are_held_out_by_their_numbers():
     found = from_views(lsim.LinearPredictivity(), [pairs])
     expected = oracles.oracle_linear_predictivity([x], rows=[t // 2 for t in range(50)])["values"]
     np.testing.assert_allclose(found.values, expected, atol=1e-9)
-    with pytest.warns(lsim.LayersimWarning, match=f"on {sum(oracles.held_out_rows(25))} held-out rows"):
+    with pytest.warns(lsim.LayersimWarning, match=f"on {sum(oracles.held_out_rows(25))} held-out texts"):
         from_views(lsim.LinearPredictivity(), [pairs])
 
 

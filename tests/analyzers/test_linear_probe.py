@@ -243,6 +243,7 @@ def test_every_position_of_a_row_is_on_one_side():
     assert torch.equal(cut.test_samples, found.test_samples)
 
 
+@pytest.mark.light("mean", "all")
 @pytest.mark.parametrize("positions", ["last", "mean", "all"])
 def test_it_is_that_of_activations_that_the_test_reads(positions):
     model, rows = tiny_llama(dtype=torch.float64), [random_tokens(1, 4 + n % 5, seed=n)[0] for n in range(40)]

@@ -160,6 +160,7 @@ def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, class
         np.testing.assert_allclose(found.accuracy, float(found.majority))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 @pytest.mark.parametrize("make", [lambda: bridge(tiny_llama()), lambda: nnsight(tiny_llama())], ids=["bridge", "nnsight"])
 def test_other_sources_give_one_answer(make, method, llama, tokens):
@@ -210,6 +211,7 @@ def test_a_control_task_by_token_needs_tokens(llama, tokens, classes):
         lsim.linear_probe(llama, lsim.Data(tokens, positions="mean"), lsim.LinearProbe(labels=classes, control="token"))
 
 
+@pytest.mark.light("ridge")
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 def test_few_samples_and_rows_are_warned_of(method, llama):
     def warned(rows: int) -> list[bool]:
@@ -217,7 +219,7 @@ def test_few_samples_and_rows_are_warned_of(method, llama):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), PROBES[method](labels=tokens[:, -1] % 2))
-        return [any(word in one for one in found.provenance.warnings) for word in ("32 dimensions", "held-out row")]
+        return [any(word in one for one in found.provenance.warnings) for word in ("32 dimensions", "held-out text")]
 
     assert warned(20) == [True, True]
     assert warned(60) == [False, True]

@@ -136,6 +136,7 @@ def test_a_grid_as_a_table():
     assert list(grid.to_frame("saturation_layer").columns) == ["token", "saturation_layer"]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_measures_that_need_no_target_are_the_same_without_targets(tmp_path):
     model, tokens = tiny_llama(), random_tokens(3, 12)
     with_targets, without = (
@@ -212,6 +213,7 @@ def test_results_do_not_depend_on_the_memory():
         torch.testing.assert_close(one.values, other.values, rtol=1e-12, atol=0)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_what_is_saved_can_be_resumed(tmp_path):
     model, tokens = tiny_llama(), random_tokens(12, 9)
     every = [lsim.LogitLens(), lsim.Saturation(center="dataset"), lsim.ExitCurve(), lsim.Trajectory(), lsim.NeuralCollapse()]

@@ -183,6 +183,7 @@ def whole_rows_of(model, blocks, inputs):
     return torch.stack(seen).double().numpy()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:NC1 is not defined", "ignore:Cosines of tokens")
 @pytest.mark.parametrize("kind", ["vit", "bert"])
 def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
@@ -223,6 +224,7 @@ def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
         nc1(beside=[lsim.Cosine(center="none")], pool="mean")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:NC1 is not defined")
 def test_the_default_sample_at_other_sites_and_of_other_models():
     tokens, label = random_tokens(8, 9), torch.tensor([0, 1] * 4)

@@ -20,6 +20,7 @@ def rows() -> list[torch.Tensor]:
     return [random_tokens(1, n, seed=n)[0] for n in LENGTHS]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("batch_size", [2, 5])
 def test_values_are_those_of_each_row_alone(batch_size):
     model = tiny_llama()

@@ -13,7 +13,7 @@ import tl_layersim as lsim
 
 from ..populations import cka_coverage, rejections
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.heavy("a simulation"), pytest.mark.filterwarnings("ignore")]
 MEASURES = [lsim.CKA, lsim.RSA, lsim.MutualKNN, lsim.Procrustes, lsim.CCA, lsim.LinearPredictivity]
 SIMULATIONS = 10
 

@@ -46,6 +46,7 @@ def test_it_equals_scipy(kind):
         assert float(found.values[0, 1]) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_it_equals_rsatoolbox():
     rsatoolbox = pytest.importorskip("rsatoolbox")
     x = residuals(0, layers=2, tokens=15)

@@ -60,12 +60,14 @@ def measured(name: str, scale: float, dtype: torch.dtype) -> torch.Tensor:
     return result.values
 
 
+@pytest.mark.light("far-cka-float32", "far-cosine-float32", "near-predictivity-bfloat16", "near-rank-float32")
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MEASURES)
-def test_a_scale_changes_nothing(name, dtype):
+@pytest.mark.parametrize("powers", [(-100, 100), (-63, -33, 33, 63)], ids=["far", "near"])
+def test_a_scale_changes_nothing(name, dtype, powers):
     # Powers of two scale activations without rounding.
     plain = measured(name, 1.0, dtype)
     assert not bool(plain.isnan().all())
-    for power in (-100, -63, -33, 33, 63, 100):
+    for power in powers:
         assert torch.allclose(measured(name, 2.0**power, dtype), plain, atol=1e-6, equal_nan=True), power

@@ -85,6 +85,7 @@ def rows_of(*lengths: int) -> list[torch.Tensor]:
     return [random_tokens(1, length, seed=length)[0] for length in lengths]
 
 
+@pytest.mark.light("tiny_llama-1-1")
 @pytest.mark.parametrize(("keep_first", "splits"), [(1, 1), (0, 1), (3, 2)])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, lambda: family("neox"), lambda: family("gemma2")])
 def test_effects_equal_those_of_hooks(make, keep_first, splits):

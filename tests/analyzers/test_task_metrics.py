@@ -34,6 +34,7 @@ def head_outputs(model, inputs) -> np.ndarray:
     return torch.stack(tables, dim=1).numpy()
 
 
+@pytest.mark.light("2")
 @pytest.mark.parametrize("classes", [2, 3])
 def test_it_is_scikit_learn_on_stored_predictions(classes):
     from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef
@@ -114,6 +115,7 @@ def test_images_and_classes_of_tokens():
     assert found["task_metrics"].confusion.shape == (3, 3, 3)
 
 
+@pytest.mark.light("nnsight")
 @pytest.mark.parametrize("make", [lambda m: nnsight(m), lambda m: bridge(m)], ids=["nnsight", "bridge"])
 def test_other_sources_give_one_answer(make):
     tokens = random_tokens(6, 9)
@@ -122,6 +124,7 @@ def test_other_sources_give_one_answer(make):
     assert (here.confusion - there.confusion).abs().sum() <= 2
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("classes", [1, 3])
 def test_a_simulated_server_gives_one_answer(classes):
     labels = torch.rand(ROWS) if classes == 1 else torch.arange(ROWS) % 3
@@ -136,6 +139,7 @@ def test_a_simulated_server_gives_one_answer(classes):
         np.testing.assert_allclose(getattr(there, name), getattr(here, name), atol=1e-9, err_msg=name)
 
 
+@pytest.mark.light("7")
 @pytest.mark.parametrize("batch_size", [1, 7, ROWS])
 def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     from scipy.stats import pearsonr, spearmanr

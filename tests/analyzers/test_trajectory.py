@@ -101,6 +101,7 @@ def test_the_path_may_end_after_the_final_norm():
         np.testing.assert_allclose(getattr(found, name), value, rtol=rtol, atol=atol, err_msg=name)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_final_norm_is_that_of_the_model_in_every_source():
     model, tokens = tiny_llama(), random_tokens(4, 9)
     ids, analyzer = torch.as_tensor(tokens), lsim.Trajectory(final_norm=True)

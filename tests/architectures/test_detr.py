@@ -39,6 +39,7 @@ def cosines(x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("atd,btd->abt", unit, unit).mean(-1)
 
 
+@pytest.mark.light("False")
 @both
 def test_the_decoder_is_read_with_object_queries_as_positions(auxiliary_loss):
     model, data = tiny_detr(auxiliary_loss), images()

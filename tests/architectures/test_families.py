@@ -77,6 +77,7 @@ def measured(model, key: str, estimator: str = "exact", **options):
     )
 
 
+@pytest.mark.light("bert classes")
 @pytest.mark.parametrize("key", BLOCKS)
 def test_every_source_gives_the_answer_of_a_float64_oracle(key):
     rows = oracle_states(key)
@@ -94,6 +95,7 @@ def test_every_source_gives_the_answer_of_a_float64_oracle(key):
         assert found["cka"].provenance.tokens == sum(row.shape[1] for row in rows)
 
 
+@pytest.mark.light("t5", "clip vision projected")
 @pytest.mark.parametrize("key", [*SIMULATED, "modernbert classes", "swin classes", "clip vision projected", "bart"])
 def test_a_loop_of_ones_own_gives_this_answer_too(key):
     model, expected = model_of(key), measured(model_of(key), key, "minibatch")
@@ -107,6 +109,7 @@ def test_a_loop_of_ones_own_gives_this_answer_too(key):
         assert found[name].layers == expected[name].layers
 
 
+@pytest.mark.light("vit classes")
 @pytest.mark.parametrize("key", BRIDGED)
 def test_a_bridge_gives_this_answer_too(key):
     expected = measured(model_of(key), key)

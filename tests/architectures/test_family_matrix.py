@@ -16,6 +16,26 @@ from .family_matrix import ERRORS, header, reason, rows
 PAGE = (ROOT / "docs/models.md").read_text()
 
 
+@pytest.mark.light(
+    "bert-`analyze`",
+    "roberta-predictions by layer",
+    "distilbert-`evaluate_layers`",
+    "distilbert classes-`truncate`",
+    "electra classes-`analyze`",
+    "deberta classes-`analyze`",
+    "deberta-v2 classes-`analyze`",
+    "modernbert classes-`analyze`",
+    "mpnet classes-`analyze`",
+    "vit classes-`analyze`",
+    "deit distilled-`analyze`",
+    "beit-`analyze`",
+    "swin classes-`analyze`",
+    "clip vision-`analyze`",
+    "clip text projected-`analyze`",
+    "t5-`analyze`",
+    "mlp-`analyze`",
+    "convnext-`analyze`",
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("key", CASES)

@@ -76,6 +76,7 @@ def values(report) -> np.ndarray:
     return report["cka"].values.numpy()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("source", SOURCES)
 def test_places_of_a_map_are_positions(source):
     model, at = Net(), ["stem", "body.0", "body.1"]

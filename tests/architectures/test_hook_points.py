@@ -84,6 +84,38 @@ def mid_stream(parts, number: int) -> torch.Tensor:
     return parts.values("resid_mid_cross" if parts.prefix == "decoder." else "resid_mid", number)
 
 
+@pytest.mark.light(
+    "llama",
+    "qwen2",
+    "gemma",
+    "olmo",
+    "gemma2",
+    "phi3",
+    "phi",
+    "gptj",
+    "neox sequential",
+    "opt",
+    "bloom",
+    "falcon",
+    "falcon multi-query",
+    "mpt",
+    "roberta",
+    "electra",
+    "distilbert",
+    "deberta-v2",
+    "modernbert",
+    "beit unscaled",
+    "swin stages.1.",
+    "vit",
+    "dinov2",
+    "clip text.",
+    "siglip text.",
+    "t5 encoder.",
+    "t5 gated encoder.",
+    "t5 gated decoder.",
+    "bart decoder.",
+    "detr decoder.",
+)
 @every_stack
 def test_a_stack_has_its_families_and_no_others(parts):
     found = {site.family for site in sites_of(parts.model).sites if site.point.name.startswith(parts.prefix)}

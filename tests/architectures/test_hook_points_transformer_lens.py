@@ -49,6 +49,7 @@ def assert_same_sites(model, key: str, absent: frozenset[str] = frozenset()) -> 
         assert gap.norm() <= 1e-12 * found[one.total.name].norm(), one
 
 
+@pytest.mark.light("llama", "gemma2", "gpt2", "neox", "bert")
 @pytest.mark.parametrize("key", BRIDGES)
 def test_a_bridge_has_the_sites_of_its_model(key):
     assert_same_sites(bridge(key), key)

@@ -22,6 +22,7 @@ def run_residual(model, data, **options):
 
 
 # The hook points of the other layouts are tested against their weights.
+@pytest.mark.light("Gemma3", "GPTNeoX", "Mamba", "MPNet")
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mixtral", "GPTNeoX", "Mamba", "OPT", "Bloom", "MPNet"])
 def test_known_layouts_are_read_after_each_block(family, data):
     """Against the model's own hidden states; these end with the final norm, so the last one comes from a hook."""
@@ -45,6 +46,7 @@ def test_known_layouts_are_read_after_each_block(family, data):
     np.testing.assert_allclose(found.norm_ratio, expected["norm_ratio"], rtol=1e-4)
 
 
+@pytest.mark.light("MPNet")
 @pytest.mark.filterwarnings("ignore:The targets of .* are next tokens")
 @pytest.mark.parametrize("family", ["Gemma3", "MPNet"])
 def test_nnsight_reads_known_layouts_too(family, data):

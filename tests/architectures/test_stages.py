@@ -40,6 +40,7 @@ def named(number: int) -> tuple[str, ...]:
     return tuple(f"stages.{number}.blocks.{block}.{name}" for block, name in zip((0, 0, 1), NAMES, strict=True))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @SOURCES
 def test_a_name_or_layers_choose_a_stage(wrap):
     cosine = lsim.Cosine(center="none")
@@ -56,6 +57,7 @@ def test_a_name_or_layers_choose_a_stage(wrap):
     assert found.provenance.tokens == 6 * 64
 
 
+@pytest.mark.light("module")
 @SOURCES
 def test_sites_of_several_stages_are_compared_by_their_means(wrap):
     sites = [stage(number)[layer].reshape(6, -1, width).mean(1) for number, width in ((0, 8), (1, 16)) for layer in range(3)]

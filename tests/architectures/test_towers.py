@@ -55,6 +55,7 @@ def test_layers_of_both_towers_are_refused():
         lsim.analyze(lsim.open_model(clip_of(), layers=[*TEXT, *VISION]), DATA, COSINE)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_one_tower_is_read_where_its_blocks_are_named():
     images = states("vision")
     names = ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{number}.hook_resid_post" for number in range(4)))

@@ -92,6 +92,22 @@ LOOPS = {
 }
 
 
+def shared_block_llama():
+    """A Llama that runs block 1 as blocks 1 and 2."""
+    model = tiny_llama(3)
+    model.model.layers[2] = model.model.layers[1]
+    return model
+
+
+@pytest.mark.parametrize("make", [looped_llama, shared_block_llama])
+def test_blocks_that_run_several_times_are_not_trained(make):
+    rows = random_tokens(4, 6)
+    with pytest.raises(lsim.LayersimError, match=r"layers\.[012]\b"):
+        lsim.training.aligned_loss(make(), rows)
+    with pytest.raises(lsim.LayersimError, match=r"layers\.[012]\b"):
+        lsim.finetune_aligned(make(), rows, lsim.AlignedTraining(steps=1, warmup=0))
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_block_that_runs_several_times_is_refused(loop):
     order, path = LOOPS[loop]

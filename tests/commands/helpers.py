@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from tl_layersim import cli
 
+# No page: drawing its figures takes longer than most runs.
+NUMBERS = ("--format", "")
 # A few rows of the demo text.
-SHORT = ("--max-tokens", 512, "--seq-len", 64)
+FEW = ("--max-tokens", 512, "--seq-len", 64)
+SHORT = (*FEW, *NUMBERS)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import tl_layersim as lsim
 from tl_layersim.core.intervals import headline_texts
 
 from ..options import called
-from .helpers import SHORT, done, run
+from .helpers import FEW, NUMBERS, SHORT, done, run
 
 READ = {"max_tokens": 512, "seq_len": 64, "pack": True}
 
@@ -34,12 +34,13 @@ def read(folder):
 def saved(tmp_path_factory):
     """A report with intervals."""
     out = tmp_path_factory.mktemp("saved")
-    done("report", "--max-tokens", 4096, "--seq-len", 16, "--option", "cka.minibatch=64", "--intervals", "--out", out)
+    reading = ["--max-tokens", 1024, "--seq-len", 8, "--option", "cka.minibatch=64"]
+    done("report", *reading, "--intervals", *NUMBERS, "--out", out)
     return out
 
 
 def test_compare(tmp_path):
-    found = done("compare", "demo", "demo-aligned", *SHORT, "--out", tmp_path)
+    found = done("compare", "demo", "demo-aligned", *SHORT, "--format", "html", "--out", tmp_path)
     expected = called(lsim.compare, lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text(), lsim.CKA(), **READ)
     assert torch.equal(read(tmp_path)["cka"].values, expected.values)
     assert "CKA(first model's embedding, second's last)" in found.output
@@ -81,8 +82,9 @@ def test_stitch(tmp_path):
     assert "`training`" in refused("stitch", "demo", "demo", *options, "--out", tmp_path / "no")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_settings_of_the_papers(tmp_path):
-    few = ["--steps", 3, "--max-tokens", 512, "--seq-len", 64]
+    few = ["--steps", 3, *SHORT]
     done("train", "demo", "--paper", *few, "--save-to", tmp_path / "model", "--out", tmp_path / "train")
     done("stitch", "demo", "demo-aligned", "--paper", "--at", "4:4", *few, "--out", tmp_path / "stitch")
     again = ["--config", tmp_path / "train" / "run.yaml", "--save-to", tmp_path / "again", "--out", tmp_path / "train again"]
@@ -98,8 +100,9 @@ def test_the_settings_of_the_papers(tmp_path):
     assert read(tmp_path / "stitch again")["stitch"].penalty == found.penalty
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_train(tmp_path):
-    options = ["--steps", 2, "--lr", 1e-3, "--max-tokens", 1024, "--seq-len", 64, "--batch-size", 2]
+    options = ["--steps", 2, "--lr", 1e-3, "--max-tokens", 1024, "--seq-len", 64, "--batch-size", 2, *NUMBERS]
     done("train", "demo", *options, "--save-to", tmp_path / "deep" / "model", "--out", tmp_path)
     training = lsim.AlignedTraining(steps=2, lr=1e-3)
     reading = READ | {"max_tokens": 1024, "batch_size": 2}
@@ -156,8 +159,12 @@ def test_show_lists_the_warnings_of_a_run(saved, tmp_path):
     from dataclasses import replace
 
     report = read(saved)
-    warned = replace(report["cka"], provenance=replace(report["cka"].provenance, warnings=("Too few of [them].",)))
-    lsim.Report({"cosine": report["cosine"], "cka": warned}).save(tmp_path / "warned.safetensors")
+
+    def with_warnings(result, *warnings):
+        return replace(result, provenance=replace(result.provenance, warnings=warnings))
+
+    warned = with_warnings(report["cka"], "Too few of [them].")
+    lsim.Report({"cosine": with_warnings(report["cosine"]), "cka": warned}).save(tmp_path / "warned.safetensors")
     shown = done("show", tmp_path / "warned.safetensors").stdout
     assert re.search(r"^cka\.warning +Too few of \[them\]\.$", shown, re.M)
     assert "cosine.warning" not in shown
@@ -175,9 +182,13 @@ def test_estimate():
     assert [line.split(None, 1) for line in shown.stdout.splitlines()[2:]] == [
         [name.strip(), text] for name, text in cost.rows()
     ]
-    assert "measured on one batch" in done("estimate", "--time", "--seq-len", 32, "--batch-size", 2).stdout
     assert refused("estimate", "--dtype", "bfloat16").startswith("`--dtype` is bfloat16")
     assert " is ./nothing" in refused("estimate", "./nothing")
+
+
+@pytest.mark.heavy("a measured time")
+def test_the_time_of_a_batch_is_measured():
+    assert "measured on one batch" in done("estimate", "--time", "--seq-len", 32, "--batch-size", 2).stdout
 
 
 def test_what_has_no_effect_beside_a_shard_is_refused(tmp_path, monkeypatch):
@@ -224,6 +235,7 @@ class Mine(lsim.Cosine):
 """
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_an_analyzer_of_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
@@ -235,7 +247,7 @@ def test_an_analyzer_of_a_file(tmp_path, monkeypatch):
     assert refused("report", "--config", "out/run.yaml", "--out", "again").startswith("`--analyzers`")
     done("report", "--config", "out/run.yaml", "--analyzers", "mine.py:Mine,cka", "--out", "again")
     for part in range(2):
-        done("report", *SHORT, *options, "--shard", f"{part}/2", "--save-to", f"{part}.safetensors")
+        done("report", *FEW, *options, "--shard", f"{part}/2", "--save-to", f"{part}.safetensors")
     monkeypatch.syspath_prepend(tmp_path)
     own = importlib.import_module("mine").Mine(center="none")
     merged = lsim.merge(["0.safetensors", "1.safetensors"], analyzers=[own, "cka"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import warnings
@@ -62,12 +63,33 @@ def refused(folder, *arguments):
 def without_measuring(monkeypatch):
     """A model that is opened before the file is refused is an error."""
 
+    # A command reads its options from the parameters of `open_model` once, at its first use.
+    @functools.wraps(lsim.open_model)
     def opened(*_, **__):
         raise AssertionError("the model was opened")
 
     monkeypatch.setattr(lsim, "open_model", opened)
 
 
+@pytest.mark.light(
+    "aliases",
+    "a merge key",
+    "deep lists",
+    "deep mappings",
+    "open lists",
+    "many values",
+    "a repeated key",
+    "a list as a key",
+    "a tag of Python",
+    "binary",
+    "a zero byte",
+    "an escape of the terminal",
+    "not UTF-8",
+    "random bytes",
+    "a control character",
+    "a list",
+    "a null",
+)
 @pytest.mark.parametrize(("content", "named"), MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_file_is_refused(content, named, tmp_path):
     path = tmp_path / "run.yaml"
@@ -133,6 +155,7 @@ def test_a_setting_of_no_analyzer_is_refused(setting, tmp_path):
     assert "`--option`" in refused(tmp_path, "report", "--config", tmp_path / "run.yaml")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(
     "value", ["[" * 5000, "-" * 5000 + "1", "(" * 300 + ")" * 300, "nan", "Infinity", "1e999", '{"a": 1}', "9" * 6000]
 )
@@ -150,6 +173,21 @@ WRONG_VALUES = (
 )
 
 
+@pytest.mark.light(
+    "max_tokens: .inf",
+    "max_tokens: 1.5",
+    "max_tokens: 1e400",
+    "seq_len: 2026-01-01",
+    "seq_len: 0x10",
+    "seq_len: 1:30",
+    "batch_size: 0",
+    "pack: [yes]",
+    "analyzers: []",
+    "analyzers: ''",
+    "dtype: float8",
+    "format: docx",
+    "data: no/such/file",
+)
 @pytest.mark.parametrize("line", WRONG_VALUES)
 def test_a_wrong_value_is_refused(line, tmp_path):
     (tmp_path / "run.yaml").write_text(line)

@@ -90,6 +90,7 @@ def refused(*arguments):
     return error
 
 
+@pytest.mark.light("truncated", "code in a pickle", "num_attention_heads", "architectures", "tokenizer")
 @pytest.mark.parametrize("malform", MODELS.values(), ids=MODELS)
 def test_a_malformed_model_is_refused(malform, folder):
     malform(folder)

@@ -14,7 +14,7 @@ from tl_layersim.commands.models_and_data import load_data
 
 from .. import html_pages
 from ..tiny_models import tiny_llama, tiny_tokenizer
-from .helpers import run
+from .helpers import NUMBERS, run
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,7 @@ def page(tmp_path_factory):
     return out, done
 
 
+@pytest.mark.heavy("a process of its own")
 def test_with_no_argument_it_runs_on_the_demo(page):
     out, done = page
     assert "Report:" in done.stdout
@@ -43,6 +44,7 @@ def test_with_no_argument_it_runs_on_the_demo(page):
     assert report["cka"].provenance.tokens == 2048
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_merged_shards_are_the_report_of_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--max-tokens", 1200, "--seq-len", 32, "--option", "cka.minibatch=64", "--option", "cosine.center=none"]
@@ -50,12 +52,12 @@ def test_merged_shards_are_the_report_of_one_process(tmp_path, monkeypatch):
         done = run("report", *options, "--shard", f"{number}/2")
         assert done.exit_code == 0, done.output
         assert f"part-{number}-of-2.safetensors" in done.output
-    assert run("report", *options, "--out", "alone").exit_code == 0
+    assert run("report", *options, *NUMBERS, "--out", "alone").exit_code == 0
     # As a shell expands a pattern: with the files of the options.
     done = run("merge", *sorted((tmp_path / "parts").glob("*")), "--out", "merged")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "merged" / "report.html").exists()
-    assert run("report", "--config", "merged/run.yaml", "--out", "again").exit_code == 0
+    assert run("report", "--config", "merged/run.yaml", *NUMBERS, "--out", "again").exit_code == 0
     merged, alone, again = (lsim.load(tmp_path / name / "report.safetensors") for name in ("merged", "alone", "again"))
     for other in (alone, again):
         assert torch.equal(merged["cka"].values, other["cka"].values)
@@ -72,6 +74,7 @@ def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
     assert "`--save-to` is 'part'" in str(run("report", "--save-to", "part").exception)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("text", "count"), [("2:5", 24)])
 def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     done = run("report", "--seq-len", 16, "--positions", text, "--out", tmp_path, "--max-tokens", count)
@@ -83,6 +86,7 @@ def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     assert f"<code>{text}</code></td>" in page
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_intervals_reach_the_result_and_the_page(tmp_path):
     reading = ["--seq-len", 16, "--batch-size", 2, "--max-tokens", 512]
     done = run("report", "--intervals", "--analyzers", "cosine", *reading, "--out", tmp_path)
@@ -121,6 +125,7 @@ def test_a_folder_of_weights_and_a_text_file(tmp_path):
         1,
         "--dtype",
         "bfloat16",
+        *NUMBERS,
     )
     assert done.exit_code == 0, done.output
     result = lsim.load(out / "report.safetensors")["cka"]
@@ -129,10 +134,11 @@ def test_a_folder_of_weights_and_a_text_file(tmp_path):
     assert result.values.shape == (4, 4)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_prompts_are_not_packed(tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("Once upon a time there was a dog.\n\nThe sun was red and the sky was blue.\n")
-    done = run("report", "--data", text, "--analyzers", "block_coupling", "--out", tmp_path / "out")
+    done = run("report", "--data", text, "--analyzers", "block_coupling", *NUMBERS, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert "one text a row" in done.output
     done = run("report", "--data", text, "--analyzers", "block_coupling", "--pack", "--out", tmp_path / "out")
@@ -153,18 +159,19 @@ def test_a_table(kind, tmp_path):
         table.to_csv(path, sep="\t" if kind == "tsv" else ",", index=False, quoting=3 if kind == "tsv" else 0)
     pandas.testing.assert_frame_equal(load_data(str(path), "test"), table)
     if kind == "csv":
-        done = run("report", "--data", path, "--column", "story", "--analyzers", "cosine", "--out", tmp_path / "out")
+        done = run("report", "--data", path, "--column", "story", "--analyzers", "cosine", *NUMBERS, "--out", tmp_path / "out")
         assert done.exit_code == 0, done.output
         found = lsim.load(tmp_path / "out" / "report.safetensors")["cosine"].provenance
         assert (found.sequences, found.options["pack"]) == (6, False)
         assert "in 6 rows (one text a row)" in done.output
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_saved_data_set(tmp_path):
     import datasets
 
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"story": lsim.demo_text()[:6]})}).save_to_disk(tmp_path / "set")
-    done = run("report", "--data", tmp_path / "set", "--analyzers", "cosine", "--out", tmp_path / "out")
+    done = run("report", "--data", tmp_path / "set", "--analyzers", "cosine", *NUMBERS, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
 
 
@@ -187,6 +194,7 @@ def test_sites_are_chosen(tmp_path):
     assert page.count("25 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.7.hook_resid_post, ") == 1
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_heads_are_sites_of_their_own(tmp_path):
     options = ["--at", "z", "--per-head", "--analyzers", "cosine", "--option", "cosine.center=none"]
     done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)
@@ -221,6 +229,7 @@ def test_refusals_are_printed_not_traced(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.heavy("a browser")
 @html_pages.needs_chromium
 def test_the_page_in_a_browser(page, tmp_path):
     found = html_pages.drawn(page[0] / "report.html", tmp_path / "profile")

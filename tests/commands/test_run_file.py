@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.commands.models_and_data import as_settings, with_options
 
-from .helpers import SHORT, done, run
+from .helpers import NUMBERS, SHORT, done, run
 
 # Of few tokens.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(CKA is dominated|Intervals of .* rest on).*:UserWarning")
@@ -31,6 +31,7 @@ def read(folder):
     return lsim.load(folder / "report.safetensors")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_run_is_repeated_bit_for_bit(tmp_path):
     options = [
         "--analyzers",
@@ -61,6 +62,7 @@ def test_a_run_is_repeated_bit_for_bit(tmp_path):
     assert first == second
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:The run in .* used different data")
 def test_the_command_line_comes_first(tmp_path):
     done("report", *SHORT, "--option", "cka.minibatch=64", "--option", "cka.seed=3", "--out", tmp_path / "a")
@@ -75,12 +77,13 @@ def test_the_command_line_comes_first(tmp_path):
     assert (found["cka"].provenance.options["seed"], found["cka"].provenance.options["minibatch"]) == (5, 64)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
     """Values are text: YAML would read 2:10 as a number in base 60, and no as False."""
     file = tmp_path / "own.yaml"
     lines = ("max-tokens: 300", "seq_len: 64", "analyzers: [effective_rank, cosine]", "option: cosine.center=none")
     file.write_text("\n".join((*lines, "at: z", "per-head: yes", "positions: 2:10", "intervals: no")))
-    done("report", "--config", file, "--out", tmp_path)
+    done("report", "--config", file, *NUMBERS, "--out", tmp_path)
     assert list(read(tmp_path)) == ["effective_rank", "cosine"]
     options = read(tmp_path)["cosine"].provenance.options
     assert (options["max_tokens"], options["seq_len"], options["center"], options["per_head"]) == (300, 64, "none", True)
@@ -128,7 +131,7 @@ def test_a_file_that_cannot_be_read_is_refused(name, tmp_path):
 
 
 def test_the_heading_is_a_command_that_runs(tmp_path):
-    options = ["--max-tokens", 512, "--seq-len", 64, "--steps", 1]
+    options = [*SHORT, "--steps", 1]
     done("train", "demo", *options, "--save-to", tmp_path / "one", "--out", tmp_path / "a")
     heading = (tmp_path / "a" / "run.yaml").read_text().splitlines()[0]
     assert heading == "# tl-layersim train --config run.yaml --save-to FOLDER repeats this run."
@@ -138,6 +141,7 @@ def test_the_heading_is_a_command_that_runs(tmp_path):
     assert same(read(tmp_path / "a"), read(tmp_path / "b"))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_other_data_behind_the_same_name_is_reported(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(lsim.demo_text()[:20]))

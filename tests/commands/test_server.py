@@ -15,6 +15,7 @@ __all__ = ["running", "small"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests|CKA is dominated).*:UserWarning")
 
 
+@pytest.mark.heavy("a server with a socket")
 def test_a_report_from_a_server(small, tmp_path, monkeypatch):
     from nnsight.schema.config import CONFIG
 
@@ -35,6 +36,7 @@ def test_a_report_from_a_server(small, tmp_path, monkeypatch):
     assert "a-secret-key-1234" not in there.output
 
 
+@pytest.mark.heavy("a server with a socket")
 def test_a_wrong_key_is_refused_with_the_place_of_the_key(small, tmp_path, monkeypatch):
     from nnsight.schema.config import CONFIG
 
@@ -45,6 +47,7 @@ def test_a_wrong_key_is_refused_with_the_place_of_the_key(small, tmp_path, monke
     assert "NDIF_API_KEY" in str(refused.exception)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_what_a_server_has_no_use_for_is_refused(tmp_path):
     for options, name in (
         (["--remote"], "`--model`"),

@@ -149,6 +149,7 @@ def test_order_and_grouping_of_tokens_do_not_change_the_moments(name, order, cut
         torch.testing.assert_close(merged[key], value, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_residuals(name, dtype):
@@ -166,6 +167,7 @@ def test_half_precision_residuals(name, dtype):
     assert result.penalty == pytest.approx(same.penalty, abs=0.05)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_kind
 def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
     options = {"fit": "lstsq+sgd", "training": QUICK} if ADAPTER_KINDS.named(name)().has_weight else {}
@@ -186,6 +188,7 @@ def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
         assert torch.equal(again.model(rows(2)).logits, result.model(rows(2)).logits)
 
 
+@pytest.mark.light("affine-norm", "identity")
 @each_kind
 def test_widths_that_differ_are_refused_or_work(name):
     kind = ADAPTER_KINDS.named(name)()
@@ -201,6 +204,7 @@ def test_widths_that_differ_are_refused_or_work(name):
     assert np.isfinite(result.penalty)
 
 
+@pytest.mark.heavy("a process of its own")
 def test_moments_are_computed_where_this_package_is_not_installed(tmp_path):
     hidden, target = residuals(20, 6), residuals(20, 6, seed=2)
     nnsight.register("tl_layersim")
@@ -268,6 +272,7 @@ class TestOneNewFile:
     def test_is_discovered(self, new):
         assert sorted(ADAPTER_KINDS.all()) == sorted([*KINDS, new])
 
+    @pytest.mark.heavy("a training")
     def test_is_stitched_saved_and_loaded(self, new, tmp_path):
         models, data, at = (tiny_gpt2(0), tiny_gpt2(1)), lsim.Data(rows(60), batch_size=6), (1, 0)
         result = lsim.stitch(*models, data, at=at, adapter=new, fit="lstsq+sgd", training=QUICK)
@@ -281,6 +286,7 @@ class TestOneNewFile:
         grid = lsim.stitch_grid({"a": tiny_gpt2(0), "b": tiny_gpt2(1)}, rows(60), layers=[0], adapter=new, fit="lstsq")
         assert grid.kind == new
 
+    @pytest.mark.heavy("a simulated server")
     def test_is_fitted_beside_a_model_in_nnsights_simulation_of_a_server(self, new):
         options = {"at": (1, 0), "adapter": new, "fit": "lstsq"}
         data, far = lsim.Data(rows(60), batch_size=6), lsim.open_model(gpt2_of_kind("nnsight", 1), remote="local")

@@ -64,6 +64,7 @@ def test_it_has_a_name_a_source_and_an_example(name, cls):
         assert part in text, f"{cls.__name__} lacks {part}"
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_rule
 def test_a_higher_threshold_exits_no_earlier(model, name, cls):
     tokens = random_tokens(4, 12)
@@ -92,6 +93,7 @@ def test_an_unreachable_threshold_runs_the_full_model(model, name, cls):
     assert not cls(highest).never
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_rule
 def test_a_generation_leaves_no_state_to_the_next(model, name, cls):
     threshold = middle(model, name, cls)
@@ -105,6 +107,7 @@ def test_a_generation_leaves_no_state_to_the_next(model, name, cls):
     assert tokens_of(early.generate(first, **options)) == tokens_of(before)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_rule
 def test_the_order_of_rows_does_not_matter(model, name, cls):
     early = lsim.EarlyExit(model, middle(model, name, cls), at="all", rule=name)

@@ -60,6 +60,7 @@ def test_a_table_holds_the_fields_of_a_result(name, cls):
     check(result, result.to_xarray())
 
 
+@pytest.mark.heavy("a run of every analyzer with intervals")
 def test_a_report_has_a_table_for_each_result_with_intervals(measured, tmp_path):
     tables = measured.to_xarray()
     assert list(tables.children) == list(measured)
@@ -148,6 +149,7 @@ def test_sites_that_no_run_has_together_are_in_the_order_of_their_blocks():
         )
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
 def test_a_table_survives_csv_and_json_and_headlines_have_plain_names(name, cls, tmp_path):
     result = from_views(cls(), [view_for(cls, residuals(seed, tokens=size)) for seed, size in enumerate((12, 30, 7))])

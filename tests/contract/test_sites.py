@@ -5,6 +5,7 @@ Analyzers are discovered, and families come from the model's own table: a new on
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -116,6 +117,7 @@ def test_axis_names_are_verified_by_hooks_of_the_test(name, data, tables):
         assert float(value) == pytest.approx(project(head_part(tensors[stem], site), mask), rel=1e-5, abs=1e-4), site
 
 
+@pytest.mark.light("NNsight-llama", "TransformersModel-neox", "NNsight(TransformerBridge)-llama")
 @each_model
 @each_source
 def test_every_source_reads_the_same_tensors_under_the_same_names(name, source, data, tables, tmp_path):
@@ -158,18 +160,22 @@ def refuses_model(model, data, cls, **options) -> bool:
 
 @pytest.fixture(scope="module")
 def answers(data, tables):
-    """Results of the Hugging Face models, by model and family, of all analyzers that take the family together."""
-    found: dict[str, dict[str, lsim.Report]] = {}
-    for name, make in MODELS.items():
-        model, families = make(), everything(tables[name])
+    """Gives the results of a Hugging Face model, by family, of all analyzers that take the family together."""
+
+    @functools.cache
+    def of_model(name: str) -> dict[str, lsim.Report]:
+        model, families = MODELS[name](), everything(tables[name])
         usable = {key: cls for key, cls in ANALYZERS.items() if not refuses_model(model, data, cls)}
-        found[name] = {}
+        found = {}
         for one in families:
             taking = [cls() for cls in usable.values() if takes(cls, families, one)]
-            found[name][one] = lsim.analyze(model, data, taking, at=one)
-    return found
+            found[one] = lsim.analyze(model, data, taking, at=one)
+        return found
+
+    return of_model
 
 
+@pytest.mark.light("block_coupling-llama", "cka-llama", "logit_lens-llama")
 @each_model
 @pytest.mark.parametrize("key", ANALYZERS)
 def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers):
@@ -177,7 +183,7 @@ def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, table
     families, refused = everything(table), refuses_model(model, data, cls)
     for one in SITE_NAMES:
         if takes(cls, families, one) and not refused:
-            result = answers[name].get(one, lsim.Report({})).get(key) or lsim.analyze(model, data, cls(), at=one)[key]
+            result = answers(name).get(one, lsim.Report({})).get(key) or lsim.analyze(model, data, cls(), at=one)[key]
             assert repr(result)
             own = tuple(table.name[table.family == one])
             if cls.needs_sites in ("any", "equal_width") and not cls.families:
@@ -192,14 +198,15 @@ def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, table
             assert families[0] in str(error.value), "the refusal lists what the model has"
 
 
+@pytest.mark.light("NNsight-llama")
 @each_model
 @each_source
 def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, answers, tmp_path):
     model, options = opened(name, source, tmp_path)
-    usable = [key for key in answers[name]["resid_post"] if not refuses_model(model, data, ANALYZERS[key], **options)]
+    usable = [key for key in answers(name)["resid_post"] if not refuses_model(model, data, ANALYZERS[key], **options)]
     # What differs between families is compared above, for each source.
     for one in ("resid_post", "z", "mlp_post"):
-        expected = answers[name][one]
+        expected = answers(name)[one]
         # Analyzers with families of their own read the same at all.
         asked = [ANALYZERS[key]() for key in usable if key in expected and (one == "z" or not ANALYZERS[key].families)]
         found = called(lsim.analyze, model, data, asked, at=one, **options)
@@ -208,6 +215,7 @@ def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, ans
             np.testing.assert_allclose(result.values, expected[key].values, rtol=1e-4, atol=1e-4, err_msg=f"{key} at {one}")
 
 
+@pytest.mark.light("NNsight", "NNsight remote=local", "TransformerBridge", "NNsight(TransformerBridge)")
 @each_source
 def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
     name = "gpt2" if source == "HookedTransformer" else "neox"
@@ -234,6 +242,7 @@ SOURCES_HERE = {"Hugging Face": lambda make: (make(), {})} | {
 }
 
 
+@pytest.mark.light("attn_out-Hugging Face", "mlp_out-NNsight remote=local")
 @pytest.mark.parametrize("source", SOURCES_HERE)
 @pytest.mark.parametrize("wrong", ["attn_out", "resid_mid", "mlp_out"])
 def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data, monkeypatch):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tl_layersim.core.intervals import UNBOUNDED, degrees_of_freedom, neighbour_correlation, standard_error, t_interval
+from tl_layersim.core.intervals import UNBOUNDED, Uncertainty, neighbour_correlation, t_interval
 
 BLOCKS, TEXTS, TOKENS = 16, 256, 40
 
@@ -42,10 +42,9 @@ def covered(
     """The coverage of 95 % intervals of a ratio of sums over texts, `simulation text`; `events` for fractions."""
     a, b = (x.expand(numerator.shape).unflatten(1, (BLOCKS, -1)).sum(2).T for x in (numerator, denominator))
     value, replicates = a.sum(0) / b.sum(0), (a.sum(0) - a) / (b.sum(0) - b)
-    error = standard_error(value, replicates)
+    error, degrees, skewness = Uncertainty.of(value, replicates)
     every = torch.full_like(value, BLOCKS - 1)
-    degrees = degrees_of_freedom(value, replicates)
-    now = t_interval(value, error, degrees, 0.95, within)
+    now = t_interval(value, error, degrees, 0.95, within, skewness=skewness)
     if events:
         rows, none = float(numerator.shape[1]), value == 0
         wilson = t_interval(value[none], error[none], degrees[none], 0.95, within, (rows, rows))
@@ -74,9 +73,20 @@ def _near_one(simulations: int) -> Coverage:
     return covered(1 - distance, torch.ones_like(distance), 1 - math.exp(-5 + 1.2**2 / 2), (-1, 1))
 
 
-def _mean(simulations: int) -> Coverage:
-    x = torch.randn(simulations, TEXTS, dtype=torch.float64).exp()
-    return covered(x, torch.ones_like(x), math.exp(0.5), (0, math.inf))
+def _normal(texts: int) -> Callable[[int], Coverage]:
+    def simulate(simulations: int) -> Coverage:
+        x = torch.randn(simulations, texts, dtype=torch.float64)
+        return covered(x, torch.ones_like(x), 0.0)
+
+    return simulate
+
+
+def _log_normal(texts: int) -> Callable[[int], Coverage]:
+    def simulate(simulations: int) -> Coverage:
+        x = torch.randn(simulations, texts, dtype=torch.float64).exp()
+        return covered(x, torch.ones_like(x), math.exp(0.5), (0, math.inf))
+
+    return simulate
 
 
 def _held_out(simulations: int) -> Coverage:
@@ -84,6 +94,36 @@ def _held_out(simulations: int) -> Coverage:
     # Three of ten rows are held out, in six blocks.
     held = (torch.arange(TEXTS) // (TEXTS // BLOCKS) < 6).double()
     return covered(x * held, held.expand_as(x), 0.5)
+
+
+def _lengths(texts: int, simulations: int) -> Tensor:
+    """Numbers of tokens, `simulation text`, of which the largest are 20 times the median."""
+    return (torch.randn(simulations, texts, dtype=torch.float64) + 3).exp().round().clamp(2, 400)
+
+
+def _rate_by_length(texts: int) -> Callable[[int], Coverage]:
+    """Fractions whose rate in a text of n tokens is n / (n + 40)."""
+
+    def simulate(simulations: int) -> Coverage:
+        many, length = _lengths(2000, 1000), _lengths(texts, simulations)
+        rate = length / (length + 40)
+        own = torch.distributions.Beta(20 * rate, 20 * (1 - rate)).sample()
+        events = torch.distributions.Binomial(length, own).sample()
+        truth = float((many.square() / (many + 40)).sum() / many.sum())
+        return covered(events, length, truth, (0, 1))
+
+    return simulate
+
+
+def _rare_losses(share: float, texts: int) -> Callable[[int], Coverage]:
+    """Losses of 10 in a share of the texts, and of .5 in the others."""
+
+    def simulate(simulations: int) -> Coverage:
+        drawn = torch.rand(simulations, texts) < share
+        losses = torch.where(drawn, 10.0, 0.5 + 0.1 * torch.randn(simulations, texts)).double()
+        return covered(losses, torch.ones_like(losses), 0.5 + 9.5 * share, (0, math.inf))
+
+    return simulate
 
 
 def _drift(rho: float, texts: int) -> Callable[[int], Coverage]:
@@ -98,10 +138,22 @@ CASES: dict[str, Callable[[int], Coverage]] = {
     "fraction of .005, 64 texts": _fraction(0.005, 64),
     "fraction of .001, 64 texts": _fraction(0.001, 64),
     "similarity near 1, heavy tails": _near_one,
-    "mean of skewed numbers": _mean,
+    "mean of skewed numbers": _log_normal(TEXTS),
+    "normal numbers, 16 texts": _normal(16),
+    "normal numbers, 32 texts": _normal(32),
+    "normal numbers, 64 texts": _normal(64),
+    "log-normal numbers, 16 texts": _log_normal(16),
+    "log-normal numbers, 32 texts": _log_normal(32),
+    "log-normal numbers, 64 texts": _log_normal(64),
     "held-out statistic, 6 of 16 blocks have held-out rows": _held_out,
     "difference of .35 and .3": _gain(0.3, 0.35),
     "difference of .03 and .02": _gain(0.02, 0.03),
+    "rate by length, 16 texts": _rate_by_length(16),
+    "rate by length, 32 texts": _rate_by_length(32),
+    "rate by length, 64 texts": _rate_by_length(64),
+    "losses of 10 in 5 % of texts, 64 texts": _rare_losses(0.05, 64),
+    "losses of 10 in 5 % of texts, 16 texts": _rare_losses(0.05, 16),
+    "losses of 10 in 5 % of texts, 32 texts": _rare_losses(0.05, 32),
     "drift of .8 between texts, 64 texts": _drift(0.8, 64),
     "drift of .95 between texts, 64 texts": _drift(0.95, 64),
     "drift of .8 between texts, 512 texts": _drift(0.8, 512),

@@ -6,6 +6,8 @@ import pytest
 
 from .coverage_simulation import coverage, lengths_of
 
+pytestmark = pytest.mark.heavy("a simulation")
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["equal texts", "texts of 8 to 120 tokens"])
 def found(request):

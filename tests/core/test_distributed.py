@@ -11,6 +11,8 @@ from ..runs import cosine_and_cka
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
+pytestmark = pytest.mark.heavy("several processes")
+
 SCRIPT = """
 import sys
 import torch.distributed as dist

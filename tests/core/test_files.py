@@ -24,6 +24,7 @@ def test_a_result_is_read_and_saved_again(name, tmp_path):
     with safe_open(FILES / name, "pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
             owner, field = (old[key.split("/")[0]], key.split("/")[1]) if isinstance(old, lsim.Report) else (old, key)
+            field = type(owner).former_names.get(field, field)
             torch.testing.assert_close(getattr(owner, field), file.get_tensor(key), rtol=0, atol=0, equal_nan=True)
     again = lsim.load(old.save(tmp_path / "again"))
     for one, other in zip(old.values(), again.values(), strict=True) if isinstance(old, lsim.Report) else [(old, again)]:
@@ -39,6 +40,20 @@ def test_every_class_of_results_has_a_kind_of_its_own():
     kinds = [kind_of(cls) for cls in ours]
     assert all(kind.replace("_", "").islower() for kind in kinds)
     assert len(set(kinds)) == len(kinds)
+
+
+@pytest.mark.parametrize(("file", "name", "former"), [("cka", "texts", "rows"), ("stitch", "text_loss", "batch_loss")])
+def test_fields_of_former_names_are_read(file, name, former, tmp_path):
+    path = FILES / f"{file}.safetensors"
+    header, tensors = file_format.read(path, ("result",))
+    for fields in (header["fields"], tensors):
+        if name in fields:
+            fields[former] = fields.pop(name)
+    del header["format"]
+    del header["kind"]
+    old = file_format.write(tmp_path / "old", "result", header, tensors)
+    assert worst(lsim.load(old), lsim.load(path)) == 0
+    assert torch.equal(*(torch.as_tensor(getattr(lsim.load(one), name)) for one in (old, path)))
 
 
 def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):

@@ -82,6 +82,7 @@ def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
     assert memory() - before < 2e8
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 def test_an_edited_shard_with_a_checksum_that_fits_is_read_or_refused(files, tmp_path):
     header, tensors = file_format.read(files["shard"][0], ("shard",))

@@ -85,6 +85,7 @@ def test_a_report_is_uploaded_and_read_again(hub, report, monkeypatch):
     assert hub.commit_of("me/layers", "main") != before or hub.repos["me/layers"]["main"] == files
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_what_is_downloaded_is_kept_for_work_without_a_network(hub, report, monkeypatch):
     report.push_to_hub("me/layers", token=TOKEN)
     assert equal(lsim.load("hf://me/layers"), report)
@@ -94,6 +95,7 @@ def test_what_is_downloaded_is_kept_for_work_without_a_network(hub, report, monk
     assert len(hub.seen) == before
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_branch_and_another_file_of_a_repository(hub, report, tmp_path):
     report.push_to_hub("me/layers", token=TOKEN, revision="second", message="words")
     assert hub.repos["me/layers"]["main"] == {}
@@ -102,6 +104,7 @@ def test_a_branch_and_another_file_of_a_repository(hub, report, tmp_path):
     assert torch.equal(lsim.load("hf://me/layers/parts/lens.safetensors").values, report["raw"].values)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_private_repository(hub, report):
     report.push_to_hub("me/secret", private=True, token=TOKEN)
     assert hub.repos["me/secret"]["private"]
@@ -155,6 +158,7 @@ def test_the_table_is_what_the_hub_shows(hub, report, tmp_path):
     assert b"data_files: report.csv" in hub.repos["me/layers"]["main"]["README.md"]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_token_is_nowhere(hub, report, caplog, capfd, monkeypatch):
     caplog.set_level(logging.DEBUG)
     report.push_to_hub("me/layers", token=TOKEN)
@@ -190,6 +194,7 @@ def test_an_empty_report_is_not_uploaded(hub):
     assert not hub.seen
 
 
+@pytest.mark.heavy("a process of its own")
 def test_another_process_reads_by_its_environment(hub, report, tmp_path):
     report.push_to_hub("me/layers", token=TOKEN)
     # And a file whose class of results no module has registered yet.

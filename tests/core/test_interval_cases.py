@@ -10,6 +10,8 @@ from .interval_cases import CASES, Coverage, coverage_of
 
 RARE = "fraction of .001"
 DRIFT = [name for name in CASES if "drift" in name]
+# Where 44 and 19 % of samples have no text with a large loss, nothing in the sample shows that there are any.
+UNSEEN = {f"losses of 10 in 5 % of texts, {texts} texts": 1 - 0.95**texts for texts in (16, 32)}
 
 
 @functools.cache
@@ -17,10 +19,16 @@ def simulated(name: str) -> Coverage:
     return coverage_of(name, 1000)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in DRIFT])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*DRIFT, *UNSEEN)])
 def test_intervals_of_hard_statistics_cover_the_true_value(name):
+    # The aim is .92, and twice the error of a share of .92 of 1000 simulations is .017.
     # Where a quarter of the data sets have no event, their intervals are longer than need be.
-    assert 0.915 <= simulated(name).now <= (0.99 if name.startswith(RARE) else 0.97)
+    assert 0.903 <= simulated(name).now <= (0.99 if name.startswith(RARE) else 0.98)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_text_shows_is_not_covered(name):
+    assert UNSEEN[name] - 0.06 < simulated(name).now < UNSEEN[name] + 0.04
 
 
 def test_symmetric_intervals_of_rare_events_cover_too_seldom():

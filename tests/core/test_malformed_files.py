@@ -171,6 +171,7 @@ def leaves(node: Any) -> list[tuple[Any, Any]]:
     return [(node, key) for key in keys] + [place for key in keys for place in leaves(node[key])]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", RESULT_NAMES)
 def test_an_entry_of_another_type_is_refused_or_every_use_works(name, tmp_path):
@@ -204,6 +205,7 @@ def test_an_entry_of_another_type_is_refused_or_every_use_works(name, tmp_path):
     assert outcomes["refused"] >= 10
 
 
+@pytest.mark.heavy("builds every result")
 def test_every_result_class_is_mutated():
     """But for abstract ones."""
     found = {type(result_named(name)).__name__ for name in RESULT_NAMES}

@@ -119,6 +119,7 @@ def test_a_report_without_p_values_has_an_empty_table(report):
         report.p_values("bonferroni")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("method", ["holm", "fdr_bh"])
 def test_a_difference_adjusts_over_each_field(method):
     analyzers = {"lens": lsim.LogitLens(), "cosine": lsim.Cosine(center="none")}

@@ -8,6 +8,8 @@ import pytest
 
 from ..processes import run_in_group
 
+pytestmark = pytest.mark.heavy("several processes")
+
 SCRIPT = """
 import json, sys, warnings
 import torch
@@ -32,6 +34,12 @@ def rows(count=9, **options):
 
 def labelled(seed):
     return lsim.Data({"input_ids": random_tokens(9, 6), "labels": random_tokens(9, 6, seed=5 + seed)}, batch_size=1)
+
+
+def grouped(first):
+    # Two rows of one text, which begin at another row on the last rank.
+    documents = [row - (row == first + 1) for row in range(9)]
+    return lsim.Data({"input_ids": random_tokens(9, 6), "document": documents}, batch_size=1, groups="document")
 
 
 def hooked():
@@ -64,6 +72,7 @@ CASES = {
     "number of rows": lambda: lsim.analyze(tiny_llama(), rows(7 if odd else 9), PLAIN),
     "no rows": lambda: lsim.analyze(tiny_llama(), lsim.Data(random_tokens(9, 6)[: 0 if odd else 9]), PLAIN),
     "labels": lambda: lsim.analyze(tiny_llama(), labelled(int(odd)), lsim.LogitLens(labels="data")),
+    "groups": lambda: lsim.analyze(tiny_llama(), grouped(4 * odd), PLAIN),
     "positions": lambda: lsim.analyze(tiny_llama(), rows(positions="last" if odd else "first"), PLAIN),
     "weights": lambda: lsim.analyze(tiny_llama(seed=int(odd)), rows(), PLAIN),
     "blocks": lambda: lsim.analyze(tiny_llama(layers=2 if odd else 3), rows(), PLAIN),
@@ -116,5 +125,5 @@ def test_all_ranks_raise_if_one_has_other_inputs_or_fails(ranks, tmp_path):
         assert all(error[0] for error in errors), (name, errors)
         # The rank that fails raises its own error.
         assert all(error[2] for error in (errors[:-1] if name in failed else errors)), (name, errors)
-    for name in ("order of rows", "labels", "weights", "hook", "autocast"):
+    for name in ("order of rows", "labels", "groups", "weights", "hook", "autocast"):
         assert all(f"Rank {ranks - 1}" in each[name][1] or "Rank 1" in each[name][1] for each in found), found[0][name]

@@ -57,6 +57,7 @@ def test_code_of_a_model_does_not_run_and_nothing_is_asked(folder, monkeypatch):
     assert not (folder.parent / "it ran").exists()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_code_of_a_model_runs_where_the_user_says_so_and_the_record_tells(folder):
     done, out = report(folder, "--trust-remote-code")
     assert done.exit_code == 0, done.output
@@ -66,6 +67,7 @@ def test_code_of_a_model_runs_where_the_user_says_so_and_the_record_tells(folder
     assert known.source.startswith("OwnForCausalLM")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_file_of_options_does_not_let_code_run(folder):
     file = folder.parent / "run.yaml"
     file.write_text("trust-remote-code: true")
@@ -78,6 +80,7 @@ def test_a_file_of_options_does_not_let_code_run(folder):
     assert "--config run.yaml --trust-remote-code repeats" in (out / "run.yaml").read_text().splitlines()[0]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_model_of_transformers_says_that_no_code_was_trusted(folder):
     tiny_llama().save_pretrained(folder)
     done, out = report(folder)
@@ -85,6 +88,7 @@ def test_a_model_of_transformers_says_that_no_code_was_trusted(folder):
     assert "\ntrust_remote_code: false\n" in (out / "run.yaml").read_text()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_an_architecture_that_is_no_model_is_not_called(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama", "architectures": ["pipeline"]}))

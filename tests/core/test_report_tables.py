@@ -30,6 +30,7 @@ def table(report):
     return report.to_frame()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_every_number_of_every_field_is_one_line(report, table):
     for name, result in report.items():
         for field, axes in result.tensor_fields().items():
@@ -120,6 +121,7 @@ def test_numbers_that_json_lacks_are_null(report, tmp_path):
     assert [line["value"] for line in plain["data"]] == [None, None, 1.0]
 
 
+@pytest.mark.light("to_csv")
 @pytest.mark.parametrize("write", ["to_csv", "to_json"])
 def test_a_file_is_written_whole_or_not_at_all(report, tmp_path, monkeypatch, write):
     path = tmp_path / "report"
@@ -199,6 +201,7 @@ def test_a_report_is_copied_and_pickled(report):
     assert list(copy.deepcopy(report)) == list(pickle.loads(pickle.dumps(report))) == list(report)
 
 
+@pytest.mark.light("report.safetensors", "prediction_grid.safetensors", "stitch.safetensors", "trajectory.safetensors")
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_of_every_kind_have_a_table(name, tmp_path):
     found = lsim.load(FILES / name)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_layersim.core import Sums
-from tl_layersim.core.sums import MOST_BLOCKS, DataBlock, SumTree, first_block_size, most_nodes, next_size, rows_in_block
+from tl_layersim.core.sums import MOST_BLOCKS, DataBlock, SumTree, first_block_size, most_nodes, next_size, texts_in_block
 
 
 def part(start: int, count: int) -> DataBlock:
@@ -27,7 +27,7 @@ def held(tree: SumTree) -> list[tuple[int, int]]:
         numbers = block.sums["a"]["mask"].nonzero().flatten().tolist()
         assert block.sums["a"]["mask"].max() == 1
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        assert (len(numbers), 10 * len(numbers)) == (block.rows, block.tokens)
+        assert (len(numbers), 10 * len(numbers)) == (block.texts, block.tokens)
         found.append((numbers[0], len(numbers)))
     return found
 
@@ -42,7 +42,7 @@ def test_blocks_are_contiguous_of_one_size_and_16_to_32(count):
     assert [start for start, _ in found] == list(range(0, count, tree.size))
     assert sum(size for _, size in found) == count
     assert len(found) == min(count, len(found)) >= min(count, 16)
-    assert tree.size == rows_in_block(count, 1) == first_block_size(count)
+    assert tree.size == texts_in_block(count, 1) == first_block_size(count)
     assert tree.total().tokens == 10 * count
 
 
@@ -65,7 +65,7 @@ def test_blocks_do_not_depend_on_how_batches_are_grouped_into_requests(first, co
     def run(most: int) -> list[float]:
         tree, index = SumTree(first), 0
         while index < count:
-            size = next_size(index, min(most, rows_in_block(index, first)))
+            size = next_size(index, min(most, texts_in_block(index, first)))
             while index + size > count:
                 size //= 2
             tree = tree.add(DataBlock(size, size, {"a": Sums({"x": total(range(index, index + size))})}))
@@ -103,9 +103,10 @@ def grown(terms: torch.Tensor, first: int, end: int, size: int | None) -> SumTre
 
 
 def bits(blocks: tuple[DataBlock, ...]) -> list[tuple[int, int, float]]:
-    return [(block.rows, block.tokens, float(block.sums["a"]["x"])) for block in blocks]
+    return [(block.texts, block.tokens, float(block.sums["a"]["x"])) for block in blocks]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @settings(deadline=None)
 @given(st.integers(1, 150), st.lists(st.integers(0, 150), max_size=20), st.booleans(), st.integers(0, 99))
 def test_trees_over_any_ranges_join_to_the_tree_of_one_run(count, cuts, blocks, seed):
@@ -139,6 +140,7 @@ def test_the_total_with_blocks_is_the_total_without():
     assert bits((with_blocks.total(),)) == bits((without.total(),))
 
 
+@pytest.mark.light("False")
 @pytest.mark.parametrize("intervals", [False, True])
 def test_the_most_nodes_are_those_of_a_tree_that_grows(intervals):
     block, tree, most = DataBlock(1, 1, {}), SumTree(1 if intervals else None), 0
@@ -160,4 +162,4 @@ def test_a_tree_that_begins_elsewhere_is_not_joined():
         grown(terms, 0, 3, None).join(grown(terms, 4, 9, None))
     with pytest.raises(ValueError, match="cannot be joined"):
         grown(terms, 0, 3, None).join(grown(terms, 3, 9, 1))
-    assert SumTree().total().rows == 0
+    assert SumTree().total().texts == 0

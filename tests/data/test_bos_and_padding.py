@@ -63,6 +63,7 @@ class TestBos:
         assert rows == [[1, 3, 4], [1, 5], [1, 6]]
         assert batches.row_counts()["own_bos"] == 2
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_the_record_says_how_many_rows_had_one(self):
         texts = ["<s> w3 w4 w5", "w5 w6 w7", "<s> w6 w3 w8"]
         plain = [text.removeprefix("<s> ") for text in texts]
@@ -108,6 +109,7 @@ class TestBos:
         assert rows == [[1, 3, 4, 2], [1, 5, 2]]
         assert batches.row_counts()["own_bos"] == 1
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_stitching_and_training_record_it(self):
         llama = tiny_llama()
         llama.tokenizer = tiny_tokenizer()
@@ -117,6 +119,7 @@ class TestBos:
         trained = lsim.finetune_aligned(llama, texts, lsim.AlignedTraining(steps=1, warmup=0))
         assert trained.provenance.options["own_bos"] == 5
 
+    @pytest.mark.light("w5 w6")
     @pytest.mark.parametrize("text", ["w5 w6", "<s> w5 w6"])
     def test_generation_of_a_stitched_model_starts_as_analyze_reads(self, text):
         llama = tiny_llama()

@@ -131,6 +131,7 @@ def measured(data, own=None):
     return found.provenance.data, found.values
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_that_changes_in_place_is_read_again(name):
     source, change = SOURCES[name]()
@@ -143,6 +144,7 @@ def test_a_source_that_changes_in_place_is_read_again(name):
     assert torch.equal(again[1], fresh[1])
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_labels_that_change_in_place_are_read_again():
     rows = {"input_ids": OLD.clone(), "labels": torch.arange(6) % 3}
     data = lsim.Data(rows, positions="last")
@@ -156,6 +158,7 @@ def test_labels_that_change_in_place_are_read_again():
     assert not torch.equal(found[0], found[1])
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(
     "change",
     [

@@ -61,6 +61,7 @@ def rows_of(data):
     return [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_second_sentence_of_a_pair_reaches_the_model_in_every_form_of_data():
     model, data = tiny_bert(), pairs()
     expected = first_to_last(model, model.bert.encoder.layer, **data)
@@ -86,6 +87,7 @@ def test_the_second_sentence_of_a_pair_reaches_the_model_in_every_form_of_data()
         assert measured(model, given, batch_size=4) == pytest.approx(expected, abs=1e-6), form
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:The vocabularies")
 def test_a_model_that_takes_no_segments_is_not_compared_on_pairs():
     with pytest.raises(lsim.LayersimError, match=r"`token_type_ids` .*LlamaForCausalLM"):
@@ -110,6 +112,7 @@ def test_one_pair_is_a_prompt():
     assert not torch.equal(found.values, alone.values)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_segments_of_zero_alone_are_what_the_model_takes_without_them():
     data = pairs()
     data["token_type_ids"].zero_()
@@ -151,6 +154,7 @@ def test_labels_are_no_inputs():
     assert lsim.analyze(tiny_bert(), data, "cosine")["cosine"].provenance.tokens == 60
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_what_an_earlier_tokenisation_left_beside_a_text_is_not_an_input():
     tokenizer = tiny_tokenizer()
     data = [{"text": "w3 w4", "input_ids": [3, 4], "token_type_ids": [0, 1], "attention_mask": [1, 1]}]
@@ -169,6 +173,7 @@ def test_what_runs_under_attach_gives_the_same_numbers():
     assert float(probe.results()["cosine"].values[0, -1]) == pytest.approx(measured(model, data), abs=1e-6)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_bridge_takes_what_its_hugging_face_model_takes():
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 

@@ -120,6 +120,7 @@ def test_what_cannot_be_cut_is_refused():
     assert len(read([chat], model(chats, "last"))[0]) == 1
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 def test_every_function_reads_the_rows_that_the_user_would_cut():
     known, options = classifier(), {"seq_len": 8, "batch_size": 2}
@@ -141,7 +142,7 @@ def test_every_function_reads_the_rows_that_the_user_would_cut():
     first, second = (
         called(lsim.stitch, known, known, each, at=(0, 0), ridge=1.0, fit="lstsq", **options) for each in (data, ids)
     )
-    assert torch.equal(first.batch_loss, second.batch_loss)
+    assert torch.equal(first.text_loss, second.text_loss)
     trained = called(lsim.finetune_aligned, classifier(), data, lsim.AlignedTraining(steps=1), **options)
     assert trained.provenance.options["cut_texts"] > 0
 

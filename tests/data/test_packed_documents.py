@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.data.batches import Batches
 from tl_layersim.data.packed_documents import document_starts
+from tl_layersim.remote.open_model import open_source
+from tl_layersim.sources.open_local import OpenedModel
 
 from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
 
@@ -38,6 +41,7 @@ MODELS = {"llama": tiny_llama, "gpt2": tiny_gpt2} | {
 }
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_document_is_measured_alone(name, size):
@@ -73,6 +77,37 @@ def test_embeddings_and_padding_between_documents():
     rows = {"inputs_embeds": embedded, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])}
     found = lsim.analyze(model, rows, lsim.Cosine(center="none"))["cosine"]
     torch.testing.assert_close(found.values, alone, rtol=0, atol=1e-6)
+
+
+def rows_of(data):
+    return list(Batches(data, open_source(OpenedModel.of(tiny_llama())).model).rows())
+
+
+def test_documents_of_one_row_are_texts_whose_neighbours_may_continue_them():
+    rows = rows_of(lsim.Data(packed()))
+    # The row of one document may have been given whole.
+    assert [row.text.neighbours for row in rows] == [True] * 6 + [False]
+    assert [row.text.unit for row in rows] == list(range(7))
+    assert [row.text.group for row in rows] == [0, 0, 0, 1, 1, 1, 2]
+    cut = rows_of(lsim.Data(packed(), seq_len=5))
+    assert [(row.text.unit, row.text.part) for row in cut][:5] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_groups_hold_all_documents_of_their_rows():
+    rows = rows_of(lsim.Data(packed(), groups=["a", "b", "a"]))
+    assert [row.text.unit for row in rows] == [0, 0, 0, 0, 1, 1, 1]
+    assert [row.source for row in rows] == [0, 0, 0, 2, 1, 1, 1]
+    assert not any(row.text.neighbours for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:Intervals of")
+def test_pairs_of_neighbouring_documents_are_left_out():
+    ids = torch.arange(8).repeat(16, 3)
+    data = {"input_ids": random_tokens(16, 24, seed=7), "position_ids": ids}
+    found = lsim.analyze(tiny_llama(), data, lsim.CKA(minibatch=32), intervals=True)["cka"]
+    assert found.provenance.texts == found.provenance.sequences == 48
+    # Every other of 16 documents.
+    assert found.texts <= 8
 
 
 def test_one_document_stays_one_row():

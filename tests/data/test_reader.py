@@ -199,6 +199,7 @@ def test_holes_in_a_mask_stay_holes():
     assert batch.attention[0].tolist() == [True, False, True, True]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
@@ -213,6 +214,7 @@ def test_no_token_is_lost_or_counted_twice(lengths, batch_size, seq_len, pack):
     assert found == ids
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_fingerprint_depends_on_rows_alone():
     model = tiny_llama()
     data = [random_tokens(1, n, seed=n)[0] for n in (5, 9, 3, 8)]

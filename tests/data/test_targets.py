@@ -27,6 +27,7 @@ def test_rows_of_one_token_have_no_target_and_still_a_prediction():
     assert lsim.analyze(model, [torch.tensor([5])], lsim.Saturation())["saturation"].counts.sum() == 1
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_labels_in_the_data_and_labels_in_a_tensor_are_one():
     model, tokens = tiny_llama(), random_tokens(5, 9)
     shifted = torch.full_like(tokens, NO_LABEL)
@@ -84,6 +85,7 @@ def test_labels_that_do_not_fit_are_refused(labels, data, message):
         lsim.LogitLens(labels="label")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_columns_of_labels_are_read_from_tables():
     datasets = pytest.importorskip("datasets")
     model = tiny_llama()
@@ -120,6 +122,7 @@ def test_labels_outside_the_head_are_refused(label):
         lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:`labels` has")
 def test_labels_follow_the_rows_and_positions_of_the_users_data():
     """Rows without tokens, padding on the left and rows that are split do not shift labels by row."""
@@ -152,6 +155,7 @@ def test_labels_follow_the_rows_and_positions_of_the_users_data():
         lsim.analyze(model, lsim.Data(texts, pack=True), lsim.LogitLens(labels=label))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_missing_label_is_none_whatever_the_batch():
     model = tiny_llama()
     model.tokenizer = tiny_tokenizer()

@@ -6,6 +6,7 @@ import csv
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
 import tl_layersim as lsim
@@ -23,6 +24,7 @@ def test_it_is_small_and_complete(demo):
         assert (FOLDER / name).is_file()
 
 
+@pytest.mark.heavy("the whole text of the demo")
 def test_it_has_learned_the_text_that_it_ships_with(demo):
     """Text that it never saw; a model that knows word frequencies only reads it at several hundred."""
     losses, tokens = 0.0, 0
@@ -43,6 +45,7 @@ def test_its_held_out_perplexity_is_what_its_readme_says():
         assert f"{value:.1f}" in readme
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_similarity_to_its_last_layer_rises_with_depth(demo):
     found = lsim.analyze(demo, lsim.Data(lsim.demo_text(), pack=True), "cosine")["cosine"]
     to_last = found.values[:, -1]
@@ -72,6 +75,7 @@ def test_the_aligned_one_is_what_its_readme_says():
         assert f"| {name} | {cells} |" in readme
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_alignment_made_its_shallow_layers_useful(demo):
     report = lsim.evaluate_layers(demo, lsim.demo_model(aligned=True), lsim.Data(lsim.demo_text(), pack=True, skip_first=1))
     found = report["layers"]

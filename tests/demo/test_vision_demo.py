@@ -39,6 +39,7 @@ def test_train_and_test_images_are_all_digits_once():
     assert float(train["pixel_values"].max()) == 1.0
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("aligned", [False, True])
 def test_accuracy_of_each_block_is_what_the_readme_says(lenses, aligned):
     with (FOLDER / "aligned" / "accuracy.csv" if aligned else FOLDER / "accuracy.csv").open() as file:

@@ -173,6 +173,7 @@ def test_an_output_stands_below_its_cell_and_a_figure_is_data():
     assert html.count("</script>") == 1
 
 
+@pytest.mark.heavy("executed documentation")
 def test_an_error_in_a_cell_fails_the_build(tmp_path):
     PluginError = pytest.importorskip("mkdocs.exceptions").PluginError
     pytest.importorskip("nbclient")

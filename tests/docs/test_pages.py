@@ -33,6 +33,7 @@ EXPLAINED |= dict.fromkeys(("intervals.md", "fine_tunes.md"), "Intervals of .* r
 EXPLAINED["quickstart.md"] += "|Intervals of .* rest on"
 
 
+@pytest.mark.heavy("executed documentation")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p) and p.name not in ELSEWHERE], ids=lambda p: p.name)
 def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,7 @@ CAUSAL = ("llama", "qwen2", "gemma2", "gemma3", "neox", "falcon", "opt", "bloom"
 class TestWholeModel:
     """At threshold 1, token by token."""
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("name", CAUSAL)
     def test_equals_the_models_own_generation(self, name):
         model = family(name)
@@ -38,6 +39,7 @@ class TestWholeModel:
         found = EarlyExit(model, 1).generate(tokens, attention_mask=mask, max_new_tokens=12, eos_token_id=())
         assert torch.stack(found.tokens).tolist() == own[:, 8:].tolist()
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
     def test_dtypes(self, dtype):
         model, tokens = deep().to(dtype), random_tokens(1, 6)
@@ -53,6 +55,7 @@ class TestWholeModel:
         # What the last block says is the model's own first choice, but for ties of half precision.
         assert float(gap[early.exits[0] == 6].max()) < (0.2 if dtype != torch.float64 else 1e-9)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_real_model(self):
         from transformers import AutoModelForCausalLM
 
@@ -67,6 +70,7 @@ class TestWholeModel:
 
 
 class TestSampling:
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_seeds(self):
         early = EarlyExit(deep(), 0.4, at=(2,))
         tokens = random_tokens(3, 5)
@@ -77,6 +81,7 @@ class TestSampling:
         # A row draws the same alone.
         assert early.generate(tokens[:1], seed=7, **options).tokens[0].tolist() == a.tokens[0].tolist()
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_distribution(self):
         model = deep()
         row = random_tokens(1, 5)[0]
@@ -89,7 +94,7 @@ class TestSampling:
         inside = order[: int((p[order].cumsum(0) < 0.7).sum()) + 1]
         wanted = torch.zeros(VOCABULARY, dtype=torch.float64)
         wanted[inside] = p[inside] / p[inside].sum()
-        count = 3000
+        count = 400
         found = early.generate(
             row.expand(count, -1), max_new_tokens=1, do_sample=True, temperature=2.0, top_p=0.7, seed=0, eos_token_id=()
         )

@@ -51,6 +51,7 @@ class TestCosts:
         assert given.speedup == pytest.approx(full / naive((1, 4)))
         assert given.exits == pytest.approx({1: gone[1], 4: gone[4] - gone[1], 6: 1 - gone[4]})
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_measured_costs_are_times(self):
         costs = ExitCosts.measure(tiny_llama(4), batch=2, repeats=3, context=8)
         assert costs.blocks == 4
@@ -83,6 +84,7 @@ class TestCosts:
             with pytest.raises(lsim.LayersimError, match=words):
                 EarlyExit(model, curve=curve, costs=costs, **options)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_few_layers_without_a_curve(self):
         assert evenly_spread(12, 0.1 / 12.1) == evenly_spread(12, 0.0) == (1, 4, 6, 9)
         assert evenly_spread(12, 0.08) == (3, 7)

@@ -54,6 +54,7 @@ class TestWhatRuns:
         assert read.share_of_block_tokens == pytest.approx(1 / 3)
 
     # The second model runs its upper blocks only after a row has ended.
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize(("seed", "row", "ended"), [(0, 1, 4), (2, 2, 0)])
     def test_rows_end_on_their_own(self, seed, row, ended):
         model = deep(seed)

@@ -50,6 +50,7 @@ def settings_of(model, row: torch.Tensor) -> dict[str, dict]:
 NAMES = list(settings_of(tiny_llama(), random_tokens(1, 6)[0]))
 
 
+@pytest.mark.light("repetition_penalty-tiny_llama", "several-tiny_llama", "min_length-tiny_llama")
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_generate(make, name):
@@ -75,6 +76,7 @@ def test_exits_are_decided_without_the_settings():
     assert after.tokens[0].tolist() != before.tokens[0].tolist()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_stop_strings_end_a_row():
     model = copy.deepcopy(lsim.demo_model())
     model.generation_config.stop_strings = ["there"]
@@ -88,6 +90,7 @@ def test_stop_strings_end_a_row():
         lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_sampling_settings_apply_to_sampling_alone():
     model, row = tiny_llama(), random_tokens(1, 6)[0]
     greedy = lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW, eos_token_id=()).tokens[0].tolist()
@@ -99,6 +102,7 @@ def test_sampling_settings_apply_to_sampling_alone():
     assert early.generate(row, max_new_tokens=NEW, do_sample=True, seed=0, eos_token_id=()).tokens[0].tolist() == greedy
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_temperature_is_that_of_the_configuration_unless_it_is_given():
     model, row = tiny_llama(), random_tokens(1, 6)[0]
     early = lsim.EarlyExit(model, 1.0)

@@ -35,6 +35,7 @@ def naive_heads(model, heads):
     return [head(layer) for layer in range(len(heads))]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("rule", RULES)
 def test_tokens_and_exits(rule):
     model, threshold = deep(), RULES[rule]["threshold"]
@@ -73,6 +74,7 @@ def test_logits_of_a_text(norm, bias):
     assert len(depths) >= (3 if norm == "final" else 2)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_shortlist_reads_the_rows_of_each_head():
     model, row = deep(), random_tokens(1, 5)[0]
     heads, short = near_heads(model), torch.arange(0, VOCABULARY, 3)
@@ -84,6 +86,7 @@ def test_a_shortlist_reads_the_rows_of_each_head():
     assert len(set(exits)) >= 2
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_exits_are_those_of_the_curve():
     model, tokens = deep(), random_tokens(6, 15)
     heads = near_heads(model)

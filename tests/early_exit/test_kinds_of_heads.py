@@ -20,6 +20,7 @@ def inputs_of(case):
     return data.get("pixel_values", data.get("input_ids")), data.get("attention_mask")
 
 
+@pytest.mark.light("distilbert", "modernbert mean", "clip", "llama")
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_exit_with_the_logits_of_their_layer(name):
     case = CASES[name]

@@ -73,6 +73,7 @@ def one_at_a_time(heads):
     return [([row.tolist() for row in one.tokens], one.texts) for one in found]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("layers", "runs", "heads"), [(1, [1, 2, 3, 4, 5, 6], False), (4, [4, 6], True), (100, [6], False)])
 def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     model = ending(deep(), ENDS)
@@ -91,6 +92,7 @@ def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     assert len({tuple(rows[0][0].tolist()) for rows in found}) > 3
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("heads", [None, "final", "none"])
 def test_greedy_the_naive_way(monkeypatch, heads):
     model = ending(deep(), [EOS := 11])
@@ -107,6 +109,7 @@ def test_greedy_the_naive_way(monkeypatch, heads):
             assert text == TOKENIZER.decode(said, skip_special_tokens=True)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
     model = tiny_gpt2()
     with torch.no_grad():
@@ -122,6 +125,7 @@ def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
             assert row.tolist() == said.tolist()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_demo_model():
     model, prompts = lsim.demo_model(), ["Once upon a time", "The dog"]
     early, counted = EarlyExit(model, 0.0, at="all"), []
@@ -135,12 +139,14 @@ def test_the_demo_model():
 
 
 class TestEdges:
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_one_prompt_is_as_beside_others(self):
         model = deep()
         alone = written(model, PROMPTS[:1])
         assert [len(rows) for rows in alone] == [1] * 6
         assert [rows[0][0].tolist() for rows in alone] == [rows[0][0].tolist() for rows in written(model)]
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_one_block_and_one_token(self):
         model = ending(tiny_llama(1), ENDS)
         (rows,) = written(model)
@@ -151,6 +157,7 @@ class TestEdges:
         found = written(ending(deep(), range(VOCABULARY)))
         assert [[len(row) for row, _ in rows] for rows in found] == [[1] * len(PROMPTS)] * 6
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_nothing_stays_behind(self):
         model = deep().train()
         before = {name: value.clone() for name, value in model.state_dict().items()}

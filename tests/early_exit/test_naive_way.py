@@ -14,6 +14,7 @@ from .helpers import RULES, deep, naive_generate, ragged
 
 
 class TestAgainstTheNaiveWay:
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("rule", RULES)
     def test_tokens_and_exits(self, rule):
         model = deep()
@@ -32,6 +33,7 @@ class TestAgainstTheNaiveWay:
         # Rows left on their own: at some step at different depths.
         assert any(len(set(step)) > 1 for step in zip(*(exits for _, exits in wanted), strict=True))
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_every_layer(self):
         model = deep(1)
         row = random_tokens(1, 5)[0]
@@ -42,6 +44,7 @@ class TestAgainstTheNaiveWay:
         assert (found.tokens[0].tolist(), found.exits[0].tolist()) == (said, exits)
         assert len(set(exits)) >= 3
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_right_padding_is_the_same(self):
         early = EarlyExit(deep(), 0.4, at=(1, 3))
         left, right = (ragged([4, 9, 6], side) for side in ("left", "right"))
@@ -50,6 +53,7 @@ class TestAgainstTheNaiveWay:
         )
         assert [x.tolist() for x in a.tokens + a.exits] == [x.tolist() for x in b.tokens + b.exits]
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("name", ["gemma3", "qwen2", "bloom"])
     def test_windows_and_positions_of_tokens_that_waited(self, name):
         # A window is 4 wide, and tokens wait for longer than that.
@@ -67,6 +71,7 @@ class TestAgainstTheNaiveWay:
         waits = "".join(str(layer) for layer in torch.cat(found.exits).tolist())
         assert "22223" in waits, waits
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_shortlist(self):
         model, row = deep(), random_tokens(1, 5)[0]
         short = torch.arange(0, VOCABULARY, 3)
@@ -77,6 +82,7 @@ class TestAgainstTheNaiveWay:
         assert len(set(exits)) >= 2
         assert any(token not in short for token in said)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_exits_are_those_of_the_exit_curve(self, demo):
         texts = lsim.demo_text()[:2]
         curve = lsim.analyze(demo, lsim.Data(texts, seq_len=64), [lsim.ExitCurve(thresholds=(0.6,))])["exit_curve"]

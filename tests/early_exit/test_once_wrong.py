@@ -57,6 +57,7 @@ class TestWhatWasOnceWrong:
         model.config.eos_token_id = [2, 5, 7]
         assert lsim.truncate(model, 2).config.eos_token_id == [2, 5, 7]
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_hook_of_the_users_own_is_applied_once(self):
         model, tokens = tiny_llama(layers=4), random_tokens(1, 6)
         early = lsim.EarlyExit(model, 0.032, at=(0, 2))

@@ -62,6 +62,7 @@ def next_token_losses(logits: list[torch.Tensor]) -> float:
     return float(torch.stack(losses).sum()) / sum(len(row) - 1 for row in ROWS)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
 def test_the_side_of_padding_changes_nothing(name):

@@ -44,6 +44,7 @@ def exits_of(score: np.ndarray, threshold: float) -> np.ndarray:
     return sure.argmax(0) + 1
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_an_exit_curve_has_the_exits_of_float64_at_every_threshold(sharp):
     tokens = random_tokens(100, 40)
     logits = lens_logits(sharp, tokens)
@@ -56,6 +57,7 @@ def test_an_exit_curve_has_the_exits_of_float64_at_every_threshold(sharp):
         assert np.abs(found.numpy() - expected).max() <= 1, threshold
 
 
+@pytest.mark.heavy("ten times 4000 tokens")
 def test_early_exit_has_the_exits_of_float64_and_of_the_curve(sharp):
     tokens = random_tokens(100, 40)
     p = probabilities(lens_logits(sharp, tokens))

@@ -15,6 +15,7 @@ from ..training.helpers import bert, vit
 
 
 class TestRefusals:
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_settings(self):
         model = tiny_llama(4)
         for options, words in (
@@ -37,6 +38,7 @@ class TestRefusals:
             with pytest.raises(lsim.LayersimError, match=words):
                 EarlyExit(model, **options)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_generation(self):
         early = EarlyExit(tiny_llama(4))
         tokens = random_tokens(2, 6)
@@ -111,6 +113,7 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):
             EarlyExit(stitched)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_models_of_other_libraries(self):
         import nnsight
         from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -123,6 +126,7 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=r"`model`.*TransformerBridge"):
             EarlyExit(bridge)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_recurrent_models(self):
         import transformers
 

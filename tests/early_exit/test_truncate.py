@@ -35,6 +35,7 @@ class TestTruncate:
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
         assert {p.data_ptr() for p in short.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_gpt2_and_classifiers(self):
         model = tiny_gpt2()
         assert truncate(model, 1).config.n_layer == 1
@@ -48,6 +49,7 @@ class TestTruncate:
                 found = truncate(big, 2)(inputs).logits
             assert torch.allclose(found, EarlyExit(big, 0.0, at=(1,)).logits(inputs).logits, atol=1e-5)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_saved_and_loaded(self, tmp_path):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,6 +63,7 @@ class TestTruncate:
             assert torch.equal(loaded(tokens).logits, short(tokens).logits)
         assert AutoTokenizer.from_pretrained(tmp_path / "short").encode("Once") == demo.tokenizer.encode("Once")
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_an_opened_model(self):
         model, tokens = tiny_llama(3), random_tokens(2, 9)
         opened = lsim.open_model(model, layers=[f"model.layers.{i}" for i in range(3)], unembed=["model.norm", "lm_head"])
@@ -70,6 +73,7 @@ class TestTruncate:
         assert early.model is model
         assert torch.equal(early.logits(tokens).logits, EarlyExit(model, 0.0, at=(1,)).logits(tokens).logits)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_model_of_which_a_bridge_was_made(self):
         from transformer_lens.model_bridge.sources import build_bridge_from_module
 

@@ -173,6 +173,11 @@ def with_other_forward(model: Any) -> None:
     model.model.layers[0].mlp.forward = model.model.layers[1].mlp.forward
 
 
+def with_forward_of_next_block(model: Any) -> None:
+    # transformers decorates the forward of its blocks, not of all their parts.
+    model.model.layers[0].forward = model.model.layers[1].forward
+
+
 def with_outer_forward(model: Any) -> None:
     other = torch.nn.Linear(32, 32)
     torch.nn.init.eye_(other.weight)
@@ -242,6 +247,17 @@ def own_kernel(view: Any, power: float) -> dict[str, torch.Tensor]:
 
 def labels_of(seed: int) -> torch.Tensor:
     return random_tokens(ROWS, LENGTH, seed=seed)
+
+
+def paired(row: int, distance: int = 1) -> list[int]:
+    """Groups of one row each, but for one of two rows."""
+    groups = list(range(ROWS))
+    groups[row + distance] = row
+    return groups
+
+
+def of_column_of_groups(values: Any) -> Case:
+    return lambda call: (call.source.update(document=values), call.reading.update(groups="document"))
 
 
 def marks(start: int) -> Any:
@@ -341,6 +357,17 @@ CHANGES: dict[str, tuple[str, Case | tuple[Case, Case]]] = {
         "texts",
         lambda call: setattr(call, "source", {k: torch.cat([torch.zeros_like(v[:1]), v]) for k, v in call.source.items()}),
     ),
+    "groups": ("texts", of_reading(groups=paired(0))),
+    "other groups": ("texts", (of_reading(groups=paired(0)), of_reading(groups=paired(4)))),
+    "other values of a column of groups": ("texts", (of_column_of_groups(paired(0)), of_column_of_groups(paired(4)))),
+    "a group that continues later": ("texts", (of_column_of_groups(paired(0)), of_column_of_groups(paired(0, 3)))),
+    "documents in one row": (
+        "texts",
+        (
+            lambda call: call.source.update(position_ids=torch.arange(LENGTH).repeat(ROWS, 1)),
+            lambda call: call.source.update(position_ids=torch.tensor([0, 1, 2, 0, 1, 2, 3]).repeat(ROWS, 1)),
+        ),
+    ),
     # options of the data
     "batch size": ("options of the data", of_reading(batch_size=2)),
     "row length": ("options of the data", of_reading(seq_len=3)),
@@ -424,6 +451,7 @@ CHANGES: dict[str, tuple[str, Case | tuple[Case, Case]]] = {
         of_model(lambda m: m.model.layers[1].register_forward_pre_hook(lambda _m, a: (a[0] * 2, *a[1:]))),
     ),
     "forward of another module": ("code", of_model(with_other_forward)),
+    "forward of another block": ("code", of_model(with_forward_of_next_block)),
     "forward of a module outside": ("code", of_model(with_outer_forward)),
     "forward in a function": ("code", of_model(lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: x * 2))),
     "constant of a user's class": (
@@ -624,6 +652,11 @@ def compiled(model: Any) -> None:
 # By name: a situation in which no input has changed. A pair has a base of its own.
 UNCHANGED: dict[str, Case | tuple[Case, Case]] = {
     "the same call": nothing,
+    "groups in a tensor": (of_reading(groups=paired(2)), of_reading(groups=torch.tensor(paired(2)))),
+    "names of the same groups": (
+        of_column_of_groups(paired(2)),
+        of_column_of_groups([f"document {number}" for number in paired(2)]),
+    ),
     "loaded again": in_its_stead(reloaded),
     "loaded by AutoModel": in_its_stead(loaded_by_auto),
     "made from the same seed": lambda call: setattr(call, "model", tiny_llama(layers=2)),

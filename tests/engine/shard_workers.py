@@ -83,7 +83,7 @@ def kill_one(number: int, folder: Path, arguments: Any, draw: random.Random) -> 
     _, status = os.waitpid(child, 0)
     os.close(reading)
     part = read_part(folder / f"part-{number}.safetensors")
-    held = part.tally.tree.rows if part.tallies else 0
+    held = part.tally.tree.texts if part.tallies else 0
     return {"number": number, "signal": os.WTERMSIG(status), "done": part.is_done, "held": held}
 
 

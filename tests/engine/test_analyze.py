@@ -16,6 +16,7 @@ from ..tiny_models import family, random_tokens, tiny_llama, tiny_tokenizer
 from ..views import provenance, worst
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
     model, data = tiny_llama(), list(random_tokens(7, 11))
     runs = [
@@ -26,6 +27,7 @@ def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
         assert worst(runs[0][name], runs[2][name]) < 1e-6
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_provenance_says_what_was_measured_on_what():
     # A batch holds the rows of a pool, in several forward passes.
     report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(17, 11), batch_size=2, skip_first=1), cosine_and_cka())
@@ -42,6 +44,7 @@ def test_provenance_says_what_was_measured_on_what():
     assert other.config_hash != p.config_hash
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_provenance_has_the_sizes_of_attention_heads():
     """Width of a head and its rotary dimensions, as in table 1 of Brown et al. 2023; the same through TransformerLens."""
     from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -55,6 +58,7 @@ def test_provenance_has_the_sizes_of_attention_heads():
     assert lsim.analyze(bridge, rows, lsim.Cosine())["cosine"].provenance.attention == attention
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_names_stand_for_analyzers():
     assert set(lsim.analyze(tiny_llama(), random_tokens(), ["cosine", lsim.CKA()])) == {"cosine", "cka"}
     for typo in ("cosin", "cosine,cka", "CKA"):
@@ -103,6 +107,7 @@ def test_wrong_types_are_refused_at_the_door():
         lsim.analyze(tiny_llama(), lsim.Data(random_tokens(), batch_size="16"), "cka")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_weights_have_a_hash_of_their_own():
     hashes = {lsim.analyze(tiny_llama(seed=s), random_tokens(), "cka")["cka"].provenance.weights_hash for s in (0, 0, 1)}
     assert len(hashes) == 2
@@ -114,6 +119,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.heavy("a process of its own")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_users_precision_setting_is_kept_and_not_used(setting, tmp_path):
     """In a process of its own: torch lets its two ways of saying it not be mixed."""

@@ -55,6 +55,7 @@ class TestUntrained:
 
 
 class TestBaseline:
+    @pytest.mark.heavy("many untrained twins with intervals")
     @pytest.mark.filterwarnings("ignore:Intervals of")
     def test_twins_are_measured_on_the_same_data(self, model):
         rows = random_tokens(20, 20)
@@ -75,12 +76,14 @@ class TestBaseline:
         twins = torch.stack([twin.cross_entropy for twin in report["logit_lens"].untrained])
         assert any(np.allclose(np.array(line.y, dtype=float), twins.mean(0)) for line in lines if len(line.y) == len(twins[0]))
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_file_keeps_them(self, model, tmp_path):
         found = lsim.analyze(model, random_tokens(8, 20), [lsim.CKA()], baseline="untrained")
         loaded = lsim.load(found.save(tmp_path / "r.safetensors"))
         for one, other in zip(found["cka"].untrained, loaded["cka"].untrained, strict=True):
             assert torch.equal(one.values, other.values)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_pairs_of_twins_are_of_different_seeds(self, model):
         rows = random_tokens(8, 20)
         found = lsim.compare(model, model, rows, lsim.CKA(), baseline="untrained")
@@ -131,6 +134,7 @@ class TestDeconfound:
         np.testing.assert_allclose(found.values[1:, 1:], expected, atol=1e-9)
         assert bool(found.values[0].isnan().all() and found.values[:, 0].isnan().all())
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_each_model_has_an_embedding_of_its_own(self):
         a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
         rows = list(random_tokens(20, 16))

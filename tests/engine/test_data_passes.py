@@ -69,6 +69,7 @@ def no_cache(monkeypatch):
     keep_at_most(monkeypatch, 1000)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_analyze_and_compare_read_their_data_once():
     data = Counted(list(random_tokens()))
     lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), SOURCES["every first pass"])
@@ -131,6 +132,7 @@ def test_a_list_that_grew_is_read_anew():
     assert lsim.analyze(model, data, "cosine")["cosine"].provenance.sequences == 9
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_tensor_that_was_changed_in_place_is_read_anew():
     rows, model = random_tokens(4, 12), tiny_llama()
     data = lsim.Data(rows, positions=lambda ids: ids > 50)

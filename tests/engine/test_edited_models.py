@@ -40,6 +40,7 @@ def edited(model, scale=0.5):
     return changed
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @IGNORED
 @pytest.mark.parametrize("remote", [False, "local"])
 @pytest.mark.parametrize("analyzer", ANALYZERS, ids=lambda one: type(one).__name__)
@@ -51,6 +52,7 @@ def test_an_edited_model_equals_a_hooked_one_to_the_last_bit(analyzer, remote):
     assert result.provenance.changes.startswith("nnsight edit")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @IGNORED
 @pytest.mark.parametrize("analyzer", PAIRS, ids=lambda one: type(one).__name__)
 def test_comparison_with_an_edited_model(analyzer):
@@ -110,6 +112,7 @@ def jacobians(tokens):
     return found
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("remote", [False, "local"])
 @pytest.mark.parametrize("method", ["dense", "krylov"])
 def test_coupling_of_an_edited_model_is_that_of_its_jacobians(method, remote):

@@ -15,6 +15,7 @@ from ..user_loops.test_attach_stacks import t5
 from .test_encoder_decoders import each_model, rows
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @each_model
 def test_what_needs_one_stream_refuses_encoder_decoders(make):
     tokens = random_tokens(4, 8)
@@ -28,6 +29,7 @@ def test_what_needs_one_stream_refuses_encoder_decoders(make):
             call(make())
 
 
+@pytest.mark.light("T5")
 @each_model
 def test_what_reads_the_decoder_needs_its_tokens(make):
     tokens = random_tokens(4, 8)
@@ -40,6 +42,7 @@ def test_what_reads_the_decoder_needs_its_tokens(make):
             call(make())
 
 
+@pytest.mark.light("BART")
 @each_model
 def test_the_decoder_is_trained_stitched_and_truncated(make):
     model, data = make().double().eval(), rows()

@@ -94,6 +94,7 @@ def wrapped(model):
     return pytest.importorskip("nnsight").NNsight(model)
 
 
+@pytest.mark.light("T5-decoder.cross_attn_out")
 @each_site
 def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(key, at):
     model, given, heads = MODELS[key](), rows(), 4 * at.endswith("z")
@@ -120,6 +121,14 @@ def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(ke
         assert found["hooked"]["cosine"].layers[0] == first
 
 
+@pytest.mark.light(
+    "T5-encoder.resid_post",
+    "T5-decoder.attn_out",
+    "T5-encoder.z",
+    "BART-encoder.resid_post",
+    "BART-decoder.attn_out",
+    "BART-encoder.z",
+)
 @each_site
 def test_the_last_position_is_that_of_the_stack_that_is_read(key, at):
     if at.endswith("z"):

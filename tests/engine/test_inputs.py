@@ -144,6 +144,7 @@ def test_stitching_of_models_of_images_is_that_of_plain_torch():
     assert measured.provenance.tokens == 60
 
 
+@pytest.mark.heavy("a simulated server")
 def test_stitching_through_simulated_servers():
     import nnsight
 

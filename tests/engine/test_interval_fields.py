@@ -54,6 +54,7 @@ def test_a_label_that_one_block_alone_has_gets_no_interval():
     assert lsim.difference(coupling, coupling)["by_length"].sizes["length"] == 3
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
     report = run(lsim.CKA(minibatch=16, permutations=20), lsim.Trajectory(per_prompt=True), lsim.Cosine())
     for name, field in (("cka", "p_values"), ("trajectory", "prompt_lss"), ("cosine", "mean")):

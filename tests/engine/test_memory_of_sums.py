@@ -51,6 +51,7 @@ LARGE = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("batch_size", [1, 8])

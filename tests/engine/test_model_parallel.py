@@ -13,6 +13,8 @@ from ..processes import run_in_group
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
+pytestmark = pytest.mark.heavy("several processes")
+
 RANKS = 2
 ANALYZERS = [lsim.Cosine(), lsim.CKA(minibatch=16)]
 MODELS = {

@@ -73,6 +73,7 @@ def test_an_analyzer_of_two_passes_twice():
     assert type(report["collapse"]).__name__ == "NeuralCollapseResult"
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compare_and_compare_grid_return_a_report_of_the_names():
     a, b = tiny_llama(seed=0), tiny_llama(seed=1)
     report = lsim.compare(a, b, lsim.Data(ROWS, batch_size=2), similarities())
@@ -95,6 +96,7 @@ def test_the_name_of_another_analyzer_or_of_a_cost_is_refused(analyzers, says):
         choose_analyzers(analyzers)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_attach_and_estimate():
     model = tiny_llama()
     with lsim.attach(model, lenses()) as probe:
@@ -115,6 +117,7 @@ def test_attach_and_estimate():
     assert twice.sums_bytes.keys() == {"small", "large"}
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_sweep_and_its_folder(tmp_path):
     models = {0: tiny_llama(seed=0), 1: tiny_llama(seed=1)}
     found = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
@@ -125,6 +128,7 @@ def test_sweep_and_its_folder(tmp_path):
         lsim.sweep(models, ROWS, {"raw": lsim.LogitLens(), "normed": lsim.LogitLens()}, checkpoint=tmp_path / "folder")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
     both = lenses()
     for number in range(2):

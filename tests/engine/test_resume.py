@@ -75,6 +75,7 @@ lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), checkpoint=sys.argv
 """
 
 
+@pytest.mark.heavy("a killed process")
 def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
     path = tmp_path / "run.safetensors"
     kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))

@@ -57,6 +57,7 @@ def test_a_run_with_another_input_is_refused(name, tmp_path, monkeypatch):
         changed.run(checkpoint=tmp_path / "run")
 
 
+@pytest.mark.light("one token", "mask", "rule of positions", "row length", "another analyzer", "one weight")
 @pytest.mark.parametrize("name", CHANGES)
 def test_shards_with_another_input_are_refused(name, tmp_path):
     for number, call in enumerate(calls_of(CHANGES[name][1])):

@@ -95,6 +95,7 @@ def check(found, x, center="none", atol=1e-10):
     assert found.provenance.tokens == x.shape[1]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MODELS)
 @each_rule
 def test_each_rule_measures_the_positions_that_it_names(kind, rule):
@@ -165,6 +166,7 @@ def test_means_of_two_models_are_compared():
     np.testing.assert_allclose(found.values, oracles.oracle_cka([x], [y], exact=True)["values"], atol=1e-9)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("source", ["bridge", "NNsight", "remote=local"])
 @pytest.mark.parametrize("rule", ["mean", "last", "function"])
 def test_every_source_measures_the_same_positions(source, rule):

@@ -55,6 +55,7 @@ def measured(folder, of, *arguments, first=None, **options):
     return folder
 
 
+@pytest.mark.heavy("killed processes")
 def test_eight_shards_of_which_three_are_killed_equal_one_process(tmp_path):
     finish(started("import sys\nfrom tests.engine.shard_workers import main\nmain(sys.argv[1])", str(tmp_path)))
     found = json.loads((tmp_path / "found.json").read_text())

@@ -27,6 +27,7 @@ def test_couple_relates_connections_of_one_row_only():
     torch.testing.assert_close(both.off[:, 1:], second.off, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("positions", [(0,), (3,), (1, -2)])
 def test_positions_count_from_the_start_of_each_prompt(positions):
     """Three prompts in one batch give what they give one by one."""

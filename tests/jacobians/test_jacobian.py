@@ -18,6 +18,7 @@ NARROW = ("llama", "gpt2", "neox", "qwen2", "gemma", "gemma2", "gemma3", "mistra
 PAIRS = [(0, 10, 10), (1, 7, 7), (2, 10, 10), (0, 2, 5), (0, 2, 10), (1, 0, 0), (0, 5, 5)]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", [*NARROW, "bloom", "mamba"])
 def test_jacobians_are_the_naive_ones(name, attention):
@@ -41,6 +42,7 @@ def test_jacobians_are_the_naive_ones(name, attention):
         assert float((transposed - expected.float().mT @ v).norm() / transposed.norm()) < 1e-5
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma3"])
 def test_bridges_are_called_on_single_tokens_too(name):
     from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -75,6 +77,7 @@ def test_hooked_transformers_run_whole_rows():
     torch.testing.assert_close(found.values[0, 1].float(), whole[:, 8] - torch.eye(24), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.heavy("a simulated server")
 def test_every_source_gives_the_same():
     tokens, analyzer = random_tokens(4, 12), lsim.BlockCoupling(k=(6, 2))
     expected = lsim.analyze(tiny_llama(), tokens, analyzer)["block_coupling"]
@@ -85,6 +88,7 @@ def test_every_source_gives_the_same():
         assert worst(expected, lsim.analyze(lsim.open_model(server, remote=remote), tokens, analyzer)["block_coupling"]) < 1e-6
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("method", "off"), [("krylov", 1e-5), ("finite-difference", 1e-3)])
 def test_methods_agree(method, off):
     tokens = random_tokens(3, 12)

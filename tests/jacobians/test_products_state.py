@@ -15,8 +15,9 @@ from ..views import worst
 from .helpers import MEMORY, calls_of, naive
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_little_memory_changes_nothing():
-    tokens = random_tokens(5, 12)
+    tokens = random_tokens(2, 9)
     # All 32 directions at once, seven times five of them, and one after the other.
     much, some, little = (
         lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=6, memory_mb=mb))["block_coupling"] for mb in (1000, 0.2, 1e-4)
@@ -83,6 +84,7 @@ def test_neither_gradients_nor_hooks_are_left():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_under_inference_mode():
     model, tokens = tiny_llama(), random_tokens(2, 9)
     expected = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4))["block_coupling"]

@@ -18,6 +18,7 @@ from ..tiny_models import random_tokens, tiny_llama
 from .helpers import calls_of, naive
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_row_s_jacobians_do_not_depend_on_its_neighbours():
     model, rows = tiny_llama(), [random_tokens(1, n, seed=n)[0] for n in (4, 9, 17)]
     together = lsim.analyze(model, rows, lsim.BlockCoupling(k=4))["block_coupling"]
@@ -42,6 +43,7 @@ def test_hooks_on_positions_see_whole_rows():
         assert float((found.values[0, number] - expected).norm() / expected.norm()) < 1e-5
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_hooks_of_a_bridge_see_whole_rows():
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -103,6 +105,7 @@ def test_more_copies_than_a_window_or_a_table_has_room_for():
         assert float((found.values[layer, 0] - expected).norm() / expected.norm()) < 1e-5
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_window_that_copies_would_outgrow():
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 

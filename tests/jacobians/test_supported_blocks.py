@@ -195,6 +195,7 @@ MODELS = {
 
 
 # Scaled down, the blocks of some models add no more than rounding.
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:Coupling is not defined")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scale", [0.3, 5.0])

@@ -23,6 +23,7 @@ from ..views import from_views, own_head, residuals, view, worst
 from ..wrapped_models import LENSES, nnsight, read_logits
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), words=st.sampled_from([5, 64, 255, 256, 257, 700]), levels=st.integers(1, 4))
 def test_ties_go_to_the_lower_id(seed, words, levels):
@@ -59,6 +60,7 @@ def test_the_last_id_of_a_group_that_is_not_full_counts_once():
     assert (read_logits(logits, torch.tensor([3]))["before"] == 4).all()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), memory=st.sampled_from([0.001, 0.02, 128.0]), levels=st.sampled_from([2, 5, 1000]))
 def test_walking_down_finds_what_the_full_lens_finds(seed, memory, levels):

@@ -58,6 +58,7 @@ def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor)
         assert point.accuracy == np.mean([best[row, n] == labels[row] for row, n in enumerate(exits)])
 
 
+@pytest.mark.light("bert", "modernbert", "dinov2", "beit of [CLS]")
 @pytest.mark.parametrize("name", CASES)
 def test_every_layer_is_read_as_the_model_reads_the_last(name):
     case, logits = CASES[name], own_logits(CASES[name])
@@ -67,6 +68,7 @@ def test_every_layer_is_read_as_the_model_reads_the_last(name):
     assert report["logit_lens"].unembedding == case.head
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", ["modernbert mean", "deit with teacher"])
 def test_one_row_and_the_grouping_of_rows(name):
     case, logits = CASES[name], own_logits(CASES[name])
@@ -77,6 +79,7 @@ def test_one_row_and_the_grouping_of_rows(name):
         assert_lens(report, logits, LABELS)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit"])
 def test_nnsight_reads_the_same_heads(name):
     case, logits = CASES[name], own_logits(CASES[name])
@@ -161,6 +164,13 @@ TOKENS = {
 }
 
 
+@pytest.mark.light(
+    "DistilBertForMaskedLM",
+    "RobertaForMaskedLM",
+    "BertForTokenClassification",
+    "ElectraForTokenClassification",
+    "MPNetForTokenClassification",
+)
 @pytest.mark.parametrize("name", TOKENS)
 def test_heads_of_tokens_are_read_at_every_position(name):
     family = name.split("For")[0]
@@ -247,6 +257,7 @@ def test_pool_is_a_mean_over_attended_positions():
             torch.testing.assert_close(found[layer, row], torch.cat([x[layer, row, 0], x[layer, row, 1], mean]))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_every_entry_of_the_table_names_classes_of_transformers():
     names = [*NO_HEAD, *(name for layout in HEADS_BY_CLASS for name in layout.classes)]
     assert all(hasattr(transformers, name) for name in names)

@@ -40,6 +40,9 @@ def heads() -> dict:
 HEADS = heads()
 
 
+@pytest.mark.light(
+    "Llama", "Mistral", "Gemma2", "Mixtral", "GPTNeoX", "OPT", "Bloom", "MPNet", "Gemma3 with soft-cap", "Granite", "Olmo2"
+)
 @pytest.mark.filterwarnings("ignore:The targets of .* are next tokens")
 @pytest.mark.parametrize("family", HEADS)
 def test_the_last_layer_says_what_the_model_says(family):
@@ -55,6 +58,7 @@ def test_the_last_layer_says_what_the_model_says(family):
     assert (found.kl_to_final[:-1] > 0).all()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:The targets of .* are next tokens")
 @pytest.mark.parametrize("family", ["Gemma2 with soft-cap", "OPT", "Bert"])
 def test_nnsight_reads_the_same_heads(family):
@@ -67,6 +71,7 @@ def test_nnsight_reads_the_same_heads(family):
             np.testing.assert_allclose(found[name].values, expected[name].values, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_bridge_of_a_capped_model_reads_the_cap():
     from ..wrapped_models import bridge
 
@@ -78,6 +83,7 @@ def test_a_bridge_of_a_capped_model_reads_the_cap():
     assert "3 tanh(" in found.unembedding
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_bridge_in_compatibility_mode_still_says_what_it_says():
     from ..wrapped_models import bridge
 

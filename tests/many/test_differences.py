@@ -12,7 +12,6 @@ import pytest
 import torch
 import xarray
 from jaxtyping import Float64
-from scipy import stats
 from torch import Tensor
 
 import tl_layersim as lsim
@@ -21,6 +20,7 @@ from tl_layersim.core.report_tables import adjusted, is_symmetric
 from tl_layersim.many.differences import at_depths, depths
 from tl_layersim.reporting.difference_and_fit_figures import difference_figure
 
+from ..oracles import skewness
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
 
@@ -96,14 +96,11 @@ def statistics(array: xarray.DataArray, *names: str) -> list[float]:
 def naive_paired(first: Measured, second: Measured, read, level: float = 0.95):
     """Value, ends, standard error and p of one number, block by block."""
     g = len(first.replicates)
-    value, total = read(second) - read(first), 0.0
+    value = read(second) - read(first)
     without = [read(second.replicates[j]) - read(first.replicates[j]) for j in range(g)]
-    for one in without:
-        total += (one - sum(without) / g) ** 2
-    error = math.sqrt((g - 1) / g * total)
-    t = stats.t(g - 1)
-    margin = t.ppf((1 + level) / 2) * error
-    return value, value - margin, value + margin, error, 2 * t.sf(abs(value) / error)
+    error, skew, effective = skewness.moments(without)
+    ends = skewness.ends(value, error, g - 1, skew, effective, level)
+    return value, *ends, error, skewness.p_value(value, error, g - 1, skew, effective)
 
 
 ENDS = ("difference", "low", "high", "se", "p_value")
@@ -138,27 +135,77 @@ def test_blocks_that_change_both_runs_alike_have_no_degree_of_freedom():
     )
     found = lsim.difference(first, second)["number"]
     value, error, p = statistics(found, "difference", "se", "p_value")
-    assert p == pytest.approx(2 * stats.t.sf(value / error, 8), rel=1e-6)
+    _, skew, effective = skewness.moments(moved, changed=9)
+    assert p == pytest.approx(skewness.p_value(value, error, 8, skew, effective), rel=1e-6)
 
 
 def test_an_unpaired_difference_is_welchs():
     first, second = measured(1, data="one", blocks=17), measured(2, data="other", blocks=25, shift=0.01)
     found = lsim.difference(first, second)
     assert found.attrs["paired"] == 0
-    a, b = (float(result.interval("curve").error[1]) for result in (first, second))
-    degrees = (a**2 + b**2) ** 2 / (a**4 / 16 + b**4 / 24)
+    (a, skew_a, effective_a), (b, skew_b, effective_b) = (
+        skewness.moments([float(one.curve[1]) for one in result.replicates]) for result in (first, second)
+    )
+
+    def welch(degrees_a: float, degrees_b: float) -> float:
+        return (a**2 + b**2) ** 2 / (a**4 / degrees_a + b**4 / degrees_b)
+
     error = math.sqrt(a**2 + b**2)
+    skew = (skew_b * b**3 - skew_a * a**3) / error**3
     value = float(second.curve[1] - first.curve[1])
-    margin = stats.t.ppf(0.975, degrees) * error
-    expected = [value, value - margin, value + margin, error, 2 * stats.t.sf(abs(value) / error, degrees)]
+    known = (value, error, welch(16, 24), skew, welch(effective_a, effective_b))
+    expected = [value, *skewness.ends(*known), error, skewness.p_value(*known)]
     assert statistics(found["curve"][1], *ENDS) == pytest.approx(expected, rel=1e-9)
+
+
+def scattered(scatter: float, texts: int, seed: int = 0, value: float = 0.5) -> Measured:
+    """A result of so many texts of 10 tokens, whose replicates scatter about the value."""
+    whole = measured(seed, blocks=16, data=f"data {seed} of {texts}")
+    about = dataclasses.replace(whole.provenance, texts=texts, tokens=10 * texts)
+    numbers = value + scatter * np.random.default_rng(seed).normal(size=16)
+    each = tuple(
+        replace(one, number=torch.tensor(x), provenance=about) for one, x in zip(whole.replicates, numbers, strict=True)
+    )
+    return replace(whole, number=torch.tensor(value).double(), replicates=each, provenance=about)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_smaller_of_two_samples_has_at_least_the_error_of_the_larger_one_for_as_many_texts(turned):
+    few, many = scattered(0.001, 16), scattered(0.01, 256, seed=1)
+    pair = (many, few) if turned else (few, many)
+    own, other = (skewness.moments([float(one.number) for one in result.replicates])[0] for result in (few, many))
+    assert own < 4 * other
+    found = statistics(lsim.difference(*pair)["number"], "se")[0]
+    assert found == pytest.approx(math.hypot(4 * other, other), rel=1e-9)
+    # A larger error of its own is kept, and so are errors of equally many texts.
+    varied = scattered(0.1, 16)
+    own = skewness.moments([float(one.number) for one in varied.replicates])[0]
+    assert statistics(lsim.difference(varied, many)["number"], "se")[0] == pytest.approx(math.hypot(own, other), rel=1e-9)
+    alike = scattered(0.001, 256)
+    own = skewness.moments([float(one.number) for one in alike.replicates])[0]
+    assert statistics(lsim.difference(alike, many)["number"], "se")[0] == pytest.approx(math.hypot(own, other), rel=1e-9)
+
+
+def test_few_skewed_texts_do_not_differ_from_many_of_their_kind():
+    """Losses of 10 in 5 % of texts: in 44 % of samples of 16 texts none is seen."""
+    rng = np.random.default_rng(0)
+
+    def sample(texts: int) -> Measured:
+        losses = np.where(rng.random(texts) < 0.05, 10.0, 0.5 + 0.1 * rng.normal(size=texts)).reshape(16, -1)
+        means = (losses.sum() - losses.sum(1)) / (losses.size - losses.shape[1])
+        found = scattered(1.0, texts)
+        each = tuple(replace(one, number=torch.tensor(x)) for one, x in zip(found.replicates, means, strict=True))
+        return replace(found, number=torch.tensor(losses.mean()), replicates=each)
+
+    rejected = [statistics(lsim.difference(sample(16), sample(256))["number"], "p_value")[0] <= 0.05 for _ in range(40)]
+    assert sum(rejected) <= 3
 
 
 def test_runs_are_paired_only_on_the_same_data_in_the_same_blocks():
     one = measured(1)
     assert lsim.difference(one, measured(2)).attrs["paired"]
     assert not lsim.difference(one, measured(2, data="two")).attrs["paired"]
-    with pytest.warns(UserWarning, match="Pass the same batch_size="):
+    with pytest.warns(UserWarning, match="batch_size="):
         assert not lsim.difference(one, measured(2, tokens=tuple(range(5, 22)))).attrs["paired"]
     with pytest.warns(UserWarning, match="17 and 20"):
         lsim.difference(one, measured(2, blocks=20))
@@ -397,6 +444,7 @@ def test_dots_are_of_corrected_p_values():
     assert [["•" in text for text in row] for row in heat.text] == (corrected < 0.05).tolist()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_two_models_on_the_same_texts_are_paired():
     data = [random_tokens(1, 8 + i % 5, seed=i)[0] for i in range(272)]
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.LogitLens()]

@@ -9,12 +9,13 @@ import statistics
 import numpy as np
 import pandas
 import pytest
+import scipy.stats
 import torch
 import xarray
 
 import tl_layersim as lsim
 from tl_layersim.core.report_tables import is_symmetric
-from tl_layersim.many.group_comparison import permutation_test
+from tl_layersim.many.group_comparison import permutation_test, spread_test
 from tl_layersim.reporting.many_model_figures import clusters
 
 from ..views import from_views, residuals, view
@@ -51,6 +52,7 @@ def naive_test(d: torch.Tensor, labels: tuple[str, ...]) -> tuple[float, int]:
     return statistics.fmean(value >= given - 1e-9 for value in of_division.values()), len(of_division)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("labels", ["aabb", "aaabbb", "aaab", "aabbc", "aabbcc", "abcdd", "abbbb"])
 @pytest.mark.parametrize("directed", [False, True])
 def test_the_exact_test_is_its_definition(labels, directed):
@@ -256,3 +258,67 @@ def test_groups_whose_comparisons_would_have_one_name_are_refused():
     table = pandas.DataFrame(np.ones((4, 4)), index=[*"abcd"], columns=[*"abcd"])
     with pytest.raises(lsim.LayersimError, match="'within groups'"):
         lsim.many.compare_groups(table, ["groups", "groups", "x", "x"])
+
+
+def principal_coordinate_distances(d: np.ndarray) -> np.ndarray:
+    """Distances to the centroid in principal coordinates by eigenvectors, with those of imaginary axes subtracted."""
+    centring = np.eye(len(d)) - 1 / len(d)
+    values, vectors = np.linalg.eigh(-0.5 * centring @ d**2 @ centring)
+    squared = (vectors**2 * values).sum(1)
+    return np.sqrt(np.abs(squared)) / math.sqrt(1 - 1 / len(d))
+
+
+@pytest.mark.parametrize("labels", ["aaabbb", "aaaabbbcc", "aaabbbbd"])
+@pytest.mark.parametrize("euclidean", [True, False])
+def test_the_spread_of_groups_is_that_of_principal_coordinates(labels, euclidean):
+    rng = np.random.default_rng(len(labels))
+    points = rng.normal(size=(len(labels), 3)) * np.array([3 if label == "a" else 1 for label in labels])[:, None]
+    d = np.linalg.norm(points[:, None] - points, axis=-1) if euclidean else distances(len(labels), directed=True).numpy()
+    test = spread_test(torch.tensor(d), labels, 200, 3)
+    symmetric = (d + d.T) / 2
+    names = [name for name in dict.fromkeys(labels) if labels.count(name) > 1]
+    members = [[n for n, label in enumerate(labels) if label == name] for name in names]
+    each = [principal_coordinate_distances(symmetric[np.ix_(own, own)]) for own in members]
+    assert test.spreads == pytest.approx({f"within {name}": own.mean() for name, own in zip(names, each, strict=True)})
+    if euclidean:
+        nearest = [np.linalg.norm(points[own] - points[own].mean(0), axis=1) / math.sqrt(1 - 1 / len(own)) for own in members]
+        np.testing.assert_allclose(np.concatenate(each), np.concatenate(nearest))
+    # The same permutations, with scipy's F ratio.
+    values = np.concatenate(each)
+    cuts = np.cumsum([len(own) for own in members])[:-1]
+    observed = scipy.stats.f_oneway(*each).statistic
+    order = torch.rand(200, len(values), generator=torch.Generator().manual_seed(3)).argsort(1).numpy()
+    larger = sum(scipy.stats.f_oneway(*np.split(values[one], cuts)).statistic >= observed - 1e-9 for one in order)
+    assert test.p_value == pytest.approx((1 + larger) / 201)
+
+
+def test_spread_and_centre_are_told_apart():
+    generator = torch.Generator().manual_seed(0)
+    labels = ["a"] * 8 + ["b"] * 8
+    points = torch.randn(16, 4, generator=generator, dtype=torch.float64)
+    spread, centre = points.clone(), points.clone()
+    spread[:8] *= 4
+    centre[:8, 0] += 6
+    for moved, exchangeable, equal in ((points, True, True), (spread, False, False), (centre, False, True)):
+        found = lsim.many.compare_groups(table(torch.cdist(moved, moved)), labels, relabelings=999)
+        assert (float(found["p_value"]) > 0.05) == exchangeable
+        assert (float(found["spread_p_value"]) > 0.05) == equal
+        assert found["spread"].sel(comparison=["within a", "within b"]).notnull().all()
+        assert found["spread"].sel(comparison="between groups").isnull()
+
+
+@pytest.mark.parametrize("labels", ["aabb", "abcc", "aaab"])
+def test_groups_too_small_for_a_spread_have_no_p_value(labels):
+    assert math.isnan(spread_test(distances(len(labels)), labels, 20, 0).p_value)
+
+
+def test_the_test_of_spread_is_not_misled_by_the_centre_or_by_the_size_of_groups():
+    generator = torch.Generator().manual_seed(1)
+    labels = ["a"] * 5 + ["b"] * 10
+    small = 0
+    for seed in range(200):
+        points = torch.randn(15, 5, generator=generator, dtype=torch.float64)
+        points[:5, 0] += 5
+        small += spread_test(torch.cdist(points, points), labels, 99, seed).p_value <= 0.05
+    # 5 % of 200, with three times its error, and what small groups add.
+    assert small <= 24

@@ -168,6 +168,7 @@ class TestSeveralPredictors:
         # Given the second, 0.36 of the variance of the first is left.
         np.testing.assert_allclose(table["partial"], [1.2 / np.sqrt(1.44 + 1), 0], atol=0.02)
 
+    @pytest.mark.heavy("a simulation")
     def test_p_values_are_uniform_where_nothing_is_there(self):
         random = np.random.default_rng(2)
         p = []

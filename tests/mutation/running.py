@@ -57,6 +57,9 @@ HEAVY = (
 ARGUMENTS = (
     "-x",
     "-q",
+    # Light and heavy tests.
+    "-m",
+    "",
     "-p",
     "no:cacheprovider",
     "-p",

@@ -38,13 +38,14 @@ if PYTHON:
     }
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
-    if not PYTHON:
-        skip = pytest.mark.skip(reason="needs a real NDIF server: make test-ndif")
-        for item in items:
-            if here in item.path.parents:
-                item.add_marker(skip)
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.heavy("a real NDIF server"))
+            if not PYTHON:
+                item.add_marker(pytest.mark.skip(reason="needs a real NDIF server: make test-ndif"))
 
 
 def slow_llama():

@@ -36,13 +36,17 @@ def oracle_rsa(
     kind: str = "correlation",
     ranked: bool = True,
     rows: int = 1,
+    text: list[np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Each batch is one minibatch; correlations are averaged with the number of pairs as weight; `rows` tokens are of a row."""
+    """Each batch is one minibatch; correlations are averaged with the number of pairs as weight.
+
+    `rows` tokens are of a row, which is a text; or `text` is that of each token, batch by batch.
+    """
     others = batches if others is None else others
     values, weights = 0.0, 0.0
-    for one, other in zip(batches, others, strict=True):
-        row = np.arange(one.shape[1]) // rows
-        if rows > 1 and row[-1] < 3:
+    for number, (one, other) in enumerate(zip(batches, others, strict=True)):
+        row = np.arange(one.shape[1]) // rows if text is None else text[number]
+        if (rows > 1 or text is not None) and len(set(row)) < 4:
             continue
         apart_rows = [row[i] != row[j] for i in range(len(row)) for j in range(i + 1, len(row))]
         both = [[condensed(layer, kind)[apart_rows] for layer in x] for x in (one, other)]
@@ -54,30 +58,40 @@ def oracle_rsa(
     return {"values": values / weights} | no_null(len(batches[0]), len(others[0]))
 
 
-def neighbours(x: np.ndarray, k: int, kind: str, rows: int) -> list[set[int]]:
-    """The k nearest samples of other rows of each sample."""
+def neighbours(x: np.ndarray, k: int, kind: str, text: np.ndarray) -> list[set[int]]:
+    """The k nearest samples of other texts of each sample."""
     found = []
     for i in range(len(x)):
-        order = sorted((apart(x[i], x[j], kind), j) for j in range(len(x)) if j // rows != i // rows)
+        order = sorted((apart(x[i], x[j], kind), j) for j in range(len(x)) if text[j] != text[i])
         found.append({j for _, j in order[:k]})
     return found
 
 
 def oracle_mutual_knn(
-    batches: list[np.ndarray], others: list[np.ndarray] | None = None, k: int = 10, kind: str = "cosine", rows: int = 1
+    batches: list[np.ndarray],
+    others: list[np.ndarray] | None = None,
+    k: int = 10,
+    kind: str = "cosine",
+    rows: int = 1,
+    text: list[np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Each batch in which all samples have k + 1 others of other rows is one minibatch. `rows` tokens are of one row."""
+    """Each batch in which all samples have k + 1 others of other texts is one minibatch.
+
+    `rows` tokens are of one row, which is a text; or `text` is that of each token, batch by batch.
+    """
     others = batches if others is None else others
     height, width = len(batches[0]), len(others[0])
     shared, samples, chance = np.zeros((height, width)), 0, 0.0
-    for one, other in zip(batches, others, strict=True):
+    for number, (one, other) in enumerate(zip(batches, others, strict=True)):
         n = one.shape[1]
-        if n - rows < k + 1 or (rows > 1 and n <= 3 * rows):
+        own = np.arange(n) // rows if text is None else text[number]
+        others_of = [sum(own[j] != own[i] for j in range(n)) for i in range(n)]
+        if min(others_of) < k + 1 or ((rows > 1 or text is not None) and len(set(own)) < 4):
             continue
-        of_x, of_y = ([neighbours(layer, k, kind, rows) for layer in x] for x in (one, other))
+        of_x, of_y = ([neighbours(layer, k, kind, own) for layer in x] for x in (one, other))
         for a in range(height):
             for b in range(width):
                 shared[a, b] += sum(len(of_x[a][i] & of_y[b][i]) / k for i in range(n))
         samples += n
-        chance += sum(k / sum(j // rows != i // rows for j in range(n)) for i in range(n))
+        chance += sum(k / count for count in others_of)
     return {"values": shared / samples, "chance": np.array(chance / samples)} | no_null(height, width)

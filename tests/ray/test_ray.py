@@ -27,6 +27,7 @@ from .loaders import (
 )
 
 pytestmark = [
+    pytest.mark.heavy("Ray"),
     pytest.mark.filterwarnings("ignore:.*:FutureWarning:ray", "ignore:Intervals of"),
     pytest.mark.usefixtures("one_thread"),
 ]

@@ -80,6 +80,7 @@ def test_a_step_that_takes_too_long_is_refused(small):
         train(small.model(), remote=small.url)
 
 
+@pytest.mark.heavy("a server with a socket")
 def test_no_training_in_a_sandbox(small, monkeypatch):
     from tl_layersim.remote.source import RemoteSource
 

@@ -36,6 +36,7 @@ def test_a_generator_compares_models_on_a_server_where_its_rows_fit(small, monke
         called(lsim.compare, *models, (row for row in random_tokens(4)), cka, remote=small.url)
 
 
+@pytest.mark.light
 def test_a_model_in_this_process_has_no_server():
     with pytest.raises(lsim.LayersimError, match=r"`remote` must be an NDIF server(.|\n)*LlamaForCausalLM"):
         lsim.costs.capabilities(lsim.open_model(tiny_llama()))

@@ -46,6 +46,7 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     assert equal(resumed, called(lsim.analyze, small.model(), data, SINGLE, **options | {"checkpoint": None}))
 
 
+@pytest.mark.heavy("a server with a socket")
 @pytest.mark.parametrize("after", [1, 2, 5, 8, 11])
 def test_a_resumed_run_ends_with_the_same_bits_however_it_was_cut(small, after, tmp_path, monkeypatch):
     data = rows(11, 20)
@@ -103,6 +104,7 @@ def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
     assert asked == ["/ping"]
 
 
+@pytest.mark.light
 def test_no_server(small):
     [port] = free_ports(1)
     with pytest.raises(lsim.LayersimError, match=rf"http://127\.0\.0\.1:{port}\b(.|\n)*NDIF_HOST"):
@@ -113,6 +115,7 @@ def test_no_server(small):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url + "/elsewhere"), rows(2, 8), QUICK)
 
 
+@pytest.mark.light
 def test_versions_that_differ_are_named_when_a_request_fails(small):
     @lsim_analyzer
     def broken(view):

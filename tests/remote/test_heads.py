@@ -27,6 +27,7 @@ def test_layers_are_read_there_as_here(small, norm):
     assert far["saturation"].provenance.options["heads"] == str(own["heads"])
 
 
+@pytest.mark.light
 def test_a_refusal_of_the_kernel_arrives(small):
     other = ExitHeads(torch.randn(2, 90, 32))
     with pytest.raises(lsim.LayersimError, match=r"`heads`.*\(2, 90, 32\).*\(2, 100, 32\)"):

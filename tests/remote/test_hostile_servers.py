@@ -322,6 +322,7 @@ def test_a_text_of_a_server_as_it_is_shown(text, shown):
     assert server_text(text) == shown
 
 
+@pytest.mark.heavy("a server with a socket")
 def test_results_of_jobs_that_are_not_waited_for_are_checked_too(small, honest):
     for settings, match in (
         ({"mutate": KINDS["float16"]}, "float16"),
@@ -336,6 +337,7 @@ def test_results_of_jobs_that_are_not_waited_for_are_checked_too(small, honest):
     assert equal(analysed(small, blocking=False).result(60), honest)
 
 
+@pytest.mark.light
 def test_a_download_that_was_damaged_once_is_repeated(small, honest, monkeypatch):
     run = analysed(small, blocking=False)
     waited = [time.monotonic()]

@@ -21,6 +21,7 @@ def few_blocks(monkeypatch):
     monkeypatch.setattr("tl_layersim.core.sums.MOST_BLOCKS", 8)
 
 
+@pytest.mark.heavy("a server with a socket")
 def test_blocks_are_those_of_this_process_and_do_not_depend_on_requests(small, few_blocks, tmp_path):
     """Ten batches: blocks of two, so requests of one or two batches; waited for, or collected later."""
     data, analyzers = lsim.Data(list(random_tokens(10, 6)), batch_size=1), [lsim.LogitLens(), lsim.Cosine()]

@@ -34,6 +34,7 @@ def test_stitched_there_as_here(small, at, capfd):
         assert mixed.loss == pytest.approx(expected.loss, abs=1e-6)
 
 
+@pytest.mark.heavy("a server with a socket")
 def test_an_adapter_is_trained_through_a_trusted_server(small):
     options = {"at": (1, 1), "adapter": "affine-norm", "fit": "sgd", "batch_size": 8}
     options |= {"training": lsim.stitching.StitchTraining(steps=6, warmup=2)}

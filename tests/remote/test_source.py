@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.data.batches import Batches
+from tl_layersim.engine.submitted_runs import _batch, _batch_snapshot
+from tl_layersim.remote.open_model import open_source
+from tl_layersim.sources.open_local import OpenedModel
 
 from ..ndif.client import equal, furthest, rows
 from ..options import called
-from ..tiny_models import random_tokens
+from ..tiny_models import random_tokens, tiny_llama
 from .helpers import QUICK, local, lsim_analyzer
 
 ALL = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.Trajectory(), lsim.NeuralCollapse(), lsim.LogitLens(), lsim.Saturation()]
@@ -31,6 +37,7 @@ def test_blocks_are_called_again_where_they_are(small, method):
     assert float(far["block_coupling"].whole_rows.max()) == (method == "finite-difference")
 
 
+@pytest.mark.light
 def test_blocks_are_skipped_and_sublayers_are_read_where_they_are(small):
     data, analyzers = rows(6, 20), [lsim.SkipEffect(splits=2), lsim.Contribution()]
     far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=4), analyzers)
@@ -48,6 +55,7 @@ def test_pictures_of_blocks_come_back(small):
     torch.testing.assert_close(far.values, near.values, rtol=0, atol=1e-6)
 
 
+@pytest.mark.light
 def test_how_batches_are_grouped_changes_no_bit(small):
     data = lsim.Data(rows(11, 40), batch_size=1)
     alone, *grouped = (
@@ -56,6 +64,27 @@ def test_how_batches_are_grouped_changes_no_bit(small):
     )
     assert all(equal(alone, one) for one in grouped)
     assert furthest(alone, local(small, data.source, QUICK, batch_size=1)) < 1e-12
+
+
+def test_rows_of_one_text_are_measured_together_as_here(small, tmp_path):
+    data, groups = rows(24, 10), [row // 3 if row < 12 else row for row in range(24)]
+    analyzers = [lsim.CKA(minibatch=16, permutations=19), lsim.Cosine(center="none")]
+    options = {"batch_size": 2, "groups": groups, "intervals": True}
+    near = local(small, data, analyzers, **options)
+    remote = {"remote": small.url, "tokens_per_request": 200}
+    assert furthest(called(lsim.analyze, small.model(), data, analyzers, **options, **remote), near) < 1e-6
+    run = called(lsim.analyze, small.model(), data, analyzers, blocking=False, **options, **remote)
+    later = lsim.load_run(run.save(tmp_path / "run")).result(60)
+    assert furthest(later, near) < 1e-6
+    assert later["cka"].provenance.texts == 16
+
+
+def test_batches_in_a_file_keep_their_texts():
+    data = lsim.Data({"input_ids": random_tokens(6, 5)}, groups=[0, 0, 1, 2, 2, 2])
+    [batch] = Batches(data, open_source(OpenedModel.of(tiny_llama())).model)
+    facts, tensors = _batch_snapshot(batch)
+    again = _batch(json.loads(json.dumps(facts)), tensors)
+    assert (again.texts, again.units, again.neighbours) == (batch.texts, (0, 0, 1, 2, 2, 2), False)
 
 
 def test_rows_without_counted_tokens_take_no_part(small):
@@ -104,6 +133,7 @@ def test_a_request_smaller_than_a_forward_pass_is_refused(small):
         )
 
 
+@pytest.mark.light
 def test_options_that_mean_nothing_are_refused(small, tmp_path):
     model = small.model(dispatch=True, dtype=torch.float32)
     with pytest.raises(lsim.LayersimError, match="`tokens_per_request` is 100"):
@@ -114,6 +144,7 @@ def test_options_that_mean_nothing_are_refused(small, tmp_path):
         lsim.analyze(lsim.open_model(model, remote=small.url), rows(2, 8), QUICK, blocking=False, checkpoint=tmp_path / "x")
 
 
+@pytest.mark.light
 def test_what_cannot_be_added_is_refused_as_here(small):
     data = rows(5, 20)
     # In one request, the server adds the sums; of several requests, this process.

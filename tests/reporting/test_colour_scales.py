@@ -19,6 +19,7 @@ def report():
     return lsim.analyze(tiny_llama(), random_tokens(), analyzers)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_similarities_share_their_ends_and_deviations_have_their_own(report):
     cosine = report["cosine"]
     values, spread = cosine.plot().data[0], cosine.plot("std").data[0]
@@ -44,6 +45,7 @@ def test_figures_of_p_values_say_the_smallest_that_is_possible(report):
     assert np.array_equal(shown[other], result.p_values.numpy()[other])
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_p_values_of_two_models_keep_the_diagonal():
     result = lsim.compare(tiny_llama(), tiny_llama(seed=1), random_tokens(), lsim.CKA(minibatch=16, permutations=39))
     fig = result.plot("p_values")
@@ -68,6 +70,7 @@ def test_few_cells_carry_their_numbers_and_many_do_not(report):
     assert cell_numbers(np.array([[math.nan, -0.001]]), scale)["text"][0][1] == "0.00"
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_figures_are_at_most_600_pixels_wide_and_cells_are_square(report):
     for result in report.values():
         fig = result.plot()

@@ -45,6 +45,7 @@ def report():
     return lsim.analyze(tiny_llama(), random_tokens(), analyzers)
 
 
+@pytest.mark.light("adapters.safetensors")
 @pytest.mark.parametrize("name", RESULTS)
 def test_every_field_of_every_result_has_a_table_and_a_figure_or_a_sentence(name, tmp_path):
     loaded = lsim.load(FILES / name)
@@ -73,6 +74,7 @@ def test_every_field_of_every_result_has_a_table_and_a_figure_or_a_sentence(name
     assert all(figure["data"] for figure in html_pages.figures(page))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_plots_carry_layer_names(report):
     fig = report["cosine"].plot()
     assert list(fig.layout.xaxis.ticktext) == ["embed", "0", "1", "2"]
@@ -116,6 +118,7 @@ def test_a_ripple_of_a_bounded_quantity_does_not_fill_the_figure():
         assert widen_axis(free, bounds).layout.yaxis.range is None
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):
     result = report["exit_curve"]
     [points] = result.plot().data
@@ -225,6 +228,7 @@ def test_names_along_an_axis_keep_away_from_its_ends():
     assert fig.layout.xaxis.range == (-0.5, 2.5)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_an_axis_starts_at_a_positive_lower_bound():
     one = [Series("a", np.array([2.0, 4.0]))]
     fig = widen_axis(lines((1, 2), one, "title", "unit", "step"), (1.0, math.inf))

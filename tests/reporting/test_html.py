@@ -24,12 +24,22 @@ def report():
     return lsim.analyze(tiny_llama(), random_tokens(), [lsim.Cosine(), lsim.CKA(minibatch=16)])
 
 
-def test_a_report_is_a_mapping_with_a_page(report, tmp_path):
+@pytest.fixture(scope="module")
+def path(report, tmp_path_factory):
+    return report.to_html(tmp_path_factory.mktemp("page") / "report.html")
+
+
+@pytest.fixture(scope="module")
+def page(path):
+    return path.read_text()
+
+
+@pytest.mark.heavy("seconds, where faster tests reach the same")
+def test_a_report_is_a_mapping_with_a_page(report, page):
     assert list(report) == ["cosine", "cka"]
     assert "COS(embedding, last)" in repr(report)
     with pytest.raises(KeyError, match="it has cosine, cka"):
         report["lens"]
-    page = report.to_html(tmp_path / "report.html").read_text()
     assert report["cka"].provenance.data in page
     assert page.count("4 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.2.hook_resid_post") == 2
     # One file and no network: nothing is loaded from anywhere.
@@ -44,6 +54,7 @@ def test_model_names_do_not_run_as_code(tmp_path):
     assert "&lt;script&gt;x" in page
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_page_names_the_sites_of_both_models(tmp_path):
     a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
     found = lsim.compare(a, b, random_tokens(), [lsim.CKA(minibatch=16)], at="mlp_out")
@@ -59,9 +70,7 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     assert "Headline numbers" not in alone
 
 
-def test_a_page_has_its_figures_and_plotly(report, tmp_path):
-    path = report.to_html(tmp_path / "r.html")
-    page = path.read_text()
+def test_a_page_has_its_figures_and_plotly(report, path, page):
     assert path.stat().st_size < 6e6
     figures = html_pages.figures(page)
     # The figure of the first finding is in the summary and in its section.
@@ -71,29 +80,27 @@ def test_a_page_has_its_figures_and_plotly(report, tmp_path):
     assert get_plotlyjs() in page
 
 
-def test_links_of_a_page_lead_to_its_sections(report, tmp_path):
-    page = report.to_html(tmp_path / "r.html").read_text()
+def test_links_of_a_page_lead_to_its_sections(page):
     targets = set(re.findall(r'id="([^"]+)"', page))
     links = re.findall(r'href="#([^"]+)"', page)
     assert {"summary", "numbers", "cosine", "cka"} <= set(links) <= targets
     assert "<title>Layers of " in page
 
 
-def test_the_record_of_a_run_is_folded(report, tmp_path):
-    page = report.to_html(tmp_path / "r.html").read_text()
+def test_the_record_of_a_run_is_folded(report, page):
     folded = page.split('<details class="provenance">')[2].split("</details>")[0]
     run = report["cka"].provenance
     for name, value in ("minibatch", "16"), ("torch", run.versions["torch"]), ("Data (SHA-256)", run.data):
         assert re.search(rf'<th scope="row">{re.escape(name)}</th><td><code>{re.escape(value)}</code></td>', folded), name
 
 
-def test_the_table_of_a_figure_has_a_line_for_each_block(report, tmp_path):
-    page = report.to_html(tmp_path / "r.html").read_text()
+def test_the_table_of_a_figure_has_a_line_for_each_block(report, page):
     ratio = report["cosine"].norm_ratio
     for block, value in enumerate(ratio.tolist()):
         assert f'<td>block {block}</td><td class="number">{value:.4g}</td>' in page
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_two_models_stand_side_by_side(tmp_path):
     report = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9))
     page = report.to_html(tmp_path / "r.html").read_text()
@@ -123,6 +130,7 @@ def test_hostile_names_stay_text(tmp_path):
     assert own.count("</script>") == 3
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @html_pages.needs_chromium
 def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     found = html_pages.drawn(report.to_html(tmp_path / "r.html"), tmp_path / "profile")
@@ -131,6 +139,7 @@ def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     assert found.count('<button type="button">') == len(re.findall('<th scope="col">', found))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_results_named_as_parts_of_the_page_leave_it_whole(report, tmp_path):
     """The script finds the packed figures by the name of their element."""
     named = lsim.Report(dict.fromkeys(("figures", "summary", "numbers", "a b"), report["cka"]))
@@ -142,20 +151,24 @@ def test_results_named_as_parts_of_the_page_leave_it_whole(report, tmp_path):
     assert len(html_pages.figures(page)) == 4 * len(report["cka"].pictures)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):
     with pytest.warns(lsim.LayersimWarning, match="'cosine', 'logit_lens'"):
         report = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(3), batch_size=1), ["cosine", "logit_lens"], intervals=True)
-    [text] = [one for one in report["cosine"].provenance.warnings if "'cosine', 'logit_lens'" in one]
+    texts = [text for text in report["cosine"].provenance.warnings if "'cosine', 'logit_lens'" in text]
     again = lsim.load(report.save(tmp_path / "r.safetensors"))
-    assert text in again["logit_lens"].provenance.warnings
     page = unescape(again.to_html(tmp_path / "r.html").read_text())
-    assert page.count(text) == 1
-    assert f"<b>Warning (cosine, logit_lens).</b> {text}" in page
+    assert texts
+    for text in texts:
+        assert text in again["logit_lens"].provenance.warnings
+        assert page.count(text) == 1
+        assert f"<b>Warning (cosine, logit_lens).</b> {text}" in page
     quiet = lsim.analyze(tiny_llama(), random_tokens(3), "cosine")
     assert quiet["cosine"].provenance.warnings == ()
     assert 'class="warning"' not in quiet.to_html(tmp_path / "quiet.html").read_text()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_lens_is_measured_where_it_has_numbers(tmp_path):
     page = lsim.analyze(tiny_llama(), random_tokens(), ["logit_lens"]).to_html(tmp_path / "r.html").read_text()
     assert "Measured at 3 sites: blocks.0.hook_resid_post to blocks.2.hook_resid_post." in page

@@ -194,6 +194,7 @@ def test_sublayers_have_bands_in_their_colours(result):
     assert (line.legendgroup, attention.legendgroup) == ("MLP", "Attention")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_sublayers_without_a_value_at_an_end_leave_the_names_of_the_others(result):
     """As a run over some blocks, of which the first has none."""
     values = result.sublayer.clone()
@@ -228,6 +229,7 @@ def test_cells_of_heat_maps_name_their_intervals(result):
         assert [tuple(cell[1:]) for cell in row] == list(zip(result.layers[1:], texts(low[i], high[i]), strict=True))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("field", ["curve", *list(Shown.tensor_fields())[1:]])
 def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result, plain, field):
     own, other = (one.plot(field).to_plotly_json() for one in (result, plain))
@@ -250,6 +252,7 @@ def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result,
         assert str(trace) == str(before)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_single_block_draws_nothing(plain):
     one = replace(plain, block_tokens=(7,))
     fig = one.plot("curve")
@@ -303,6 +306,7 @@ def test_a_margin_of_rounding_is_not_shown(plain):
     assert "±" not in headline_texts(same)["the first number"]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_field_without_interval_is_drawn_without():
     """p-values, and the mean that a first pass determines."""
     cka = lsim.CKA(minibatch=16, permutations=19)

@@ -34,6 +34,7 @@ def domains(figure: go.Figure) -> list[tuple[float, float, float, float]]:
     return list(found.values())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_report_is_one_figure_of_its_first_pictures(report):
     figure = report.plot()
     np.testing.assert_array_equal(figure.data[0].z, report["cosine"].values.numpy())
@@ -46,6 +47,7 @@ def test_a_report_is_one_figure_of_its_first_pictures(report):
     assert figure.layout.yaxis2.scaleanchor == "x2"
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("width", [None, "column", "text"])
 def test_no_panel_lies_on_another_one(report, width):
     figure = report.plot(width=width, title="")
@@ -101,6 +103,7 @@ def test_notebooks_show_numbers_and_what_they_were_measured_on(report):
     assert "Report" in lsim.Report({})._repr_html_()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_notebooks_show_margins_and_no_markup_of_names():
     found = lsim.analyze(tiny_llama(), lsim.Data(random_tokens(20, 9), batch_size=1), lsim.Cosine(), intervals=True)
     assert "± half of the 95 %" in found._repr_html_()

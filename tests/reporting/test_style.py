@@ -96,6 +96,7 @@ def test_the_legend_stands_below_the_axes():
     assert legend.y < 0.05
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_rows_of_a_legend_take_no_room_from_the_axes():
     heights = []
     for count, title in ((2, ""), (2, "Model"), (8, "")):

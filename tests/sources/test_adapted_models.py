@@ -35,6 +35,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_peft_model_is_measured_like_its_merged_copy(name):
@@ -49,6 +50,7 @@ def test_a_peft_model_is_measured_like_its_merged_copy(name):
     assert not torch.allclose(found["logit_lens"].values, plain.values, atol=1e-3)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore")
 def test_a_peft_model_is_attached_exits_and_trains_like_its_base():
     tuned = adapted(tiny_llama())
@@ -98,6 +100,8 @@ class TestOneModel:
             lsim.compare(base, given, TOKENS, self.effect)
         with pytest.raises(lsim.LayersimError, match=r"models\['a'\].*models\['b'\]"):
             lsim.compare_grid({"clean": clean, "a": base, "b": given}, TOKENS, lsim.CKA(minibatch=8))
+        with pytest.raises(lsim.LayersimError, match=r"models\['a'\].*models\['b'\]"):
+            lsim.sweep({"clean": clean, "a": base, "b": given}, TOKENS, lsim.LogitLens())
         with pytest.raises(lsim.LayersimError, match=r"`before`.*`after`"):
             lsim.evaluate_layers(base, given, TOKENS)
         with pytest.raises(lsim.LayersimError, match=r"`front`.*`back`"):
@@ -126,6 +130,7 @@ class TestOneModel:
         with pytest.warns(lsim.LayersimWarning, match=r"`model_a`.*`model_b`"):
             lsim.compare(base, other, TOKENS, self.effect)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_a_model_with_itself_and_copies_do_not_warn(self):
         base = tiny_llama()
         twin = copy.deepcopy(base)

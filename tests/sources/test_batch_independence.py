@@ -92,6 +92,7 @@ ENCODERS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("mix", MIXES)
 def test_rows_that_change_one_another_run_apart(mix, size):
@@ -115,6 +116,7 @@ def test_rows_of_one_length_run_together(caplog):
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["llama", "neox", "opt", "bloom", "gemma3", "falcon", "gptj"])
 def test_rounding_is_no_change(name, dtype, caplog):

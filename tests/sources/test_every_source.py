@@ -26,6 +26,7 @@ SOURCES = {
 MODELS = [*((source, tiny_llama) for source in SOURCES), ("TransformerBridge", tiny_gpt2), ("NNsight", tiny_gpt2)]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("source", "make"), MODELS)
 def test_every_source_gives_one_answer(source, make, data, tmp_path):
     expected = run(make(), data)
@@ -53,6 +54,7 @@ def test_hooked_transformer_gives_the_same_answer_and_says_its_basis(data):
     assert folded.provenance.basis == "HookedTransformer, layer norms folded, writing weights centred"
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_compatibility_mode_is_recorded_and_changes_the_basis(data):
     model = bridge(tiny_gpt2())
     raw = run(model, data)
@@ -101,6 +103,7 @@ def test_the_model_is_left_as_it_was(data):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_dropout_is_off_while_measuring(data):
     torch.manual_seed(0)
     model = tiny_gpt2().train()

@@ -26,6 +26,7 @@ def check_equal(found, expected):
     assert found["contribution"].layers == found["skip_effect"].layers
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("source", "make"), MODELS)
 def test_every_source_gives_one_answer(source, make, data, tmp_path):
     model, options = SOURCES[source](make, tmp_path)

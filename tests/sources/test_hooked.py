@@ -24,6 +24,7 @@ def test_one_layer_and_one_row():
     assert found["cosine"].norm_ratio.shape == (1,)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_dropout_that_a_bridge_does_not_list_is_off_too():
     """GPT-2's embedding dropout belongs to the model inside."""
     from transformers import GPT2Config, GPT2LMHeadModel

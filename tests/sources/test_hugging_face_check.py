@@ -52,6 +52,7 @@ def scaled(module, factor):
     module.register_forward_hook(scale)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_right_bridge_is_measured_and_the_check_is_recorded(name):
     untouched, bridged = pair(MAKERS[name])
@@ -63,6 +64,7 @@ def test_a_right_bridge_is_measured_and_the_check_is_recorded(name):
     assert plain.provenance.options["verify"] is None
 
 
+@pytest.mark.light("llama-0", "neox-2", "gemma2-0", "mamba-2")
 @pytest.mark.parametrize(("name", "block"), [(name, number % 3) for number, name in enumerate(MAKERS)])
 def test_a_changed_block_is_named(name, block):
     untouched, bridged = pair(MAKERS[name])
@@ -117,6 +119,7 @@ def test_a_difference_is_named_where_it_begins(change, message):
         lsim.analyze(lsim.open_model(bridged, verify=untouched), tokens, COSINE)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_bridge_of_a_vision_model_is_compared_on_its_first_image():
     config = transformers.ViTConfig(
         hidden_size=32,
@@ -136,6 +139,7 @@ def test_a_bridge_of_a_vision_model_is_compared_on_its_first_image():
         lsim.analyze(lsim.open_model(bridged, verify=untouched), images, COSINE)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_of_the_first_row_is_left_out(name, side):
@@ -164,6 +168,7 @@ def test_values_that_are_not_finite_differ_unless_both_are():
     assert activation_checks._gap(one, bad, none) > 0.5
 
 
+@pytest.mark.light("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_booted_bridge_is_compared_with_its_own_folder_once(dtype, tmp_path, monkeypatch):
     loaded = []
@@ -185,6 +190,7 @@ def test_a_booted_bridge_is_compared_with_its_own_folder_once(dtype, tmp_path, m
         lsim.analyze(lsim.open_model(bridged, verify="hf"), random_tokens(4, 12), COSINE, at="attn_out")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_bridge_of_a_module_needs_an_untouched_copy():
     model = tiny_llama()
     bridged = bridge(model)
@@ -195,6 +201,7 @@ def test_a_bridge_of_a_module_needs_an_untouched_copy():
             lsim.analyze(lsim.open_model(bridged, verify=wrapped), random_tokens(), COSINE)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_what_cannot_be_verified_is_refused():
     untouched, bridged = pair(tiny_gpt2)
     processed = bridge(copy.deepcopy(untouched))
@@ -210,6 +217,7 @@ def test_what_cannot_be_verified_is_refused():
             lsim.analyze(lsim.open_model(model, verify=verify), random_tokens(), COSINE)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_two_models_are_verified_each_with_its_own():
     untouched, bridged = pair()
     other, other_bridge = pair(lambda: tiny_llama(seed=1))
@@ -224,6 +232,7 @@ def test_two_models_are_verified_each_with_its_own():
         lsim.compare(lsim.open_model(bridged, verify=untouched), lsim.open_model(other_bridge, verify=untouched), data, cka)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_hugging_face_model_is_left_as_it_was():
     untouched, bridged = pair()
     untouched.train()
@@ -257,6 +266,7 @@ def test_hooked_transformer_is_verified_unless_its_weights_are_centred(tmp_path)
         lsim.analyze(lsim.open_model(model, verify="hf"), data, COSINE)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_checkpoint_that_is_gone_is_named(tmp_path):
     path = folder(tmp_path, tiny_llama())
     bridged = boot(path)

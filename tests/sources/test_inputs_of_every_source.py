@@ -40,6 +40,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.light("right-module", "right-NNsight remote=local", "left-module", "left-NNsight remote=local")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_sentence_pairs(source, left):
@@ -52,6 +53,7 @@ def test_sentence_pairs(source, left):
     assert np.abs(dropped.values.numpy() - expected["values"]).max() > 1e-3
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("source", SOURCES)
 def test_images(source):
     model, images = image_vit(), pixels()
@@ -97,6 +99,7 @@ def test_embeddings_are_read_as_the_tokens_that_they_embed(source):
     assert found.provenance.tokens == 36 - 5
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_bridges_take_pairs_and_images():
     from transformers import BertForMaskedLM
 
@@ -143,6 +146,7 @@ def test_the_head_of_a_model_of_images_is_read():
         lsim.analyze(model, pixels(), lsim.LogitLens())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_rules_of_positions_hold_for_images():
     model, images = image_vit(), pixels()
     whole = states(model, vit_blocks(model), pixel_values=images).reshape(4, 6, 5, 32)

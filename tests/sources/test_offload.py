@@ -37,6 +37,7 @@ def model(folder, request):
     return offloaded(folder, request.param)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_every_analyzer_gives_the_numbers_of_the_plain_model(model):
     left_out = ("block_coupling", "task_metrics")
     analyzers = [cls() for name, cls in find_analyzers().items() if name not in left_out and not cls.needs_two_models]
@@ -53,6 +54,7 @@ def test_sites_inside_blocks(folder, family):
     assert worst(here, plain) == 0
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(("method", "dtype"), [("dense", "float32"), ("finite-difference", "bfloat16")])
 def test_jacobians_of_offloaded_blocks_are_computed_in_float32(folder, method, dtype):
     model, plain = offloaded(folder, ALL, dtype), AutoModelForCausalLM.from_pretrained(folder / dtype, dtype=dtype).eval()
@@ -79,6 +81,7 @@ def test_a_block_is_loaded_once_for_all_products_with_its_jacobian(folder, monke
     assert len(loads) <= 2 * (3 * 7 + 1) + 7
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_attach_compare_stitch_and_figures(folder):
     model, plain = offloaded(folder, ALL), tiny_llama()
     found = []

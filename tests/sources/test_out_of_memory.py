@@ -91,6 +91,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("source", SOURCES)
 def test_parts_of_a_batch_give_the_numbers_of_the_whole(source, tmp_path, caplog):
     expected = run(SOURCES[source](tiny_llama(), tmp_path))
@@ -109,6 +110,7 @@ def test_parts_of_a_batch_give_the_numbers_of_the_whole(source, tmp_path, caplog
     assert line.startswith("Out of memory with 5 rows in a forward pass (batch of rows 0 to 4, 20 positions): 2 rows at a time")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_loaded_model_of_nnsight(tmp_path):
     model = transformers_model(tiny_llama(), tmp_path)
     expected = run(model)
@@ -117,6 +119,7 @@ def test_a_loaded_model_of_nnsight(tmp_path):
     assert max(rows for rows, _ in seen[2:]) <= 3
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("full", FULL)
 def test_each_device_says_it_in_its_own_words(full):
     analyzers = [lsim.Cosine(center="none")]
@@ -139,6 +142,7 @@ def test_other_errors_are_not_repeated():
     assert [rows for rows, _ in seen if rows > 1] == [5]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_longer_batch_may_need_smaller_parts(caplog):
     data = [row[: 10 if number < 4 else 20] for number, row in enumerate(random_tokens(12, 20))]
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16)]
@@ -162,6 +166,7 @@ def test_a_longer_batch_may_need_smaller_parts(caplog):
     assert passes.count(4) == 1
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["modules", "NNsight"])
 def test_comparison_of_models_with_different_limits(wrap):
     def compared(a, b):
@@ -199,6 +204,7 @@ KINDS = {
 }
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.filterwarnings("ignore:Intervals of")
 @pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["module", "NNsight"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,6 +222,7 @@ def test_rows_of_any_kind_are_split(kind, wrap):
             np.testing.assert_allclose(found[name].interval().error, one.interval().error, atol=1e-7)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("at", ["encoder.resid_post", "decoder.resid_post"])
 def test_both_stacks_of_an_encoder_decoder(at):
     from ..engine.test_encoder_decoders import rows
@@ -229,6 +236,7 @@ def test_both_stacks_of_an_encoder_decoder(at):
     assert max(rows for rows, _ in seen[0]) == 4
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_towers_of_a_clip_have_limits_of_their_own():
     model = clip_of()
     expected = tower_similarity(model, lsim.Data(clip_pairs(), batch_size=9))

@@ -120,6 +120,7 @@ def test_similarities_and_predictions_are_those_of_the_dequantised_model(pair):
     assert lsim.sites(pair.model).equals(lsim.sites(pair.plain))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["dense", "finite-difference"])
 def test_jacobians_are_those_of_the_dequantised_model(pair, method):
     options = {"layers": [1], "positions": [-1], "method": method}

@@ -18,6 +18,7 @@ def test_images_of_another_size(shape):
         lsim.analyze(image_vit(), torch.randn(shape), "cosine")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_texts_and_images_for_the_other_kind_of_model():
     with pytest.raises(lsim.LayersimError, match=r"`data`.*ViTForImageClassification.*`pixel_values`"):
         lsim.analyze(image_vit(), ["a text", "another"], "cosine")

@@ -50,6 +50,7 @@ class TestRefusals:
         plain, losses = LocalSplitModel.loss_and_gradient, iter(values)
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))
 
+    @pytest.mark.light("10-nan")
     @pytest.mark.parametrize("bad", [math.nan, math.inf, 11.0])
     @pytest.mark.parametrize("good", [10, 60])
     def test_an_exploding_loss_stops_and_keeps_the_best(self, monkeypatch, bad, good):
@@ -76,6 +77,7 @@ class TestRefusals:
         expected = seen[50] if good == 60 else torch.zeros(32, 32)
         assert torch.equal(result.weight.float(), expected.float())
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("steps", [8, 60])
     def test_a_loss_that_ends_higher_is_reported_and_the_best_kept(self, steps):
         model, tokens = tiny_llama(), rows(200)
@@ -115,6 +117,7 @@ class TestRefusals:
             with pytest.raises(lsim.LayersimError, match=f"`at`.*{layer}"):
                 lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=at, adapter="identity")
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_layers_by_name(self):
         model, other = tiny_llama(), tiny_llama(seed=1)
         expected = lsim.stitch(model, other, rows(), at=(0, 1), adapter="identity")
@@ -125,6 +128,7 @@ class TestRefusals:
             assert lsim.stitch(model, other, rows(), at=at, adapter="identity").penalty == expected.penalty
         assert expected.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
 
+    @pytest.mark.heavy("trains three times")
     def test_half_precision(self):
         front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
         with pytest.raises(lsim.LayersimError, match=r"`fit`.*float16"):
@@ -156,6 +160,7 @@ class TestRefusals:
         assert trained.loss == pytest.approx(wide.loss, abs=0.05)
         assert trained.adapter.weight.dtype == torch.float32
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_widths(self):
         from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -18,6 +18,7 @@ class TestInterrupts:
     OPTIONS = {"at": (1, 1), "adapter": "affine", "fit": "lstsq+sgd", "training": QUICK}  # noqa: RUF012
     DATA = lsim.Data(rows(80), batch_size=4)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("after", [1, 11, 29])
     def test_the_same_call_goes_on_with_the_same_numbers(self, tmp_path, monkeypatch, after):
         from tl_layersim.sources.partial_forward import LocalSplitModel
@@ -47,6 +48,7 @@ class TestInterrupts:
         lsim.stitch(front, back, self.DATA, checkpoint=path, **self.OPTIONS)
         assert len(again) == 30 - after
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_another_call_is_refused(self, tmp_path):
         front, back = tiny_llama(), tiny_llama(seed=1)
         options = {**self.OPTIONS, "checkpoint": tmp_path / "stitch.safetensors"}
@@ -82,6 +84,7 @@ class TestInterrupts:
             with pytest.raises(lsim.LayersimError, match="belongs to another run"):
                 lsim.stitch(front, back, rows(), at=(0, 0), adapter=other, checkpoint=path)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_calls_with_other_targets_or_held_out_rows_are_told_apart(self, tmp_path):
         front, back, labels = tiny_llama(), tiny_llama(seed=1), random_tokens(20, 16, 7)
         options = {"at": (0, 0), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
@@ -102,6 +105,7 @@ class TestInterrupts:
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch_grid({"a": front, "b": back}, rows(4), **options)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_names_of_any_kind(self, tmp_path):
         models = {name: tiny_llama(seed=seed) for seed, name in enumerate(["org/a", "b>c", "org/a>b", "c@1"])}
         options = {"layers": [0], "adapter": "identity"}
@@ -110,6 +114,7 @@ class TestInterrupts:
             kept = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
             assert torch.equal(kept.values, plain.values)
 
+    @pytest.mark.heavy("many trainings")
     def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
         from tl_layersim.stitching.stitch import StitchExperiment
 
@@ -146,6 +151,7 @@ class TestInterrupts:
         assert not calls
         assert not (tmp_path / "f").exists()
 
+    @pytest.mark.heavy("many trainings")
     def test_a_grid_goes_on_where_it_was(self, tmp_path, monkeypatch):
         from tl_layersim.sources.partial_forward import LocalSplitModel
 

@@ -40,6 +40,7 @@ class TestClassifiers:
                     parameter.add_(0.5 * torch.randn_like(parameter))
         return model
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("name", ["bert", "llama"])
     def test_accuracy_penalty(self, name):
         base = self.build(name, 0)
@@ -61,7 +62,7 @@ class TestClassifiers:
         assert result.back_accuracy == pytest.approx(float((own.argmax(-1) == classes).double().mean()))
         assert result.accuracy == pytest.approx(float((stitched.argmax(-1) == classes).double().mean()))
         assert result.loss == pytest.approx(float(torch.nn.functional.cross_entropy(stitched, classes)), abs=1e-5)
-        assert int(result.batch_tokens.sum()) == 30
+        assert int(result.text_tokens.sum()) == 30
 
     def test_the_class_of_a_row_does_not_need_its_first_positions(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
@@ -69,10 +70,11 @@ class TestClassifiers:
         result = lsim.stitch(base, tuned, data, at=(2, 2), adapter="identity")
         later = lsim.stitch(base, tuned, lsim.Data(data, skip_first=2), at=(2, 2), adapter="identity")
         assert later.loss == result.loss
-        assert int(later.batch_tokens.sum()) == 12
+        assert int(later.text_tokens.sum()) == 12
         assert result.unit == "row"
         assert "nats per row" in result.plot().layout.yaxis.title.text
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_padded_rows_and_training(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}

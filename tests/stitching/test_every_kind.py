@@ -21,6 +21,7 @@ class TestEveryKind:
             tiny_gpt2(0), tiny_gpt2(1), lsim.Data(rows(), batch_size=4), at=(1, 0), adapter="affine", fit="lstsq"
         )
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     @pytest.mark.parametrize("side", ["front", "back"])
     def test_one_answer(self, kind, side, expected):
@@ -31,6 +32,7 @@ class TestEveryKind:
         assert result.back_loss == pytest.approx(expected.back_loss, abs=2e-6)
         torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_training_through_it(self, kind):
         plain, other = (
@@ -41,6 +43,7 @@ class TestEveryKind:
         )
         np.testing.assert_allclose(other.curve, plain.curve, atol=2e-5)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_the_stitched_model_of_it(self, kind):
         tokens = rows(4, 8)
@@ -64,6 +67,7 @@ class TestEveryKind:
         assert torch.equal(bridge(tokens), before)
         assert [set(vars(block)) for block in bridge.blocks] == keys
 
+    @pytest.mark.heavy("a simulated server")
     @pytest.mark.parametrize("fit", ["lstsq", "sgd"])
     def test_in_nnsights_simulation_of_a_server(self, fit):
         options = {"at": (1, 0), "adapter": "affine", "fit": fit}
@@ -80,6 +84,7 @@ class TestEveryKind:
         with pytest.raises(lsim.LayersimError, match="`model`"):
             _ = mixed.model
 
+    @pytest.mark.heavy("a simulated server")
     def test_each_model_of_a_grid_is_opened_in_its_own_way(self):
         here = {"a": tiny_gpt2(0), "b": tiny_gpt2(1)}
         there = {
@@ -89,6 +94,7 @@ class TestEveryKind:
         plain, mixed = (lsim.stitch_grid(made, rows(4, 8), layers=[0, 1], adapter="identity") for made in (here, there))
         torch.testing.assert_close(mixed.loss, plain.loss, rtol=0, atol=1e-6)
 
+    @pytest.mark.heavy("a simulated server")
     def test_both_ends_of_a_remote_back(self):
         there, first = gpt2_of_kind("nnsight", 1), "blocks.0.hook_resid_pre"
         for at in ((2, 2), (first, first)):

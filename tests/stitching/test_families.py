@@ -11,6 +11,7 @@ from ..tiny_models import FAMILIES, family
 from .helpers import rows
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_can_be_entered_at_every_layer(name):
     model, other = family(name), family(name, 1)

@@ -21,6 +21,7 @@ class TestGrid:
     def grid(self, models):
         return lsim.stitch_grid(models, lsim.Data(rows(80), batch_size=4), fit="lstsq")
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_each_cell_is_a_stitch(self, models, grid):
         assert grid.fronts == ("a", "b")
         assert grid.seams == tuple(f"blocks.{i}.hook_resid_post" for i in range(3))
@@ -43,6 +44,7 @@ class TestGrid:
         with pytest.raises(lsim.LayersimError, match="'c'"):
             grid.penalty_difference(("a", "c"), ("c", "a"))
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_beyond_what_fitting_costs(self, models):
         # Trained, so that models with themselves do not come out at zero.
         options = {"layers": [0, 1], "fit": "sgd", "adapter": "affine-norm", "training": QUICK}
@@ -56,6 +58,7 @@ class TestGrid:
             assert (found["difference_low"] < found["difference"]).all()
             assert (found["difference"] < found["difference_high"]).all()
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_tables_plots_and_files(self, grid, tmp_path):
         table = grid.to_frame()
         assert len(table) == 2 * 2 * 3
@@ -76,6 +79,7 @@ class TestGrid:
         page = lsim.Report({"stitches": grid}).to_html(tmp_path / "page.html").read_text()
         assert "Stitching penalty" in page
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_models_of_different_depths(self, models):
         mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
         with pytest.raises(lsim.LayersimError, match=r"`layers`.*3 layers for a, 5 layers for deep"):

@@ -35,6 +35,7 @@ class TestGroups:
             models, lsim.Data(texts(), seq_len=16), layers=[1, 5], adapter="identity", groups={n: n[0] for n in models}
         )
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_each_pair_is_a_stitch(self, models, grid):
         table = grid.to_xarray().sel(seam="blocks.5.hook_resid_post")
         for a, b in (("p0", "q1"), ("q1", "p0"), ("p0", "p1"), ("q0", "q0")):
@@ -88,13 +89,14 @@ class Passes:
         model.model.layers[block].mlp.register_forward_pre_hook(lambda *_: setattr(self, "count", self.count + 1))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
     counts = []
     for number, options in ((2, {}), (4, {}), (4, {"cache": tmp_path})):
         made = {f"m{n}": tiny_llama(seed=n) for n in range(number)}
         passes = Passes(made["m0"], 0)
         grid = lsim.stitch_grid(made, lsim.Data(rows(20), batch_size=2), layers=[0], adapter="identity", **options)
-        assert len(grid.batch_tokens) == 10
+        assert len(grid.text_tokens) == 20
         counts.append(passes.count)
     # 10 batches as a front, 10 as a back alone, and a few passes of one row that check the split; for any number of backs.
     assert counts == [26] * 3

@@ -51,18 +51,18 @@ class TestResult:
         table = result.to_frame()
         assert list(table.columns) == ["step", "curve"]
         assert len(table) == 60
-        batches = result.to_frame("batch_loss")
-        assert list(batches.columns) == ["batch", "batch_loss"]
+        each_text = result.to_frame("text_loss")
+        assert list(each_text.columns) == ["evaluation_text", "text_loss"]
         names = [trace.name for trace in result.plot().data]
         np.testing.assert_allclose(result.plot().data[0].y, result.curve)
         assert f"back alone, held-out: {result.back_loss:.3f}" in names
         assert all(f"{number:.4g}" in result.finding() for number in result.penalty_interval())
-        [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each batch"]
-        np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)
+        [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each text"]
+        np.testing.assert_allclose(each, (result.text_loss - result.text_back_loss) / result.text_tokens)
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(1, 0), adapter="identity")
-        assert plain.plot().layout.title.text == "Stitching penalty of each batch"
+        assert [len(trace.y) for trace in plain.plot().data if trace.name == "each text"] == [len(plain.text_tokens)]
         assert "nats per token" in plain.plot().layout.yaxis.title.text
-        assert len(result.plot("batch_loss").data) == 1
+        assert len(result.plot("text_loss").data) == 1
         assert "penalty, nats" in repr(result)
 
     def test_what_is_recorded(self, result):
@@ -70,7 +70,7 @@ class TestResult:
         assert options["at"] == ["blocks.1.hook_resid_post", "blocks.0.hook_resid_post"]
         assert options["training"]["steps"] == 60
         assert options["fit_batches"] == 5
-        assert result.provenance.tokens == int(result.batch_tokens.sum())
+        assert result.provenance.tokens == int(result.text_tokens.sum())
         assert result.provenance.seed == 0
 
     def test_in_a_report(self, result, tmp_path):

@@ -144,6 +144,7 @@ def test_weights_of_layers(weights):
     assert not torch.equal(found.up, other.up)
 
 
+@pytest.mark.heavy("a long training")
 def test_layers_learn_on_held_out_text():
     from nnsight import TransformersModel
 

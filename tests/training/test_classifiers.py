@@ -13,6 +13,7 @@ from .helpers import SHORT, bert, vit
 
 
 class TestClassifiers:
+    @pytest.mark.heavy("a long training")
     def test_bert_learns_at_every_layer(self):
         """A word says the class: every layer can learn it, and padding is in the way."""
         labels = torch.arange(60) % 3
@@ -29,6 +30,7 @@ class TestClassifiers:
         assert float(result.accuracy[-1].min()) > 0.9
         assert float(result.accuracy[0, -1]) < 0.9
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_vit_learns_at_every_layer(self):
         torch.manual_seed(0)
         labels = torch.arange(640) % 4

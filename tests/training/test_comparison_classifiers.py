@@ -35,6 +35,7 @@ def at_position(model, blocks, tokens: torch.Tensor, position: int) -> np.ndarra
     return torch.stack(seen)[:, :, position].double().numpy()
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("center", ["none", "dataset"])
 def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
     rows, tokens = data()
@@ -52,6 +53,7 @@ def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
     np.testing.assert_allclose(found["layers"].nc1[0], collapse["values"], rtol=1e-3)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_the_collapse_of_a_head_of_rows_is_that_of_its_vectors():
     case, labels = CASES["dinov2"], torch.tensor([0, 1, 0, 1, 0])
     found = lsim.evaluate_layers(case.build(), case.build(1), case.data(labels=labels))["layers"]
@@ -78,6 +80,7 @@ def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token
     np.testing.assert_allclose(found.cosine_to_last[0], oracles.oracle_cosine([x], center="none")["values"][:, -1], atol=1e-5)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_task_metrics_of_both_classifiers_are_side_by_side():
     from sklearn.metrics import f1_score, matthews_corrcoef
 

@@ -36,6 +36,7 @@ def classified(count: int, seed: int = 0) -> list[dict]:
     return [{"input_ids": row, "label": i % 3} for i, row in enumerate(rows)]
 
 
+@pytest.mark.light("llama-final", "vit-final")
 @pytest.mark.parametrize("norm", ["final", "none"])
 @pytest.mark.parametrize(
     ("make", "data", "eval_data", "labels"),
@@ -147,6 +148,7 @@ def test_a_head_that_does_not_end_in_a_linear_layer_is_refused():
         lsim.finetune_aligned(BertForMaskedLM(config).eval(), data, OWN_HEADS, labels="data")
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_multi_exit_model_beside_an_aligned_one():
     tokens = random_tokens(12, 9)
     multi, aligned = tiny_llama(), tiny_llama(seed=1)

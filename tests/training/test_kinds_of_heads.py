@@ -48,6 +48,7 @@ def naive_loss(case, model) -> torch.Tensor:
     return naive_losses(case, model) @ WEIGHTS
 
 
+@pytest.mark.light("distilbert", "modernbert mean", "clip", "llama")
 @pytest.mark.parametrize("name", KINDS)
 def test_the_aligned_loss_and_its_gradient(name):
     case, data = CASES[name], CASES[name].data()
@@ -68,6 +69,7 @@ def test_the_aligned_loss_and_its_gradient(name):
         )
 
 
+@pytest.mark.light("modernbert mean-aligned-weights0")
 @pytest.mark.parametrize(("objective", "weights"), [("aligned", WEIGHTS), ("standard", torch.tensor([0, 0, 1.0]).double())])
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2"])
 def test_a_step_lowers_the_loss_that_the_lens_measures(name, objective, weights):

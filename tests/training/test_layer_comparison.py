@@ -13,6 +13,7 @@ from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from .helpers import with_words
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_every_field_is_what_the_analyzers_say():
     a, b, tokens = tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9)
     report = lsim.evaluate_layers(a, b, lsim.Data(tokens, batch_size=5), threshold=0.37, names=("old", "new"))
@@ -46,6 +47,7 @@ def test_every_field_is_what_the_analyzers_say():
     assert found.provenance.model.count("|") == 1
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_page_a_table_and_a_file(tmp_path):
     report = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9))
     page = report.to_html(tmp_path / "page.html").read_text()
@@ -69,6 +71,7 @@ def test_what_cannot_be_compared_is_refused():
         lsim.evaluate_layers(with_words(tiny_llama()), other, ["w60 w70 w3 w4"] * 4)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_classifier_is_asked_for_its_labels():
     from .helpers import bert
 
@@ -96,6 +99,7 @@ class LabelledVectors(torch.nn.Module):
         return self.out(self.norm(x))
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_labels_beside_rows_without_tokens_are_the_default():
     paths = {"layers": [f"steps.{i}" for i in range(3)], "unembed": ["norm", "out"]}
     x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3

@@ -35,6 +35,7 @@ def test_coherence_by_hand():
     assert coherence(a, b) == pytest.approx(expected)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_texts_are_written_from_each_layer():
     seen = []
 

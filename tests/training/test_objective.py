@@ -103,6 +103,7 @@ class TestObjectives:
         lsim.finetune_aligned(b, lsim.Data(tokens, batch_size=2), own)
         assert torch.equal(weights_of(a), weights_of(b))
 
+    @pytest.mark.light("aligned")
     @pytest.mark.parametrize("objective", ["aligned", "cosine-reg", "multi-head"])
     def test_gradient_checkpointing_changes_no_number(self, objective):
         found = []

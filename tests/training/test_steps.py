@@ -54,6 +54,7 @@ def counted(monkeypatch, stop=None):
 
 
 class TestResume:
+    @pytest.mark.heavy("a killed process")
     def test_a_killed_process(self, tmp_path, monkeypatch):
         path, whole, model = tmp_path / "run.safetensors", dropping(tiny_gpt2()), dropping(tiny_gpt2())
         expected = lsim.finetune_aligned(whole, ROWS, LONG)
@@ -66,6 +67,7 @@ class TestResume:
         assert again.looks == expected.looks
         assert torch.equal(weights_of(model), weights_of(whole))
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("what", ["lora", "multi-head", "bf16"])
     def test_an_interrupt(self, what, tmp_path, monkeypatch):
         settings = {"objective": "multi-head"} if what == "multi-head" else {"mixed_precision": "bf16"}
@@ -93,6 +95,7 @@ class TestResume:
             assert what != "multi-head" or again.heads.digest == expected.heads.digest
         assert torch.equal(weights_of(model), weights_of(whole))
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.filterwarnings("ignore:On held-out data the aligned loss rose")
     @pytest.mark.parametrize("count", [0, 1, 3])
     @pytest.mark.parametrize("killed", [False, True])
@@ -119,6 +122,7 @@ class TestResume:
         with pytest.raises(lsim.LayersimError, match="another"):
             train(traced(), checkpoint=path, lr=0.1)
 
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_another_run_is_refused(self, tmp_path):
         path, model = tmp_path / "run.safetensors", tiny_llama()
         lsim.finetune_aligned(model, ROWS, SHORT, checkpoint=path)
@@ -188,6 +192,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.heavy("several processes")
 def test_two_processes_are_one_with_twice_the_batch(tmp_path):
     out = tmp_path / "ranks.pt"
     run_in_group(RANKS, 2, str(out), ACCELERATE_USE_CPU="true")

@@ -14,6 +14,7 @@ from .helpers import SHORT, dropping, neox
 
 
 class TestTransformerLens:
+    @pytest.mark.heavy("seconds, where faster tests reach the same")
     @pytest.mark.parametrize("make", [tiny_gpt2, neox, tiny_llama], ids=lambda f: f.__name__)
     def test_a_bridge_trains_as_the_model_inside(self, make, tmp_path):
         """Also where query, key and value are one weight, which a bridge holds in three copies that learn."""

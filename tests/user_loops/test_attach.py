@@ -74,10 +74,11 @@ def test_single_positions_are_gathered_into_minibatches():
             past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
     # All steps are of four rows, whose pairs of tokens are left out.
     found, expected = probe.results()["cka"], lsim.analyze(model, tokens, lsim.CKA(minibatch=10))["cka"]
-    assert (found.minibatches, found.samples, found.rows) == (16, 160, 4)
+    assert (found.minibatches, found.samples, found.texts) == (16, 160, 4)
     assert worst(found, expected) < 1e-5
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_rows_that_are_generated_for_long_need_no_more_memory():
     model, tokens = tiny_llama(), random_tokens(4, 150)
     with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=40)) as probe:
@@ -250,6 +251,7 @@ def epoch(seed):
     return random_tokens(8, 16, seed=seed).split(2)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("intervals", [False, True])
 def test_results_after_a_reset_are_those_of_a_probe_that_begins_there(intervals):
     model = tiny_llama()

@@ -31,6 +31,7 @@ def observe(*_):
 WAYS = {"deepcopy": copy.deepcopy, "torch.save": saved, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
 
 
+@pytest.mark.light("deepcopy", "pickle")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe(way):
     model, tokens = tiny_llama(), random_tokens(4, 9)
@@ -91,6 +92,7 @@ def test_an_average_of_weights_over_a_training_and_the_best_model_of_it():
     assert hooks(model) == 0
 
 
+@pytest.mark.heavy("a process of its own")
 def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
     model, tokens = tiny_llama(), random_tokens(4, 9)
     with torch.no_grad(), lsim.attach(model, analyzers()):

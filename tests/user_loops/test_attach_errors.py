@@ -159,6 +159,7 @@ def test_every_kind_of_misfit_leaves_the_loop_alone():
     assert worst(lsim.analyze(model, tokens, COSINE)["cosine"], lsim.analyze(tiny_llama(), tokens, COSINE)["cosine"]) == 0
 
 
+@pytest.mark.heavy("torch.compile")
 @pytest.mark.parametrize("warmed", [False, True])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_models(fullgraph, warmed):
@@ -187,6 +188,7 @@ def test_compiled_models(fullgraph, warmed):
         assert probe.results()["cosine"].provenance.tokens == 16
 
 
+@pytest.mark.heavy("torch.compile")
 def test_the_original_module_of_a_compiled_model_is_measured():
     torch._dynamo.reset()
     model, tokens = tiny_llama(), random_tokens(4, 8)

@@ -16,6 +16,7 @@ from ..wrapped_models import bridge
 from .test_attach_transformer_lens import transformer_lens_models
 
 
+@pytest.mark.light("Hugging Face", "TransformerBridge, GPT-2")
 @each_model
 def test_a_mask_leaves_padding_out(make):
     model = make()
@@ -50,6 +51,7 @@ def test_a_mask_of_the_wrong_shape_or_without_positions_is_refused(mask, message
         probe.results()
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
 @pytest.mark.parametrize("kind", ["TransformerBridge", "HookedTransformer"])
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -86,6 +86,7 @@ def attached(model, layers, *calls):
     return probe.results()["cosine"]
 
 
+@pytest.mark.light("T5", "EncoderDecoderModel")
 @each_model
 def test_a_decoder_without_a_mask_counts_all_of_its_tokens_whatever_the_encoders_mask_says(make, decoder, encoder):
     model = make()

@@ -52,6 +52,7 @@ def hooked(module, tokens, analyzers, scale=0.0, **options):
     return report
 
 
+@pytest.mark.light("False")
 @REMOTE
 def test_a_trace_without_intervention_equals_analyze_to_the_last_bit(remote):
     model = traced(tiny_llama())
@@ -64,6 +65,7 @@ def test_a_trace_without_intervention_equals_analyze_to_the_last_bit(remote):
     assert provenance.options["in_traces"] is True
 
 
+@pytest.mark.light("0.0-False")
 @REMOTE
 @pytest.mark.parametrize("scale", [0.0, 0.5])
 def test_a_trace_with_an_intervention_equals_a_hooked_model(remote, scale):
@@ -76,6 +78,7 @@ def test_a_trace_with_an_intervention_equals_a_hooked_model(remote, scale):
     assert float((probe.results()["cosine"].values - plain).abs().max()) > 0.01
 
 
+@pytest.mark.light("sublayers-False")
 @REMOTE
 @pytest.mark.parametrize(
     ("options", "data"),

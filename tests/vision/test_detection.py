@@ -80,6 +80,7 @@ def agrees(found, model, data, atol: float = 1e-10) -> None:
         torch.testing.assert_close(getattr(found, name), expected, atol=atol, rtol=0, equal_nan=True, msg=name)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @both
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_number_equals_brute_force_in_every_batch_size(auxiliary_loss, seed):
@@ -129,6 +130,7 @@ def test_matching_equals_that_of_transformers():
         assert [x.tolist() for x in match(logits, boxes, objects, weights)] == [x.tolist() for x in theirs]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_weights_of_the_configuration_decide():
     model, data = tiny_detr(), scenes((3, 2, 3))
     settings = {"class_cost": 0, "bbox_cost": 0, "giou_cost": 1, "eos_coefficient": 0.7, "bbox_loss_coefficient": 3}
@@ -176,6 +178,7 @@ def rows(data) -> list[dict]:
     return [{name: values[i] for name, values in data.items()} for i in range(len(data["labels"]))]
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_all_forms_of_the_data_give_the_same_numbers():
     import datasets
 
@@ -207,6 +210,7 @@ def test_all_forms_of_the_data_give_the_same_numbers():
     assert found.provenance.data == expected.provenance.data
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_images_go_through_the_processor():
     PIL = pytest.importorskip("PIL.Image")
     from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
@@ -235,6 +239,7 @@ def test_half_precision(auxiliary_loss):
     assert found.box_l1.dtype == torch.float64
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was():
     model, data = tiny_detr(dropout=0.5), scenes()
     expected = detection_by_layer(model, data)
@@ -266,6 +271,7 @@ def test_the_result_is_a_file_a_table_and_figures(tmp_path):
     assert "class accuracy of the last layer" in repr(found)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_annotations_are_a_part_of_the_record():
     model, data = tiny_detr(), scenes()
     first = detection_by_layer(model, data).provenance

@@ -41,6 +41,7 @@ def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [9, 4])
 def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, batch_size):
@@ -81,6 +82,7 @@ def test_cka_takes_residuals_of_unequal_width_before_the_norms():
     assert bool(found.cka[0].isnan().all())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_padding_and_the_order_of_batches_change_nothing():
     model, data = clip_of(), pairs()
     whole = tower_similarity(model, data)
@@ -106,6 +108,7 @@ def test_one_pair_has_no_other_pair_and_no_cka():
     assert math.isnan(found.headline()["the same with the texts of other pairs"])
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_batches_of_one_pair_are_one_pool():
     found, whole = (tower_similarity(clip_of(), lsim.Data(pairs(), batch_size=size)) for size in (1, 9))
     torch.testing.assert_close(found.values, whole.values, atol=1e-12, rtol=0)
@@ -113,6 +116,7 @@ def test_batches_of_one_pair_are_one_pool():
     assert bool(found.cka[1:].isfinite().all())
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lower_precision_is_near_float64(dtype):
     model = copy.deepcopy(clip_of()).to(dtype)
@@ -214,6 +218,7 @@ def test_a_zero_projection_has_no_cosine():
         tower_similarity(model, pairs())
 
 
+@pytest.mark.heavy("draws every figure")
 def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
     model, data = copy.deepcopy(clip_of()).train(), pairs()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -232,6 +237,7 @@ def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
     assert "After block of the vision tower" in page
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_images_and_texts_are_read_through_the_processor():
     datasets = pytest.importorskip("datasets")
     from ..clip_processor import image, processor, small_clip

@@ -57,6 +57,7 @@ def test_one_prompt_a_class_gives_the_models_own_logits(kind):
     torch.testing.assert_close(found.cross_entropy[-1], own, atol=1e-9, rtol=0)
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 @pytest.mark.parametrize(
     "prompts", [SEVERAL, {"cat": SEVERAL[0], "dog": SEVERAL[1], "bird": SEVERAL[2]}], ids=["list", "names"]
 )
@@ -79,6 +80,7 @@ def test_every_layer_equals_the_models_features_after_that_block(prompts):
     assert found.plot("accuracy").data
 
 
+@pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_labels_come_from_the_data_or_by_row():
     data = {"pixel_values": PIXELS, "label": LABELS}
     by_data = zero_shot(clip_of(), data, prompts=ONE_EACH)

@@ -1,13 +1,15 @@
 """Pools: samples collected from several forward passes, for measures over pairs of samples.
 
-The sums of a batch are computed for its leaves (groups of 1 to 16 rows) and its pools. `BatchPlan` runs all kernels on a batch
-whose rows need several forward passes. Plain functions of torch and small classes: they are serialised by value with the
-kernels that they call, and run on servers too.
+The sums of a batch are computed for its leaves (groups of 1 to 16 texts) and its pools. Both hold whole texts. `BatchPlan` runs
+all kernels on a batch whose rows need several forward passes.
+
+Plain functions of torch and small classes: they are serialised by value with the kernels that they call, and run on servers
+too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,31 +23,42 @@ from .view import Kernel, Reduced, View, in_full_precision, some_sites, tokens_a
 if TYPE_CHECKING:
     from ..data.batches import Batch
 
-# Smallest number of rows in a pool, and largest number of rows in a leaf.
-ROWS = 16
+# Smallest number of texts in a pool, and largest number of texts in a leaf.
+TEXTS_OF_POOL = 16
 # Largest number of samples of one row. On SmolLM2 and 126 tokens a row, all samples reduce the error of CKA by a tenth.
 SAMPLES_OF_ROW = 64
+# Largest number of samples that are kept of the texts of a pool if they have several rows, but for `SAMPLES_OF_ROW` of each.
+SAMPLES_OF_POOL = 4096
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of a batch or pool: the row of each sample, and its index among the samples of the row.
+    """Samples of a batch or pool: the row and the text of each sample, and its index among the samples of the row.
 
     Attributes:
         row: `sample`, index of its row in the batch or pool, ascending.
         rank: `sample`, its index among the samples of its row.
         key: `sample`, a hash of the token ids of its row.
-        origin: `sample`, index of its row in the data; -1 if unknown.
+        origin: `sample`, identity of its text, the index of the text's first row in the data; -1 if unknown.
+        text: `sample`, index of its text in the batch or pool, ascending; by default each row is a text.
+        neighbours: whether texts that follow each other are not independent.
     """
 
     row: Tensor
     rank: Tensor
     key: Tensor
     origin: Tensor
+    text: Tensor = None  # type: ignore[assignment]  # filled in
+    neighbours: bool = False
+
+    def __post_init__(self) -> None:
+        if self.text is None:
+            object.__setattr__(self, "text", self.row)
 
     def some(self, index: Tensor) -> Samples:
         """Select samples by index."""
-        return Samples(self.row[index], self.rank[index], self.key[index], self.origin[index])
+        own = {name: getattr(self, name)[index] for name in ("row", "rank", "key", "origin", "text")}
+        return Samples(**own, neighbours=self.neighbours)
 
 
 Draws = Mapping[str, Sequence[Tensor]]
@@ -53,7 +66,7 @@ Draws = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class PoolKernel:
-    """Kernel that draws samples from a pool of rows, and returns sums over pairs of these samples.
+    """Kernel that draws samples from a pool of texts, and returns sums over pairs of these samples.
 
     Attributes:
         read: function from a view to its samples, `site sample width`.
@@ -72,16 +85,16 @@ class PoolKernel:
     sums: Callable[..., dict[str, Tensor]]
     sites: tuple[tuple[int, ...], ...] | None = None
 
-    def rows(self, density: float) -> int:
-        """Number of rows in a pool: 16 times a power of two.
+    def texts(self, density: float) -> int:
+        """Number of texts in a pool: 16 times a power of two.
 
         Args:
-            density: mean number of counted positions per row.
+            density: mean number of counted positions per text.
         """
-        return pool_rows(self.size, 1 if self.whole_rows else density)
+        return pool_texts(self.size, 1 if self.whole_rows else density)
 
     def __call__(self, *views: View) -> dict[str, Tensor]:
-        """Compute the sums of a single pool that holds all rows of the views.
+        """Compute the sums of a single pool that holds all rows of the views, each of which is a text.
 
         Args:
             *views: views of the same tokens, one for each model.
@@ -91,41 +104,41 @@ class PoolKernel:
         [(_, out)] = plan.finish([([], {"": plan.kernels_of(0)[""](*views)})])
         return out[""]
 
-    def samples_in(self, rows: int, density: float) -> int:
-        """Approximate number of samples that are drawn from `rows` rows.
+    def samples_in(self, texts: int, density: float) -> int:
+        """Approximate number of samples that are drawn from `texts` texts of one row.
 
         Args:
-            rows: number of rows.
-            density: mean number of counted positions per row.
+            texts: number of texts.
+            density: mean number of counted positions per text.
         """
-        return int(rows * (1 if self.whole_rows else min(density, SAMPLES_OF_ROW)))
+        return int(texts * (1 if self.whole_rows else min(density, SAMPLES_OF_ROW)))
 
 
 AnyKernel = Kernel | PoolKernel
 
 
-def pool_rows(size: int, density: float) -> int:
-    """Number of rows that together hold enough samples for one pool. It is 16 times a power of two.
+def pool_texts(size: int, density: float) -> int:
+    """Number of texts that together hold enough samples for one pool. It is 16 times a power of two.
 
     Args:
         size: samples that the pool needs.
-        density: mean number of samples per row.
+        density: mean number of samples per text.
 
     Examples:
-        >>> pool_rows(256, 100.0), pool_rows(256, 10.0), pool_rows(256, 1)
+        >>> pool_texts(256, 100.0), pool_texts(256, 10.0), pool_texts(256, 1)
         (16, 32, 256)
     """
-    rows, each = ROWS, min(max(density, 1), SAMPLES_OF_ROW)
-    while rows * each < size:
-        rows *= 2
-    return rows
+    texts, each = TEXTS_OF_POOL, min(max(density, 1), SAMPLES_OF_ROW)
+    while texts * each < size:
+        texts *= 2
+    return texts
 
 
 def samples_of(view: View, whole_rows: bool) -> Samples:
     """List the samples of a view: the row of each sample, and its index in the row.
 
     Args:
-        view: a view with `tokens`, `sequence` and `row`.
+        view: a view with `tokens`, `sequence`, `row` and `group`.
         whole_rows: whether each row is one sample.
     """
     row = view.sequence.cpu()
@@ -133,7 +146,8 @@ def samples_of(view: View, whole_rows: bool) -> Samples:
     starts = counts.cumsum(0) - counts
     rank = torch.arange(len(row)) - starts[number]
     hashes = torch.zeros(len(counts), dtype=torch.int64).index_add(0, number, mixed(view.tokens.cpu() * 8191 + rank))
-    origin = torch.full_like(row, -1) if view.row is None else view.row.cpu()
+    text = view.row if view.text is None else view.text
+    origin = torch.full_like(row, -1) if text is None else text.cpu()
     if whole_rows:
         return Samples(row[starts], torch.zeros_like(starts), hashes, origin[starts])
     return Samples(row, rank, hashes[number], origin)
@@ -152,10 +166,10 @@ def mixed(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pool:
-    """The samples drawn from one pool of rows.
+    """The samples drawn from one pool of texts.
 
     Attributes:
-        leaf: index of the leaf that holds the pool's last row and gets its sums.
+        leaf: index of the leaf that holds the pool's last text and gets its sums.
         index: indices of the drawn samples among the samples of the batch.
         samples: the drawn samples.
         draws: indices into the drawn samples, by name.
@@ -171,11 +185,12 @@ class _Pool:
 class BatchPlan:
     """Plan of a batch's forward passes: which kernels each runs, and over which rows the outputs are summed.
 
-    Outputs are summed by leaf, a group of consecutive rows.
+    Outputs are summed by leaf, a group of consecutive texts.
 
     Attributes:
         starts: index of the first row of each forward pass, and of the row after the last.
-        leaf: number of rows in a leaf, a power of two up to 16.
+        leaf: number of texts in a leaf, a power of two up to 16.
+        texts: for each row, the index of its text, ascending.
         kernels: kernels by name.
         pools: pools of each `PoolKernel`, by name.
         bounds: for both values of `whole_rows`, the number of samples before each forward pass.
@@ -183,14 +198,15 @@ class BatchPlan:
 
     starts: tuple[int, ...]
     leaf: int
+    texts: tuple[int, ...]
     kernels: Mapping[str, AnyKernel]
     pools: Mapping[str, list[_Pool]] = field(default_factory=dict)
     bounds: Mapping[bool, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def leaves(self) -> int:
-        """Number of groups of rows (leaves) in the batch. The rows of a leaf are consecutive and summed together."""
-        return -(-self.starts[-1] // self.leaf)
+        """Number of groups of texts (leaves) in the batch. The rows of a leaf are consecutive and summed together."""
+        return self.texts[-1] // self.leaf + 1
 
     def kernels_of(self, number: int) -> dict[str, Kernel]:
         """The kernels of one forward pass.
@@ -202,7 +218,7 @@ class BatchPlan:
         out: dict[str, Kernel] = {}
         for name, kernel in self.kernels.items():
             if not isinstance(kernel, PoolKernel):
-                out[name] = partial(by_leaf, kernel=kernel, first=first, rows=end - first, leaf=self.leaf)
+                out[name] = partial(by_leaf, kernel=kernel, leaves=tuple(text // self.leaf for text in self.texts[first:end]))
                 continue
             low, high = self.bounds[kernel.whole_rows][number : number + 2]
             index = torch.cat([pool.index for pool in self.pools[name]])
@@ -210,30 +226,35 @@ class BatchPlan:
             out[name] = partial(drawn, read=kernel.read, sites=kernel.sites, index=index)
         return out
 
-    def finish(self, passes: Sequence[Reduced]) -> list[Reduced]:
-        """Sum the outputs of all forward passes, separately for each leaf (group of rows).
+    def finish(self, passes: Iterable[Reduced]) -> list[Reduced]:
+        """Sum the outputs of all forward passes, separately for each leaf (group of texts).
 
         Args:
-            passes: output of `reduce` for each forward pass.
+            passes: output of `reduce` for each forward pass. Each is added before the next is taken.
 
         Returns:
             For each leaf the output of `reduce`; a single one without sums if activations are not finite.
         """
-        counts = [sum(each) for each in zip(*(own for own, _ in passes), strict=True)]
-        if any(bool(count.any()) for count in counts):
-            return [(counts, {})]
+        counts: list[Any] = []
         leaves: list[dict[str, dict[str, Tensor]]] = [{name: {} for name in self.kernels} for _ in range(self.leaves)]
-        for name, kernel in self.kernels.items():
-            outputs = [out[name] for _, out in passes]
-            if isinstance(kernel, PoolKernel):
-                for pool, sums in zip(self.pools[name], self._pool_sums(name, kernel, outputs), strict=True):
-                    leaves[pool.leaf][name] = sums
-                continue
-            for output in outputs:
+        of_pools: dict[str, list[Mapping[str, Tensor]]] = {name: [] for name in self.pools}
+        for own_counts, outputs in passes:
+            counts = [a + b for a, b in zip(counts, own_counts, strict=True)] if counts else list(own_counts)
+            for name, output in outputs.items():
+                if name in of_pools:
+                    of_pools[name].append(output)
+                    continue
                 for key, value in output.items():
                     leaf, _, field_name = key.partition("/")
                     own = leaves[int(leaf)][name]
                     own[field_name] = value if field_name not in own else added(own[field_name], value)
+        if any(bool(count.any()) for count in counts):
+            return [(counts, {})]
+        for name, parts in of_pools.items():
+            kernel = self.kernels[name]
+            assert isinstance(kernel, PoolKernel)
+            for pool, sums in zip(self.pools[name], self._pool_sums(name, kernel, parts), strict=True):
+                leaves[pool.leaf][name] = sums
         zero = [torch.zeros_like(count) for count in counts]
         return [(counts if number == 0 else zero, own) for number, own in enumerate(leaves)]
 
@@ -274,46 +295,60 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 
 
 def plan_batch(
-    known: View, starts: tuple[int, ...], leaf: int, density: float | None, kernels: Mapping[str, AnyKernel]
+    known: View,
+    starts: tuple[int, ...],
+    leaf: int,
+    density: float | None,
+    kernels: Mapping[str, AnyKernel],
+    texts: tuple[int, ...] = (),
+    neighbours: bool = False,
 ) -> BatchPlan:
     """Draw the samples of each pool in a batch, and return the `BatchPlan`.
 
     Args:
-        known: `tokens`, `sequence` and `row` of all counted positions of the batch.
+        known: `tokens`, `sequence`, `row` and `text` of all counted positions of the batch.
         starts: see `BatchPlan`.
-        leaf: number of rows in a leaf.
-        density: mean number of counted positions per row of the data; None to treat the batch as one pool.
+        leaf: number of texts in a leaf.
+        density: mean number of counted positions per text of the data; None to treat the batch as one pool.
         kernels: kernels by name.
+        texts: for each row, the index of its text in the batch, ascending; empty if each row is a text.
+        neighbours: whether texts that follow each other are not independent.
     """
+    texts = texts or tuple(range(starts[-1]))
     pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
-    samples_by = {whole: samples_of(known, whole) for whole in {kernel.whole_rows for kernel in pooled.values()}}
+    samples_by = {}
+    for whole in {kernel.whole_rows for kernel in pooled.values()}:
+        samples = samples_of(known, whole)
+        samples_by[whole] = replace(samples, text=torch.tensor(texts)[samples.row], neighbours=neighbours)
     first_row = torch.tensor(starts)
     bounds = {whole: tuple(torch.searchsorted(own.row.contiguous(), first_row).tolist()) for whole, own in samples_by.items()}
     pools: dict[str, list[_Pool]] = {}
+    total = texts[-1] + 1
     for name, kernel in pooled.items():
         samples = samples_by[kernel.whole_rows]
-        rows = starts[-1] if density is None else kernel.rows(density)
-        pools[name] = [
-            _pool(kernel, samples, inside, first, (min(first + rows, starts[-1]) - 1) // leaf)
-            for first in range(0, starts[-1], rows)
-            if len(inside := ((samples.row >= first) & (samples.row < first + rows)).nonzero()[:, 0])
-        ]
-    return BatchPlan(starts, leaf, kernels, pools, bounds)
+        size = total if density is None else kernel.texts(density)
+        pools[name] = []
+        for first in range(0, total, size):
+            inside = ((samples.text >= first) & (samples.text < first + size)).nonzero()[:, 0]
+            if len(inside):
+                at = (first, texts.index(first), (min(first + size, total) - 1) // leaf)
+                pools[name].append(_pool(kernel, samples, inside, at))
+    return BatchPlan(starts, leaf, texts, kernels, pools, bounds)
 
 
-def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf: int) -> _Pool:
+def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, at: tuple[int, int, int]) -> _Pool:
     """Draw the samples of one pool.
 
     Args:
         kernel: kernel of the measure.
         samples: samples of the batch.
         inside: indices of the samples in the pool.
-        first: index of the pool's first row in the batch.
-        leaf: number of rows in a leaf.
+        at: index of the pool's first text in the batch, of the first row of this text, and of the leaf of its last text.
     """
+    first_text, first_row, leaf = at
     own = samples.some(inside)
     # Rows are counted from the pool's first row, so that draws do not depend on the rows of a batch.
-    own = replace(own, row=own.row - first)
+    own = replace(own, row=own.row - first_row, text=own.text - first_text)
     draws = kernel.draw(own)
     used = [one.flatten() for own in draws.values() for one in own]
     chosen = torch.unique(torch.cat(used)) if used else inside[:0]
@@ -322,8 +357,8 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf
     return _Pool(leaf, inside[chosen], own.some(chosen), mapped)
 
 
-def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> dict[str, Tensor]:
-    """Run a kernel separately on each leaf (group of rows) of a forward pass.
+def by_leaf(*views: View, kernel: Kernel, leaves: tuple[int, ...]) -> dict[str, Tensor]:
+    """Run a kernel separately on each leaf (group of texts) of a forward pass.
 
     Names of outputs begin with the index of the leaf. Views with block calls are not divided, because a call replays all rows
     of a forward pass.
@@ -331,18 +366,16 @@ def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> d
     Args:
         *views: views of the forward pass, one for each model.
         kernel: kernel of an analyzer.
-        first: index of the first row in the batch.
-        rows: number of rows.
-        leaf: number of rows in a leaf.
+        leaves: for each row, the index of its leaf.
     """
     whole = bool(views[0].calls)
     out: dict[str, Tensor] = {}
-    start = first
-    while start < first + rows:
-        end = first + rows if whole else min((start // leaf + 1) * leaf, first + rows)
-        parts = [some_rows(view, start - first, end - first) for view in views]
+    start = 0
+    while start < len(leaves):
+        end = len(leaves) if whole else start + leaves.count(leaves[start])
+        parts = [some_rows(view, start, end) for view in views]
         if len(parts[0].tokens):
-            out |= {f"{(end - 1) // leaf}/{name}": value for name, value in kernel(*parts).items()}
+            out |= {f"{leaves[end - 1]}/{name}": value for name, value in kernel(*parts).items()}
         start = end
     return out
 
@@ -392,13 +425,15 @@ def drawn(
 def run_batch(
     run: Callable[[Batch, Mapping[str, Kernel]], Reduced], batch: Batch, kernels: Mapping[str, AnyKernel]
 ) -> list[Reduced]:
-    """Run all forward passes of a batch, and return the sums of each leaf (group of rows).
+    """Run all forward passes of a batch, and return the sums of each leaf (group of texts).
 
     Args:
         run: function that runs one forward pass, and `reduce` on its views.
         batch: a batch of one or more forward passes.
         kernels: kernels by name.
     """
-    plan = plan_batch(tokens_alone(batch), batch.starts, batch.leaf, batch.density, kernels)
-    passes = [run(part, plan.kernels_of(number)) for number, part in enumerate(batch.passes()) if bool(part.counted.any())]
-    return plan.finish(passes)
+    about = (batch.starts, batch.leaf, batch.density, kernels, batch.units, batch.neighbours)
+    plan = plan_batch(tokens_alone(batch), *about)
+    return plan.finish(
+        run(part, plan.kernels_of(number)) for number, part in enumerate(batch.passes()) if bool(part.counted.any())
+    )

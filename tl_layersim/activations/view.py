@@ -38,6 +38,9 @@ class View:
         next_token: `token`, the next id in the row, `NO_LABEL` if no attended token follows. None if it follows from the
             counted tokens.
         row: `token`, index of the row in the data. None if the source does not know it.
+        text: `token`, identity of the text, the index of its first row in the data; -1 if the row joins several texts. None if
+            it is `row` everywhere.
+        unit: `token`, index of the text among those of the batch, ascending. None if each row is a text.
         column: `token`, position in the data's row, including padding and tokens before a cut.
         labels: `token`, the label from the data, `NO_LABEL` if it is missing. None if the data has no labels.
         unembed: the logit lens of the model. None if the model has no known head.
@@ -53,6 +56,8 @@ class View:
     position: Tensor
     next_token: Tensor | None = None
     row: Tensor | None = None
+    text: Tensor | None = None
+    unit: Tensor | None = None
     column: Tensor | None = None
     labels: Tensor | None = None
     unembed: Unembed | None = None
@@ -63,7 +68,7 @@ class View:
 
     def token_fields(self) -> dict[str, Tensor]:
         """The fields with one value per token, by name. They do not depend on the model. Fields that are None are left out."""
-        names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
+        names = ("tokens", "sequence", "position", "next_token", "row", "text", "unit", "column", "labels")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -143,6 +148,8 @@ def tokens_alone(batch: Batch) -> View:
         position=index[:, 1],
         next_token=next_tokens[at],
         row=batch.sources[0][at],
+        text=torch.tensor(batch.groups)[at[0]] if batch.groups != batch.source_rows else None,
+        unit=torch.tensor(batch.units)[at[0]] if batch.text_count < len(batch.tokens) else None,
         column=batch.sources[1][at],
         labels=None if batch.labels is None else batch.labels[at],
     )

@@ -17,22 +17,22 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..activations.row_pools import SAMPLES_OF_ROW, Draws, PoolKernel, Samples, pool_rows
+from ..activations.row_pools import SAMPLES_OF_POOL, Draws, PoolKernel, Samples, pool_texts
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, typed, warn
 from ..core.arguments import Limit, PermutationCount, Seed
 from ..core.wording import amount
 from ..sources.model_description import Model
 from ._permutation_null import is_one_model, null_fields
-from ._samples import draw_grid, draw_permutations, pool_key
+from ._samples import draw_grid, draw_permutations, pool_key, text_of, with_unit
 from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
 
 EPS = torch.finfo(torch.float64).eps
 # A spread below this multiple of the rounding error of its sums is none.
 ROUNDING = 1e4 * EPS
-# Below this number of held-out rows a warning is given: with 20 rows, the standard error of an accuracy of .7 is .10.
-FEW_HELD_OUT_ROWS = 20
-# Samples of a pool whose rows are exchanged: 16 rows of tokens, or 256 rows of one sample.
+# Below this number of held-out texts a warning is given: with 20 texts, the standard error of an accuracy of .7 is .10.
+FEW_HELD_OUT_TEXTS = 20
+# Samples of a pool whose texts are exchanged: 16 texts of tokens, or 256 texts of one sample.
 EXCHANGED = 256
 
 
@@ -44,7 +44,7 @@ def cross_product_kernel(*views: View, rows: partial[Tensor], split: partial[Ten
     Args:
         *views: the view of one model, or the views of two models on the same tokens.
         rows: function that takes a view and returns its samples, `site sample width`.
-        split: function that takes the row of each sample and returns whether it is held out. Training samples ("train.") and
+        split: function that takes the text of each sample and returns whether it is held out. Training samples ("train.") and
             held-out samples ("test.") then have products of their own. None for products of all samples.
 
     Returns:
@@ -68,8 +68,7 @@ def cross_product_kernel(*views: View, rows: partial[Tensor], split: partial[Ten
 
 
 def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: partial[Tensor]) -> dict[str, Tensor]:
-    number = views[0].row
-    assert number is not None
+    number = text_of(views[0])
     if rows.keywords["level"] == "sequence":
         number = number[row_ends(views[0]).to(number.device)]
     test = split(number)
@@ -79,27 +78,28 @@ def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: p
         # A batch may have held-out rows only, or none.
         found = cross_products([side[:, chosen.to(side.device)] for side in sides])
         out |= {f"{name}.{field}": value for field, value in found.items()}
-    return out | {"test.rows": torch.tensor(len(torch.unique(number[test])))}
+    return out | {"test.texts": torch.tensor(len(torch.unique(number[test])))}
 
 
-def draw_exchanged(samples: Samples, *, seed: int, by_row: bool, split: partial[Tensor] | None) -> Draws:
-    """Draw samples for the permutation null from collected rows. Returns a dict of their indices (`row position`) by part.
+def draw_exchanged(samples: Samples, *, seed: int, unit: str, split: partial[Tensor] | None) -> Draws:
+    """Draw samples for the permutation null from collected rows. Returns a dict of their indices (`text position`) by part.
 
-    Whole rows are permuted at positions that all of them have. A single sample is a row of one position.
+    Whole texts are permuted at positions that all of them have. A single sample is a text of one position.
 
     Args:
         samples: the samples of a pool.
         seed: random seed of the draw.
-        by_row: whether whole rows are exchanged, not single samples.
+        unit: what is exchanged, see `with_unit`.
         split: as for `cross_product_kernel`: training samples are exchanged with each other, and so are held-out samples.
     """
     test = torch.zeros_like(samples.row, dtype=torch.bool) if split is None else split(samples.origin)
+    samples = with_unit(samples, unit)
     out = {}
     for name, chosen in ({"": ~test} if split is None else {"train.": ~test, "test.": test}).items():
         index = chosen.nonzero()[:, 0]
         grid = torch.arange(len(index))[:, None]
-        if by_row:
-            grid = draw_grid(samples.some(index), len(index) * SAMPLES_OF_ROW, seed, least_rows=1)
+        if unit != "token":
+            grid = draw_grid(samples.some(index), len(index) * SAMPLES_OF_POOL, seed, least_texts=1)
         out[name] = [index[grid]]
     return out
 
@@ -196,17 +196,17 @@ def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> No
         )
 
 
-def warn_of_few_rows(measure: str, rows: int) -> None:
-    """Warn if a measure is evaluated on fewer than `FEW_HELD_OUT_ROWS` held-out rows.
+def warn_of_few_texts(measure: str, texts: int) -> None:
+    """Warn if a measure is evaluated on fewer than `FEW_HELD_OUT_TEXTS` held-out texts.
 
     Args:
         measure: name of the analyzer.
-        rows: number of held-out rows with samples.
+        texts: number of held-out texts with samples.
     """
-    if rows < FEW_HELD_OUT_ROWS:
+    if texts < FEW_HELD_OUT_TEXTS:
         warn(
-            f"{measure} is evaluated on {amount(rows, 'held-out row')}, so its values vary by 0.1 or more between random "
-            "samples of rows. Pass more rows, or a larger test_fraction=."
+            f"{measure} is evaluated on {amount(texts, 'held-out text')}, so its values vary by 0.1 or more between random "
+            "samples of texts. Pass more texts, or a larger test_fraction=."
         )
 
 
@@ -396,13 +396,13 @@ class CrossProductAnalyzer(SampleAnalyzer):
     groups: ClassVar[int] = 1
 
     permutations: PermutationCount = 0
-    unit: Literal["row", "token"] = "row"
+    unit: Literal["text", "row", "token"] = "text"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
 
     @property
     def split(self) -> partial[Tensor] | None:
-        """Function from the row indices of samples to a mask of held-out samples; None if no rows are held out."""
+        """Function from the texts of samples to a mask of held-out samples; None if no texts are held out."""
         return None
 
     def sum_numbers(self, *models: Model) -> float:
@@ -420,7 +420,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
         return pairs * (1 + self.permutations) * self.seconds_per_pair * ((model.widest or 0) / 576) ** 3
 
     def pool_need(self, density: float) -> int:
-        return pool_rows(EXCHANGED, 1 if self.whole_rows else density) if self.permutations else 0
+        return pool_texts(EXCHANGED, 1 if self.whole_rows else density) if self.permutations else 0
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(cross_product_kernel, rows=self.read, split=self.split)
@@ -429,7 +429,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
         if not self.permutations:
             return None
         sums = partial(exchanged_sums, permutations=self.permutations, seed=self.seed)
-        draw = partial(draw_exchanged, seed=self.seed, by_row=self.unit == "row", split=self.split)
+        draw = partial(draw_exchanged, seed=self.seed, unit=self.unit, split=self.split)
         return PoolKernel(self.read, self.whole_rows, EXCHANGED, draw, sums)
 
     def defined_pairs(self, run: Run, sides: Sequence[Tensor], count: int) -> Tensor:

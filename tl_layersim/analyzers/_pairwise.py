@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from ..activations.norms import beyond_rounding, unit_vectors
-from ..activations.row_pools import AnyKernel, Draws, PoolKernel, Samples, pool_rows
+from ..activations.row_pools import AnyKernel, Draws, PoolKernel, Samples, pool_texts
 from ..core import LayerMatrix, LayersimError, Sums, result_class, typed, warn
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed
 from ..core.wording import amount
 from ..sources.model_description import Model
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
-from ._samples import draw_grid, draw_minibatches, draw_orders, pool_key
+from ._samples import draw_grid, draw_minibatches, draw_orders, pool_key, with_unit
 from .analyzer import Exchange, Run, SampleAnalyzer, compared
 
 # The input of the first block.
 EMBEDDING = "blocks.0.hook_resid_pre"
-# A minibatch of fewer different rows has few pairs of independent samples.
-FEW_ROWS = 8
+# A minibatch of fewer different texts has few pairs of independent samples.
+FEW_TEXTS = 8
 
 
 def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
@@ -99,26 +99,27 @@ class PairRelation:
         terms: `layer term`, float64, the entries of the vectors.
         signs: `term`, the sign of each product of terms.
         numbers: numbers by layer that are summed over minibatches; {} in a name stands for the side, x or y.
-        by_row: `layer row row term`, the terms by pair of rows, for samples on a grid `row position`; None if not asked for.
-        own_signs: signs of the terms on the diagonal of `by_row`, which pair a row with itself.
+        by_text: `layer text text term`, the terms by pair of texts, for samples on a grid `text position`; None if not asked
+            for.
+        own_signs: signs of the terms on the diagonal of `by_text`, which pair a text with itself.
         ratios: whether the similarities of each minibatch are summed too, divided by those of each layer with itself.
     """
 
     terms: Tensor
     signs: Tensor
     numbers: Mapping[str, Tensor]
-    by_row: Tensor | None = None
+    by_text: Tensor | None = None
     own_signs: Tensor | None = None
     ratios: bool = False
 
 
-# Takes the matrix of each layer, `layer n n`; the row of each sample, or None if no two are of one row; the number of rows; and
-# whether the terms are wanted by row.
+# Takes the matrix of each layer, `layer n n`; the text of each sample, or None if no two are of one text; the number of texts;
+# and whether the terms are wanted by text.
 Relate = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
 Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
-def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
+def draw_pool(samples: Samples, *, size: int, seed: int, least: int, unit: str, permuted: bool) -> Draws:
     """Draw minibatches, and samples for the permutation null, from collected rows. Returns a dict of sample indices.
 
     Args:
@@ -126,14 +127,15 @@ def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: boo
         size: number of samples in a minibatch.
         seed: random seed of the draws.
         least: smallest number of samples that the measure needs.
-        by_row: whether rows are independent of each other; if not, single samples are.
+        unit: what is independent of each other, see `with_unit`.
         permuted: whether there is a null.
     """
-    minibatches = draw_minibatches(samples, size, seed, least, by_row)
+    samples = with_unit(samples, unit)
+    minibatches = draw_minibatches(samples, size, seed, least, unit != "token")
     if not permuted or not minibatches:
         return {"minibatches": minibatches}
-    # Independent samples are rows of their own.
-    grid = draw_grid(samples, size, seed, least) if by_row else minibatches[0][:, None]
+    # Independent samples are texts of their own.
+    grid = minibatches[0][:, None] if unit == "token" else draw_grid(samples, size, seed, least)
     return {"minibatches": minibatches, "grid": [grid] if grid.numel() else []}
 
 
@@ -145,7 +147,7 @@ def pool_sums(
     *,
     matrix: Matrix,
     relate: Relate,
-    by_row: bool,
+    unit: str,
     permutations: int,
     seed: int,
 ) -> dict[str, Tensor]:
@@ -159,11 +161,11 @@ def pool_sums(
         matrix: function that takes the samples of a minibatch and the widths of the layers, and returns a matrix for each
             layer, `layer n n`.
         relate: function that turns the matrices into a `PairRelation`, see `Relate`.
-        by_row: see `draw_pool`.
+        unit: see `draw_pool`.
         permutations: number of permutations of the null.
         seed: random seed of the permutations.
     """
-    own = partial(pair_statistics, matrix=matrix, by_row=by_row, seed=seed, triangles=False)
+    own = partial(pair_statistics, matrix=matrix, unit=unit, seed=seed, triangles=False)
     total: dict[str, Tensor] = {}
     # One minibatch after the other: the matrices of a whole pool may not fit in memory.
     for number, one in enumerate(draws["minibatches"]):
@@ -182,7 +184,7 @@ def pair_statistics(
     draws: Draws,
     *,
     matrix: Matrix,
-    by_row: bool,
+    unit: str,
     seed: int,
     triangles: bool = True,
 ) -> dict[str, Tensor]:
@@ -194,31 +196,32 @@ def pair_statistics(
         samples: see `pool_sums`.
         draws: see `pool_sums`.
         matrix: see `pool_sums`.
-        by_row: see `pool_sums`.
+        unit: see `pool_sums`.
         seed: see `pool_sums`.
         triangles: whether to return only the upper triangle of each matrix, `pair`, for a transfer; else `n n`.
 
     Returns:
-        `pairs`, `minibatch layer pair`; `row`, `minibatch n`, the row of each sample; `rows`, the number of rows; `distinct`,
-        `minibatch`; with a null also `grid`, `layer pair`, with its `height` and `key`. Empty for a pool without a minibatch.
+        `pairs`, `minibatch layer pair`; `text`, `minibatch n`, the text of each sample; `texts`, the number of texts;
+        `distinct`, `minibatch`; with a null also `grid`, `layer pair`, with its `height` and `key`. Empty for a pool without a
+        minibatch.
     """
     if not draws["minibatches"]:
         return {}
     [x], [wide] = sides, widths
-    # Independent samples are rows of their own.
-    row = torch.unique_consecutive(samples.row, return_inverse=True)[1] if by_row else torch.arange(len(samples.row))
-    rows = int(row[-1]) + 1
+    # Independent samples are texts of their own.
+    text = torch.unique_consecutive(with_unit(samples, unit).text, return_inverse=True)[1]
+    texts = int(text[-1]) + 1
     drawn = torch.stack(list(draws["minibatches"]))
 
     def matrices(chosen: Tensor) -> Tensor:
         whole = matrix(x[:, chosen.to(x.device)], wide)
         return upper_triangles(whole) if triangles else whole
 
-    # Without pairs of one row, no row has to be told from another.
-    own = row[drawn] if rows < len(row) else torch.full(drawn.shape, -1)
-    distinct = torch.tensor([len(torch.unique(row[one])) for one in drawn])
+    # Without pairs of one text, no text has to be told from another.
+    own = text[drawn] if texts < len(text) else torch.full(drawn.shape, -1)
+    distinct = torch.tensor([len(torch.unique(text[one])) for one in drawn])
     pairs = torch.stack([matrices(one) for one in drawn])
-    out = {"pairs": pairs, "row": own, "rows": torch.tensor(rows), "distinct": distinct}
+    out = {"pairs": pairs, "text": own, "texts": torch.tensor(texts), "distinct": distinct}
     for grid in draws.get("grid", ()):
         out |= {
             "grid": matrices(grid.flatten()),
@@ -238,17 +241,17 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
         statistics: output of `pair_statistics`.
         relate: see `Relate`.
     """
-    rows, own, pairs = int(statistics["rows"]), statistics["row"], statistics["pairs"]
+    texts, own, pairs = int(statistics["texts"]), statistics["text"], statistics["pairs"]
     each = zip(symmetric_matrices(pairs) if pairs.dim() == 3 else pairs, own, strict=True)
     related: dict[str, list[PairRelation]] = {
-        "minibatches": [relate(one, None if int(row[0]) < 0 else row, rows, False) for one, row in each]
+        "minibatches": [relate(one, None if int(text[0]) < 0 else text, texts, False) for one, text in each]
     }
     if "grid" in statistics:
         grid, height = statistics["grid"], int(statistics["height"])
         whole = symmetric_matrices(grid) if grid.dim() == 2 else grid
         width = whole.shape[-1] // height
-        row = torch.arange(height).repeat_interleave(width) if width > 1 else None
-        related["grid"] = [relate(whole, row, height, True)]
+        text = torch.arange(height).repeat_interleave(width) if width > 1 else None
+        related["grid"] = [relate(whole, text, height, True)]
         statistics = {**statistics, "grid samples": torch.tensor(whole.shape[-1])}
     return statistics, related
 
@@ -265,7 +268,7 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
     """
     (known, x), (_, y) = a, b
     total: dict[str, Tensor] = {}
-    size = known["row"].shape[1]
+    size = known["text"].shape[1]
     for one, other, distinct in zip(x["minibatches"], y["minibatches"], known["distinct"].tolist(), strict=True):
         for name, value in products(one, other, distinct, size).items():
             total[name] = value if name not in total else total[name] + value
@@ -276,23 +279,23 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
     return total
 
 
-def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[str, Tensor]:
+def products(x: PairRelation, y: PairRelation, texts: int, samples: int) -> dict[str, Tensor]:
     """Unnormalised similarities of all pairs of layers in one minibatch.
 
     Args:
         x: relation of the first model.
         y: relation of the second model; within one model, `x` again.
-        rows: number of independent rows of the minibatch.
+        texts: number of independent texts of the minibatch.
         samples: number of samples in the minibatch.
 
     Returns:
         `xy` and `norms` (the product of the norms of the terms) by pair of layers; `xx` and `yy` by layer; `x0`, `y0`,
         `x0 norms` and `y0 norms`, the same for each layer with the first layer of its model; the `numbers` of each relation;
-        `ratios`, if they are summed, NaN where one is not defined; `minibatches`, `samples` and `rows`.
+        `ratios`, if they are summed, NaN where one is not defined; `minibatches`, `samples` and `texts`.
     """
     out = _similarities(x, y)
     out |= {"ratios": out["xy"] / torch.outer(out["xx"].sqrt(), out["yy"].sqrt())} if x.ratios else {}
-    counts = {"minibatches": 1, "samples": samples, "rows": rows}
+    counts = {"minibatches": 1, "samples": samples, "texts": texts}
     return out | {name: torch.tensor(count) for name, count in counts.items()}
 
 
@@ -308,44 +311,44 @@ def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
 
 
 def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
-    """Unnormalised similarities with the rows of the second model permuted (`permutation row column`).
+    """Unnormalised similarities with the texts of the second model permuted (`permutation row column`).
 
     Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
     of `draw_permutations`: cyclic shifts, whose products follow from Fourier transforms along the diagonals.
 
     Args:
-        x: relation of the first model, with terms by row.
-        y: relation of the second model, with terms by row.
-        orders: random orders of the rows, `order row`.
+        x: relation of the first model, with terms by text.
+        y: relation of the second model, with terms by text.
+        orders: random orders of the texts, `order text`.
     """
-    assert x.by_row is not None
-    assert y.by_row is not None
+    assert x.by_text is not None
+    assert y.by_text is not None
     assert x.own_signs is not None
     rows = orders.shape[1]
-    signed = x.by_row.clone()
+    signed = x.by_text.clone()
     own = torch.arange(rows, device=signed.device)
     signed[:, own, own] *= x.own_signs
     left = shift_spectra(signed, own)
     each = []
     for order in orders:
-        right = shift_spectra(y.by_row.to(signed.device), order.to(signed.device))
+        right = shift_spectra(y.by_text.to(signed.device), order.to(signed.device))
         each.append(torch.fft.irfft(left.conj() @ right.transpose(1, 2), n=rows, dim=0))
     return torch.cat(each)
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
-    """Fourier transforms along the diagonals of the row-pair matrix of each layer (`frequency layer (diagonal term)`).
+    """Fourier transforms along the diagonals of the text-pair matrix of each layer (`frequency layer (diagonal term)`).
 
-    The rows and columns are first reordered. A cyclic shift of the rows moves the entries of a matrix along its diagonals,
+    The texts are first reordered. A cyclic shift of the texts moves the entries of a matrix along its diagonals,
     which wrap around.
 
     Args:
-        terms: terms by pair of rows, `layer row row term`.
-        order: `row`, the new order of the rows.
+        terms: terms by pair of texts, `layer text text term`.
+        order: `text`, the new order of the texts.
     """
     rows = len(order)
     place = torch.arange(rows, device=terms.device)
-    # `layer diagonal row term`
+    # `layer diagonal text term`
     entries = terms[:, order, order[(place + place[:, None]) % rows]]
     spectra: Tensor = torch.fft.rfft(entries, dim=2).permute(2, 0, 1, 3).flatten(2)
     return spectra
@@ -371,20 +374,20 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
     return matrices
 
 
-def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
+def relation_of_pairs(terms: Tensor, texts: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
     """Make a `PairRelation` from flattened sample-by-sample matrices.
 
     Args:
         terms: `layer (n n)`, 0 for pairs that are left out.
-        rows: number of rows, if terms by row are wanted; the samples are then a grid `row position`. None if not.
+        texts: number of texts, if terms by text are wanted; the samples are then a grid `text position`. None if not.
         numbers: see `PairRelation`.
     """
     ones = terms.new_ones(terms.shape[1])
-    if rows is None:
+    if texts is None:
         return PairRelation(terms, ones, numbers or {})
-    each = math.isqrt(terms.shape[1]) // rows
-    by_row = terms.view(-1, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
-    return PairRelation(terms, ones, numbers or {}, by_row, by_row.new_ones(each**2))
+    each = math.isqrt(terms.shape[1]) // texts
+    by_text = terms.view(-1, texts, each, texts, each).permute(0, 1, 3, 2, 4).flatten(3)
+    return PairRelation(terms, ones, numbers or {}, by_text, by_text.new_ones(each**2))
 
 
 def arccos_distance(result: LayerMatrix) -> float:
@@ -417,12 +420,13 @@ class MinibatchMatrix(CalibratedMatrix):
     Attributes:
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, averaged over minibatches.
+        texts: number of different texts in a minibatch, averaged over minibatches.
     """
 
+    former_names: ClassVar[Mapping[str, str]] = {"rows": "texts"}
     samples: int
     minibatches: int
-    rows: float
+    texts: float
 
 
 def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -462,7 +466,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     symmetric: ClassVar[bool] = True
 
     minibatch: PositiveInt = 256
-    unit: Literal["row", "token"] = "row"
+    unit: Literal["text", "row", "token"] = "text"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
     permutations: PermutationCount = 0
@@ -494,16 +498,16 @@ class MinibatchAnalyzer(SampleAnalyzer):
         return self.permutations * sum(len(a.layers) * len(b.layers) for a, b in compared(models))
 
     def pool_need(self, density: float) -> int:
-        return pool_rows(self.minibatch, 1 if self.whole_rows else density)
+        return pool_texts(self.minibatch, 1 if self.whole_rows else density)
 
     def kernel(self, first: Sums) -> AnyKernel:
         matrix, relate = self.formula
-        options: dict[str, Any] = {"by_row": self.unit == "row", "permutations": self.permutations, "seed": self.seed}
+        options: dict[str, Any] = {"unit": self.unit, "permutations": self.permutations, "seed": self.seed}
         return self._pools(partial(pool_sums, matrix=matrix, relate=relate, **options))
 
     def exchange(self) -> Exchange | None:
         matrix, relate = self.formula
-        statistics = partial(pair_statistics, matrix=matrix, by_row=self.unit == "row", seed=self.seed)
+        statistics = partial(pair_statistics, matrix=matrix, unit=self.unit, seed=self.seed)
         return Exchange(
             self._pools(statistics),
             partial(products_of_pairs, permutations=self.permutations),
@@ -517,19 +521,19 @@ class MinibatchAnalyzer(SampleAnalyzer):
             size=self.minibatch,
             seed=self.seed,
             least=self.least,
-            by_row=self.unit == "row",
+            unit=self.unit,
             permuted=self.permutations > 0,
         )
         return PoolKernel(self.read, self.whole_rows, self.minibatch, draw, sums)
 
-    def _crossing(self, rows: int, density: float, layers: int) -> int:
-        pools = -(-rows // self.pool_need(density))
+    def _crossing(self, texts: int, density: float, layers: int) -> int:
+        pools = -(-texts // self.pool_need(density))
         kernel = self._pools(None)
-        drawn = kernel.samples_in(rows // pools, density)
+        drawn = kernel.samples_in(texts // pools, density)
         n = min(self.minibatch, drawn)
         if n < self.least:
             return 0
-        # Upper triangles in float32; the row of each sample and their number, of each minibatch, and the number of rows.
+        # Upper triangles in float32; the text of each sample and their number, of each minibatch, and the number of texts.
         triangles = 4 * layers * n * (n + 1) // 2
         null = triangles + 16 if self.permutations else 0
         return pools * (drawn // n * (triangles + 8 * n + 8) + 8 + null)
@@ -537,7 +541,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def similarities(
         self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """Fields of the result that `CKA`, `RSA` and `MutualKNN` have in common, by name. Warns if minibatches have few rows.
+        """Fields of the result that `CKA`, `RSA` and `MutualKNN` have in common, by name. Warns if minibatches have few texts.
 
         Args:
             sums: sums over all pools.
@@ -547,15 +551,15 @@ class MinibatchAnalyzer(SampleAnalyzer):
             inputs: similarity of each layer with the embedding, for the rows and for the columns, to be regressed out; None not
                 to.
         """
-        minibatches, each = 1, float(run.provenance.sequences)
+        minibatches, each = 1, float(run.provenance.texts)
         if "minibatches" in sums.fields:
             minibatches = int(sums["minibatches"])
-            each = float(sums["rows"]) / minibatches
-            if self.unit == "row" and each < FEW_ROWS:
+            each = float(sums["texts"]) / minibatches
+            if self.unit != "token" and each < FEW_TEXTS:
                 warn(
-                    f"A minibatch of {type(self).__name__} has samples of {each:.3g} rows on average; with fewer "
-                    f"than {FEW_ROWS} rows, values scatter widely. "
-                    "Pass more rows, shorter rows (seq_len=), or a larger minibatch=."
+                    f"A minibatch of {type(self).__name__} has samples of {each:.3g} {self.unit}s on average; with fewer "
+                    f"than {FEW_TEXTS} {self.unit}s, values scatter widely. "
+                    f"Pass more {self.unit}s, or a larger minibatch=."
                 )
         if inputs is not None:
             values = without_inputs(values, *inputs)
@@ -568,13 +572,14 @@ class MinibatchAnalyzer(SampleAnalyzer):
         elif self.permutations:
             warn(
                 f"`permutations` is {self.permutations}, but {type(self).__name__} has no permutation null: permutations "
-                "need four rows with enough tokens among the rows that are compared at once. Pass more rows."
+                "need four texts with enough tokens at the same positions, among the texts that are compared at once. Pass "
+                "more texts."
             )
         return {
             "values": values,
             "samples": int(sums["samples"]),
             "minibatches": minibatches,
-            "rows": each,
+            "texts": each,
             "layers": run.layers,
             "column_layers": run.column_layers,
             "provenance": run.provenance,
@@ -593,9 +598,11 @@ class MinibatchAnalyzer(SampleAnalyzer):
         """
         if enough:
             return
-        rows = " from 4 rows, because pairs of tokens from one row are left out" if self.unit == "row" else ""
+        unit = self.unit
+        why = f" from 4 {unit}s, because pairs of tokens from one {unit} are left out" if unit != "token" else ""
         tokens, given = amount(run.provenance.tokens, "token"), amount(run.provenance.sequences, "row")
+        of = f" of {amount(run.provenance.texts, 'text')}" if run.provenance.texts < run.provenance.sequences else ""
         raise LayersimError(
-            f"{type(self).__name__} needs {self.least} {self.samples_in_words}{rows}; the data has {tokens} in {given}."
-            + (' Pass more rows, or unit="token", which treats tokens of one row as independent.' if rows else "")
+            f"{type(self).__name__} needs {self.least} {self.samples_in_words}{why}; the data has {tokens} in {given}{of}."
+            + (f' Pass more {unit}s, or unit="token", which treats tokens of one text as independent.' if why else "")
         )

@@ -26,16 +26,16 @@ EQUAL_WITHIN = 1e-10
 
 @result_class
 class CalibratedMatrix(LayerMatrix):
-    """Similarities of all pairs of layers, with the null distribution of randomly paired rows.
+    """Similarities of all pairs of layers, with the null distribution of randomly paired texts.
 
-    Tokens of a text depend on each other, so the null exchanges whole rows of the data, position with position, among the rows
-    of a pool. Rows of unequal lengths are compared at positions that all rows which are exchanged have, so the null has an
-    observed value of its own. Without permutations, `permutations` is 0 and the numbers of the null are NaN.
+    Tokens of a text depend on each other, so the null exchanges whole texts, position with position, among the texts of a pool.
+    Texts of unequal lengths are compared at positions that all texts which are exchanged have, in the same of their rows, so
+    the null has an observed value of its own. Without permutations, `permutations` is 0 and the numbers of the null are NaN.
 
     Attributes:
         values: `row column`, the similarities of all samples, at most 1.
-        permutations: number of random pairings of rows in the null; 0 without a null.
-        observed: `row column`, similarities of the rows and positions that the null permutes, in their true pairing.
+        permutations: number of random pairings of texts in the null; 0 without a null.
+        observed: `row column`, similarities of the texts and positions that the null permutes, in their true pairing.
         calibrated: `row column`, max(0, (observed - threshold) / (1 - threshold)): 0 for a similarity that random pairings
             reach, 1 for equal layers.
         p_values: `row column`, (1 + number of null values >= the observed value) / (1 + permutations).
@@ -78,7 +78,7 @@ class CalibratedMatrix(LayerMatrix):
         "column",
         label="Calibrated similarity (0 to 1)",
         title="{values}, calibrated",
-        caption="Similarity above the threshold that 5 % of random pairings of rows exceed, as a fraction of what is left up "
+        caption="Similarity above the threshold that 5 % of random pairings of texts exceed, as a fraction of what is left up "
         "to 1. It is 0 where random pairings are as similar (Phipson and Smyth 2010; permutation test of Fisher 1935).",
         default=NOT_MEASURED,
         within=(-math.inf, 1),
@@ -88,7 +88,7 @@ class CalibratedMatrix(LayerMatrix):
         "column",
         label="p-value",
         title="{values}: p-values",
-        caption="Fraction of random pairings of rows that are at least as similar, with the observed pairing counted once "
+        caption="Fraction of random pairings of texts that are at least as similar, with the observed pairing counted once "
         "(Phipson and Smyth 2010). The smallest possible value is 1 / (permutations + 1).",
         default=NOT_MEASURED,
         within=None,
@@ -97,8 +97,8 @@ class CalibratedMatrix(LayerMatrix):
         "row",
         "column",
         label="Mean similarity of random pairings",
-        title="{values} of randomly paired rows",
-        caption="The similarity that width and number of samples alone produce: rows of a layer are paired with random rows "
+        title="{values} of randomly paired texts",
+        caption="The similarity that width and number of samples alone produce: texts of a layer are paired with random texts "
         "of the other, position with position, mean over pairings (permutation test of Fisher 1935).",
         default=NOT_MEASURED,
         within=(-math.inf, 1),
@@ -108,7 +108,7 @@ class CalibratedMatrix(LayerMatrix):
         "column",
         label="95 % quantile of random pairings",
         title="{values}: threshold at 5 %",
-        caption="The value that 5 % of random pairings of rows exceed (permutation test of Fisher 1935).",
+        caption="The value that 5 % of random pairings of texts exceed (permutation test of Fisher 1935).",
         default=NOT_MEASURED,
         within=(-math.inf, 1),
     )

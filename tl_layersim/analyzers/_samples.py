@@ -6,23 +6,23 @@ Plain functions of torch: they run inside the kernels that call them, also on a 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..activations.row_pools import SAMPLES_OF_ROW, Samples, mixed
+from ..activations.row_pools import SAMPLES_OF_POOL, SAMPLES_OF_ROW, Samples, mixed
 from ..activations.view import View, row_ends
 from ..core import LayersimError, Sums
 from ..data.labels import NO_LABEL
+from ..data.texts import LEAST_TEXTS
 from ..lens.statistics import read_vectors
 
 # Multiples of the golden ratio, as fractions of 2^32: they are evenly spread over 0 to 1, and have no period.
 GOLDEN = 2654435769
 # The same for seeds: sqrt(2).
 SHIFT = 1779033703
-# Distinct rows of which HSIC without pairs of one row is defined.
-LEAST_ROWS = 4
 # Rows of the data that can be counted.
 COUNTED_ROWS = 2**19
 
@@ -90,12 +90,19 @@ def check_finite(name: str, values: Tensor) -> None:
         raise LayersimError(f"`{name}` has {wrong} values that are NaN or infinite; all values must be finite.")
 
 
+def text_of(view: View) -> Tensor:
+    """Identity of the text of each token: the index of its first row in the data (`token`). The source must know the rows."""
+    text = view.row if view.text is None else view.text
+    assert text is not None
+    return text
+
+
 def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None = None) -> Tensor:
-    """Whether each sample belongs to a held-out row. It depends on the index of the row only.
+    """Whether each sample belongs to a held-out text. It depends on the index of the text's first row only.
 
     Args:
-        row: `sample`, index of the row in the data.
-        fraction: fraction of the rows to hold out.
+        row: `sample`, index in the data of the first row of the text; with `first_row`, of the row itself.
+        fraction: fraction of the texts to hold out.
         seed: random seed of the choice.
         first_row: index of the first held-out row, which replaces `fraction`; None to use `fraction`.
     """
@@ -104,55 +111,107 @@ def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None = No
     return (row * GOLDEN + seed * SHIFT) % 2**32 < round(fraction * 2**32)
 
 
-def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row: bool) -> list[Tensor]:
+def with_unit(samples: Samples, unit: str) -> Samples:
+    """The samples with the texts that a measure takes as independent.
+
+    Args:
+        samples: the samples of a pool.
+        unit: "text" for the texts of the data, "row" for rows, "token" for single samples.
+    """
+    if unit == "text":
+        return samples
+    return replace(samples, text=samples.row if unit == "row" else torch.arange(len(samples.row)), neighbours=False)
+
+
+def independent_parts(samples: Samples) -> list[Tensor]:
+    """Indices of samples whose texts are independent of each other, as one part, or as two parts of every other text.
+
+    Args:
+        samples: the samples of a pool. Texts that follow each other may share a part of the data.
+    """
+    if not samples.neighbours:
+        return [torch.arange(len(samples.text))]
+    return [(samples.text % 2 == parity).nonzero()[:, 0] for parity in (0, 1)]
+
+
+def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_text: bool) -> list[Tensor]:
     """Draw minibatches without replacement. Returns indices of samples.
 
-    The draw depends on the rows of the pool and the seed, not on the number of the pool.
+    The draw depends on the rows of the pool and the seed, not on the number of the pool. Texts that are neighbours are never in
+    one minibatch.
 
     Args:
         samples: the samples of a pool.
         size: samples in a minibatch. A smaller pool gives one smaller minibatch; a pool of fewer than `least` gives none.
         seed: random seed of the draw.
         least: smallest number of samples that the measure needs.
-        by_row: whether pairs of samples from one row are left out. A minibatch then needs `LEAST_ROWS` rows, and each sample
-            needs `least` - 1 samples from other rows.
+        by_text: whether pairs of samples from one text are left out. A minibatch then needs `LEAST_TEXTS` texts, and each
+            sample needs `least` - 1 samples from other texts.
 
     Examples:
         >>> rows = torch.arange(4).repeat_interleave(3)
         >>> pool = Samples(rows, torch.arange(3).repeat(4), rows, rows)
-        >>> [len(one) for one in draw_minibatches(pool, size=6, seed=0, least=4, by_row=False)]
+        >>> [len(one) for one in draw_minibatches(pool, size=6, seed=0, least=4, by_text=False)]
         [6, 6]
     """
+    minibatches = []
+    for part in independent_parts(samples):
+        drawn = _draw_of_part(samples.some(part), size, seed, least, by_text)
+        minibatches += [part[index] for index in drawn]
+    return minibatches
+
+
+def _draw_of_part(samples: Samples, size: int, seed: int, least: int, by_text: bool) -> list[Tensor]:
+    """The minibatches of samples whose texts are independent, see `draw_minibatches`."""
     key = mixed(samples.key + mixed(samples.rank * 1000003 + samples.row * 8191 + seed * 131071))
     order = key.argsort()
     order = order[samples.row[order].argsort(stable=True)]
     counts: Tensor = torch.unique_consecutive(samples.row[order], return_counts=True)[1]
     place = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    chosen = order[place < SAMPLES_OF_ROW]
+    chosen = _some_of_each_text(samples, order[place < SAMPLES_OF_ROW], key)
     size = min(size, len(chosen))
     if size < least:
         return []
     chosen = chosen[mixed(key[chosen]).argsort()]
     minibatches = []
     for one in torch.split(chosen[: len(chosen) // size * size], size):
-        each: Tensor = torch.unique(samples.row[one], return_counts=True)[1]
-        if not by_row or (len(each) >= LEAST_ROWS and size - int(each.max()) >= least - 1):
+        each: Tensor = torch.unique(samples.text[one], return_counts=True)[1]
+        if not by_text or (len(each) >= LEAST_TEXTS and size - int(each.max()) >= least - 1):
             minibatches.append(one)
     return minibatches
 
 
-def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
-    """Draw samples at the same positions of several rows. Returns indices (`row position`).
+def _some_of_each_text(samples: Samples, chosen: Tensor, key: Tensor) -> Tensor:
+    """At most as many samples of each text as keep a pool within `SAMPLES_OF_POOL`, drawn at random from all its rows.
 
-    Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
-    numbers of samples of the rows alone.
+    Args:
+        samples: the samples of a pool.
+        chosen: indices of samples, at most `SAMPLES_OF_ROW` of each row.
+        key: a random number for each sample.
+    """
+    texts = len(torch.unique(samples.text))
+    if texts == len(torch.unique(samples.row)):
+        return chosen
+    order = chosen[mixed(key[chosen] + 1).argsort()]
+    order = order[samples.text[order].argsort(stable=True)]
+    counts: Tensor = torch.unique_consecutive(samples.text[order], return_counts=True)[1]
+    place = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return order[place < max(SAMPLES_OF_ROW, SAMPLES_OF_POOL // texts)]
+
+
+def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_texts: int = LEAST_TEXTS) -> Tensor:
+    """Draw samples at the same positions of several texts. Returns indices (`text position`).
+
+    A position is a place in one of the rows of a text: the same place in the same of its rows, for all texts. Of texts of
+    unequal lengths those are taken that have most samples in common, half of the texts at least. The choice depends on the
+    numbers of samples of the rows alone. Of texts that are neighbours every other is taken.
 
     Args:
         samples: the samples of a pool.
         size: largest number of samples.
         seed: random seed of the positions.
         least: smallest number of samples; fewer give an empty grid.
-        least_rows: smallest number of rows; fewer give an empty grid.
+        least_texts: smallest number of texts; fewer give an empty grid.
 
     Examples:
         Rows of 3, 1, 3, 3 and 3 samples: four rows of three positions are most.
@@ -163,22 +222,49 @@ def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows
         tensor([[4, 5, 6],
                 [7, 8, 9]])
     """
-    counts: Tensor = torch.unique_consecutive(samples.row, return_counts=True)[1]
-    if not len(counts):
-        return counts.new_zeros(0, 0)
-    starts = counts.cumsum(0) - counts
-    most, order = counts.sort(descending=True, stable=True)
-    rows = torch.arange(1, min(len(counts), size) + 1)
-    each = torch.minimum(most[: len(rows)], size // rows).clamp(max=SAMPLES_OF_ROW)
-    area = (rows * each)[(len(rows) - 1) // 2 :]
-    # The most rows among equal areas.
-    taken = len(rows) - int(area.flip(0).argmax())
-    chosen = order[:taken].sort().values
-    shared = mixed(torch.arange(int(most[taken - 1])) * 1000003 + samples.key[starts].sum() + seed * 131071).argsort()
+    part = independent_parts(samples)[0]
+    samples = samples.some(part)
+    if not len(part):
+        return part.new_zeros(0, 0)
+    starts, counts = _rows_of_texts(samples)
+    # Texts with most samples first: `common` are the samples that the first texts have in common in each of their rows.
+    order = counts.sum(1).argsort(descending=True, stable=True)
+    common = counts[order].cummin(0).values
+    texts = torch.arange(1, min(len(counts), size) + 1)
+    most = SAMPLES_OF_ROW if counts.shape[1] == 1 else max(SAMPLES_OF_ROW, SAMPLES_OF_POOL // len(counts))
+    each = torch.minimum(common.sum(1)[: len(texts)], size // texts).clamp(max=most)
+    area = (texts * each)[(len(texts) - 1) // 2 :]
+    # The most texts among equal areas.
+    taken = len(texts) - int(area.flip(0).argmax())
     width = int(each[taken - 1])
-    if taken < least_rows or (taken - 1) * width < least - 1:
-        return starts.new_zeros(0, 0)
-    return starts[chosen][:, None] + shared[:width]
+    if taken < least_texts or (taken - 1) * width < least - 1 or not width:
+        return part.new_zeros(0, 0)
+    chosen = order[:taken].sort().values
+    in_row = common[taken - 1]
+    row = torch.arange(len(in_row)).repeat_interleave(in_row)
+    place = torch.arange(len(row)) - (in_row.cumsum(0) - in_row)[row]
+    key = samples.key[starts[:, 0]].sum() + seed * 131071
+    shared = mixed(torch.arange(len(row)) * 1000003 + key).argsort()[:width]
+    return part[starts[chosen][:, row[shared]] + place[shared]]
+
+
+def _rows_of_texts(samples: Samples) -> tuple[Tensor, Tensor]:
+    """Index of the first sample of each row of each text, and number of its samples (both `text row`); 0 samples without a row.
+
+    Rows are counted from the first row of the text that has a sample.
+
+    Args:
+        samples: the samples of a pool, ascending by text and row.
+    """
+    row, counts = torch.unique_consecutive(samples.row, return_counts=True)
+    start = counts.cumsum(0) - counts
+    text, of_text = torch.unique_consecutive(samples.text[start], return_inverse=True, return_counts=True)[1:]
+    first_row = row[of_text.cumsum(0) - of_text]
+    rows = row - first_row[text]
+    shape = (len(first_row), int(rows.max()) + 1)
+    starts, sizes = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    starts[text, rows], sizes[text, rows] = start, counts
+    return starts, sizes
 
 
 def draw_orders(count: int, rows: int, key: int) -> Tensor:

@@ -145,6 +145,11 @@ class Analyzer(ABC):
         """Whether the kernel needs all tokens of a row at once. If so, single steps of cached generation raise an error."""
         return False
 
+    @property
+    def whole_texts(self) -> bool:
+        """Whether the kernel needs all rows of a text at once. A forward pass then holds whole texts."""
+        return False
+
     def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
         """Return this analyzer with its model-dependent options filled in.
 

@@ -178,7 +178,7 @@ class BlockCouplingResult(Result):
         within=(-math.inf, 1),
     )
     length_count: Float64[Tensor, " length"] = axes(
-        "length", label="Prompts", title="Prompts of each length", within=(0, math.inf), out_of="length_count"
+        "length", label="Prompts", title="Prompts of each length", within=(0, math.inf), by_chance=(0, 1), out_of="length_count"
     )
     mean_coupling: Float64[Tensor, " pair_kind"] = axes(
         "pair_kind", label="Coupling", title="Mean coupling over pairs of blocks"

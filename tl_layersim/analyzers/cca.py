@@ -151,7 +151,7 @@ class CCA(CrossProductAnalyzer):
     Args:
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        permutations: number of random pairings of rows for the null distribution of mean CCA, see `Procrustes`. Each pairing
+        permutations: number of random pairings of texts for the null distribution of mean CCA, see `Procrustes`. Each pairing
             has its own cross-products, so memory and time grow by this factor: select a few sites with `at=`.
         unit: see `Procrustes`.
         seed: random seed of the pairings.

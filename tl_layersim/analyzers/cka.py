@@ -1,8 +1,8 @@
 """Linear centred kernel alignment (CKA) between residual layers of one model or of two.
 
 CKA is built on the Hilbert-Schmidt independence criterion (HSIC), within minibatches or over all samples. Tokens of one text
-depend on each other, so pairs of one row add a covariance that is not there between texts. `without_rows` leaves them out of
-all three terms of HSIC_1: it is then a U-statistic over distinct rows, without bias for any dependence within rows.
+depend on each other, so pairs of one text add a covariance that is not there between texts. `terms_between_texts` leaves them
+out of all three terms of HSIC_1: it is then a U-statistic over distinct texts, without bias for any dependence within texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..activations.norms import beyond_rounding
 from ..activations.row_pools import AnyKernel
-from ..activations.view import Kernel, View
+from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import Model
 from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
@@ -49,7 +49,7 @@ class CKAResult(MinibatchMatrix):
         column_effective_samples: `column`, the same for the second model; within one model, `effective_samples` again.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches; 1 for the exact estimator.
-        rows: number of different rows in a minibatch, averaged over minibatches.
+        texts: number of different texts in a minibatch, averaged over minibatches; all texts for the exact estimator.
     """
 
     measure: ClassVar[str] = "CKA"
@@ -59,7 +59,7 @@ class CKAResult(MinibatchMatrix):
         label="Linear CKA",
         title="Linear CKA between layers",
         caption="Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for independent "
-        "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different rows, minibatches of Nguyen et "
+        "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different texts, minibatches of Nguyen et "
         "al. 2021).",
         within=(-1, 1),
     )
@@ -119,23 +119,25 @@ class CKA(MinibatchAnalyzer):
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
-    HSIC is the unbiased HSIC_1 of Song et al. without pairs of tokens of one row, because these depend on each other
-    (`tl_layersim.analyzers.cka.without_rows` has the formula). With one sample a row it is HSIC_1. For K = XX' and L = YY' of n
-    samples with zeroed diagonals,
+    HSIC is the unbiased HSIC_1 of Song et al. without pairs of tokens of one text, because these depend on each other
+    (`tl_layersim.analyzers.cka.terms_between_texts` has the formula). With one sample a text it is HSIC_1. For K = XX' and
+    L = YY' of n samples with zeroed diagonals,
 
     $$\mathrm{HSIC}_1 = \frac{1}{n(n-3)} \Big[ \mathrm{tr}(\tilde K \tilde L) + \frac{1'\tilde K 1\; 1'\tilde L 1}{(n-1)(n-2)}
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
 
     Args:
-        estimator: "minibatch" averages over minibatches, see `average`. A minibatch is drawn from a pool of 16 rows, or of as
+        estimator: "minibatch" averages over minibatches, see `average`. A minibatch is drawn from a pool of 16 texts, or of as
             many as have `minibatch` samples, with at most 64 tokens of a row; the pools do not depend on `batch_size`. "exact"
-            takes HSIC over all samples without a Gram matrix; it reads the data twice and needs 2 (layers d)^2 float64 numbers.
+            takes HSIC over all samples without a Gram matrix; it reads the data twice, needs 2 (layers d)^2 float64 numbers,
+            and runs all rows of a text in one forward pass.
             "biased" takes HSIC_0 of minibatches, which is far from 0 for independent layers (0.5 for Gaussians with n = d); it
             is for comparison with published figures only.
         minibatch: number of samples in a minibatch, n. A smaller pool is one smaller minibatch; remaining samples are dropped
             at random. Minibatches are weighted by their number of pairs.
-        unit: the unit of independence: "row" leaves out pairs of tokens of one row, and needs 4 rows; "token" treats all
-            samples as independent, for example if each row has one token. The null exchanges the same units.
+        unit: the unit of independence. "text" leaves out pairs of tokens of one text, and needs 4 texts: rows that are cut from
+            one text, or have one group in the data, are one text. "row" treats rows as independent, "token" all samples. The
+            null exchanges the same units.
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS]; or
             "flat", all its tokens as one vector, for rows of equal length (Brown et al. 2023, footnote 6). The exact estimator
@@ -147,7 +149,7 @@ class CKA(MinibatchAnalyzer):
         average: what is averaged over minibatches: "hsic", whose averages are then divided; or "cka", the ratio of each
             minibatch, as in Brown et al. 2023, appendix C.1. The mean of ratios is biased, however many minibatches there are.
         max_memory_gb: limit for "exact" and for the sums of the null; a run that needs more raises an error before it starts.
-        permutations: number of random pairings for the null: in each pool, whole rows of the columns are exchanged, position
+        permutations: number of random pairings for the null: in each pool, whole texts of the columns are exchanged, position
             with position, in the same way at all layers. 0 for no null. Not for the exact estimator, which has no minibatches.
 
     Source:
@@ -213,19 +215,28 @@ class CKA(MinibatchAnalyzer):
         if self.estimator != "exact":
             return super().kernel(first)
         means = (first["x"] / first["count"], first["y"] / first["count"])
-        return partial(exact_kernel, rows=self.read, means=means, by_row=self.unit == "row")
+        return partial(exact_kernel, rows=self.read, means=means, unit=self.unit)
+
+    @property
+    def whole_texts(self) -> bool:
+        return self.estimator == "exact" and self.unit == "text"
 
     def exchange(self) -> Exchange | None:
         return None if self.estimator == "exact" else super().exchange()
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         exact = self.estimator == "exact"
-        self.need_rows(tuples_of_rows(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
+        self.need_rows(tuples_of_texts(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
         cross, own_x, own_y = exact_hsic(sums) if exact else (sums["xy"], sums["xx"], sums["yy"])
         defined_x, defined_y = own_x > 0, own_y > 0
         count = int(sums["samples"])
         why = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
+        if exact and self.unit == "text" and run.provenance.options.get("rows_as_texts"):
+            warn(
+                "CKA treats rows as independent that share a text with their neighbours, because the data is packed or has few "
+                'texts, and the exact estimator compares neighbouring rows too. estimator="minibatch" does not.'
+            )
         if count < 100:
             warn(
                 f"CKA rests on {count} samples; with fewer than 100, values vary by 0.1 or more between random samples. "
@@ -253,7 +264,9 @@ def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
     return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
 
 
-def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool, ratios: bool) -> PairRelation:
+def centred_relations(
+    gram: Tensor, text: Tensor | None, texts: int, by_text: bool, *, biased: bool, ratios: bool
+) -> PairRelation:
     """Turn the Gram matrices of a minibatch into a `PairRelation` whose inner products give HSIC.
 
     Its `numbers` are the sums of r and r^2 over samples, with r a sample's squared distance from the mean.
@@ -263,18 +276,18 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
 
     Args:
         gram: `layer n n`.
-        row: `n`, the row of each sample; pairs that share a row are left out. None if all samples are from different rows.
-        rows: number of rows.
-        by_row: whether to return the terms by row too.
+        text: `n`, the text of each sample; pairs that share a text are left out. None if all samples are from different texts.
+        texts: number of texts.
+        by_text: whether to return the terms by text too.
         biased: whether to centre for HSIC_0, which treats all samples as independent.
         ratios: see `PairRelation`.
     """
-    if biased or row is None:
+    if biased or text is None:
         relation, r = centred(gram, biased)
-        found = relation_of_pairs(relation, rows if by_row else None)
+        found = relation_of_pairs(relation, texts if by_text else None)
     else:
-        terms, r = without_rows(gram, row)
-        found = PairRelation(*terms.flat(), {}, *(terms.by_row(rows) if by_row else (None, None)))
+        terms, r = terms_between_texts(gram, text)
+        found = PairRelation(*terms.flat(), {}, *(terms.by_text(texts) if by_text else (None, None)))
     return replace(found, numbers={"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, ratios=ratios)
 
 
@@ -335,99 +348,99 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class RowTerms:
-    """Gram matrix and its sums for each layer, from which HSIC without pairs of one row is computed, float64.
+class TextTerms:
+    """Gram matrix and its sums for each layer, from which HSIC without pairs of one text is computed, float64.
 
     Each term is an entry of a Gram matrix or a sum of entries. HSIC is a sum of products of the terms of two layers, each
-    product times the sign of the term. The factors of `without_rows` are in the terms, times the number of pairs of samples
-    of distinct rows, which weights a smaller minibatch by its pairs.
+    product times the sign of the term. The factors of `terms_between_texts` are in the terms, times the number of pairs of
+    samples of distinct texts, which weights a smaller minibatch by its pairs.
 
     Attributes:
-        pairs: `layer n n`, the Gram matrix without pairs that share a row; added.
-        with_row: `layer n row`, sums of `pairs` over the samples of each row; added.
+        pairs: `layer n n`, the Gram matrix without pairs that share a text; added.
+        with_text: `layer n text`, sums of `pairs` over the samples of each text; added.
         of_sample: `layer n`, sums of `pairs` over all samples; subtracted.
-        between: `layer row row`, sums of `pairs` over the samples of two rows; added.
-        of_row: `layer row`, the sums of `between` over rows; subtracted.
+        between: `layer text text`, sums of `pairs` over the samples of two texts; added.
+        of_text: `layer text`, the sums of `between` over texts; subtracted.
         total: `layer`, the sum of all entries; added.
     """
 
     pairs: Tensor
-    with_row: Tensor
+    with_text: Tensor
     of_sample: Tensor
     between: Tensor
-    of_row: Tensor
+    of_text: Tensor
     total: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor]:
         """All terms of each layer as one vector (`layer term`) and the signs of the terms (`term`)."""
-        parts = (self.pairs, self.with_row, self.of_sample, self.between, self.of_row, self.total[:, None])
+        parts = (self.pairs, self.with_text, self.of_sample, self.between, self.of_text, self.total[:, None])
         signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
         ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
         return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
 
-    def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
-        """All terms grouped by pair of rows (`layer row row term`).
+    def by_text(self, texts: int) -> tuple[Tensor, Tensor]:
+        """All terms grouped by pair of texts (`layer text text term`).
 
-        Also returns the signs of the terms that pair a row with itself, `term`.
+        Also returns the signs of the terms that pair a text with itself, `term`.
 
-        The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
-        three terms, so that there is place for those of single rows.
+        The samples must be `text position`, with as many positions in each text. Pairs of one text are left out of the first
+        three terms, so that there is place for those of single texts.
         """
-        layers, each = len(self.pairs), self.pairs.shape[1] // rows
-        pairs = self.pairs.view(layers, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
-        with_row = self.with_row.view(layers, rows, each, rows).transpose(2, 3)
-        terms = torch.cat([pairs, with_row, self.between[..., None]], -1)
-        own = torch.arange(rows, device=terms.device)
+        layers, each = len(self.pairs), self.pairs.shape[1] // texts
+        pairs = self.pairs.view(layers, texts, each, texts, each).permute(0, 1, 3, 2, 4).flatten(3)
+        with_text = self.with_text.view(layers, texts, each, texts).transpose(2, 3)
+        terms = torch.cat([pairs, with_text, self.between[..., None]], -1)
+        own = torch.arange(texts, device=terms.device)
         terms[:, own, own] = 0
-        terms[:, own, own, 0] = (self.total / rows**0.5)[:, None]
-        terms[:, own, own, each**2 : -1] = self.of_sample.view(layers, rows, each)
-        terms[:, own, own, -1] = self.of_row
+        terms[:, own, own, 0] = (self.total / texts**0.5)[:, None]
+        terms[:, own, own, each**2 : -1] = self.of_sample.view(layers, texts, each)
+        terms[:, own, own, -1] = self.of_text
         signs = terms.new_ones(terms.shape[-1])
         signs[each**2 :] = -1
         return terms, signs
 
 
-def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
-    r"""Compute `RowTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same row.
+def terms_between_texts(gram: Tensor, text: Tensor) -> tuple[TextTerms, Tensor]:
+    r"""Compute `TextTerms` from Gram matrices: the terms of HSIC without pairs of samples from the same text.
 
     Also returns the squared distance of each sample from the mean, `layer n`.
 
-    With K and L of which pairs of one row are 0, G = `sample row` the membership of samples in rows, m = G'1, n = 1'm,
+    With K and L of which pairs of one text are 0, G = `sample text` the membership of samples in texts, m = G'1, n = 1'm,
     R = G'KG and S = G'LG,
 
-    $$\mathrm{HSIC}_{\mathrm{rows}} = \frac{1'(K \circ L)1}{q_2} + \frac{(1'R1)(1'S1) - 4\,(R1)'(S1) + 2\,\mathrm{tr}\,RS}{q_4}
+    $$\mathrm{HSIC}_{\mathrm{texts}} = \frac{1'(K \circ L)1}{q_2} + \frac{(1'R1)(1'S1) - 4\,(R1)'(S1) + 2\,\mathrm{tr}\,RS}{q_4}
     - 2\,\frac{(K1)'(L1) - 1'(KG \circ LG)1}{q_3}$$
 
-    with the numbers q of pairs, quadruples and triples of samples of distinct rows. With one sample a row it is HSIC_1.
+    with the numbers q of pairs, quadruples and triples of samples of distinct texts. With one sample a text it is HSIC_1.
 
     Args:
         gram: Gram matrix of the centred samples, `layer n n`.
-        row: `n`, the row of each sample, from 0.
+        text: `n`, the text of each sample, from 0.
     """
     gram = gram.double()
     squares = gram.diagonal(dim1=1, dim2=2).clone()
-    counts = torch.bincount(row.cpu()).double()
-    row = row.to(gram.device)
-    pairs = gram.masked_fill(row[:, None] == row, 0)
-    member = torch.nn.functional.one_hot(row, len(counts)).double()
-    with_row, of_sample = pairs @ member, pairs.sum(2)
-    between = member.T @ with_row
-    of_row = between.sum(2)
+    counts = torch.bincount(text.cpu()).double()
+    text = text.to(gram.device)
+    pairs = gram.masked_fill(text[:, None] == text, 0)
+    member = torch.nn.functional.one_hot(text, len(counts)).double()
+    with_text, of_sample = pairs @ member, pairs.sum(2)
+    between = member.T @ with_text
+    of_text = between.sum(2)
     powers = [float(counts.pow(power).sum()) for power in range(1, 5)]
-    two, three, four = tuples_of_rows(*powers)
+    two, three, four = tuples_of_texts(*powers)
     quadruple, triple = (two / four) ** 0.5, (2 * two / three) ** 0.5
-    terms = RowTerms(
+    terms = TextTerms(
         pairs,
-        triple * with_row,
+        triple * with_text,
         triple * of_sample,
         2**0.5 * quadruple * between,
-        2 * quadruple * of_row,
-        quadruple * of_row.sum(1),
+        2 * quadruple * of_text,
+        quadruple * of_text.sum(1),
     )
     return terms, squares
 
 
-def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
+def tuples_of_texts(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
     """Count ordered pairs, triples and quadruples of samples from different rows.
 
     Args:
@@ -439,7 +452,7 @@ def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tu
     Examples:
         Four rows of one sample: 4 * 3, 4 * 3 * 2 and 4 * 3 * 2 * 1.
 
-        >>> tuples_of_rows(4, 4, 4, 4)
+        >>> tuples_of_texts(4, 4, 4, 4)
         (12, 24, 24)
     """
     pairs = n**2 - squares
@@ -459,14 +472,14 @@ def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
     return {"x": totals[0], "y": totals[-1], "count": torch.tensor(rows(views[0]).shape[1])}
 
 
-def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], by_row: bool) -> dict[str, Tensor]:
+def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tensor], unit: str) -> dict[str, Tensor]:
     """Cross-products of one batch for `exact_hsic`, float64.
 
     Args:
         *views: the view of one model, or the views of two models on the same tokens.
         rows: function that takes a view and returns its samples, `layer sample d_model`.
         means: mean of the samples of each model, `layer d_model`.
-        by_row: whether pairs that share a row are left out, not only the pair of a sample with itself.
+        unit: "text" or "row" to leave out pairs that share a text or a row, not only the pair of a sample with itself.
 
     Returns:
         Fields `xy.*` for all pairs of layers; with two views, also `xx.*` and `yy.*` for each layer with itself.
@@ -474,8 +487,11 @@ def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tenso
     x = _centred(rows(views[0]), means[0])
     y = x if len(views) == 1 else _centred(rows(views[-1]).to(x.device), means[1])
     row = torch.arange(x.shape[1], device=x.device)
-    if by_row and rows.keywords["level"] == "token":
-        row = torch.unique_consecutive(views[0].sequence, return_inverse=True)[1].to(x.device)
+    of_token = views[0].sequence if unit == "row" or views[0].unit is None else views[0].unit
+    if rows.keywords["level"] != "token":
+        of_token = of_token[row_ends(views[0]).to(of_token.device)]
+    if unit != "token":
+        row = torch.unique_consecutive(of_token, return_inverse=True)[1].to(x.device)
     out = {f"xy.{name}": value for name, value in _products(x, y, row).items()}
     if len(views) == 2:
         for own, z in (("xx", x), ("yy", y)):
@@ -535,9 +551,9 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC of all samples, without pairs from the same row, computed from the summed output of `exact_kernel`.
+    """HSIC of all samples, without pairs from the same text, computed from the summed output of `exact_kernel`.
 
-    The samples sum to 0, so the terms of `without_rows` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
+    The samples sum to 0, so the terms of `terms_between_texts` become: pairs |X'Y|^2 - sum_a |X_a'Y_a|^2; quadruples
     sum |s_a|^2 sum |t_a|^2 - 6 sum |s_a|^2 |t_a|^2 + 2 |S'T|^2; and triples 2 sum_i (x_i s_a)(y_i t_a) - <X'Y, S'T>.
 
     Returns:
@@ -572,7 +588,7 @@ def exact_biased_cka(sums: Sums) -> Tensor:
 
 
 def _hsic_of(m: dict[str, Tensor], sums: Sums) -> Tensor:
-    pairs, triples, quadruples = tuples_of_rows(*sums["tuples"].tolist())
+    pairs, triples, quadruples = tuples_of_texts(*sums["tuples"].tolist())
     a, b = m["within"].shape
     cross, between = (rearrange(m[name], "(a d) (b e) -> a b (d e)", a=a, b=b) for name in ("cross", "between"))
     two = cross.square().sum(-1) - m["within"]

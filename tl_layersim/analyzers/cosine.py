@@ -31,6 +31,11 @@ MEAN_PLACES = 2
 LARGEST_SHIFT = 0.4
 
 
+def _same_layer(result: CosineResult) -> Tensor:
+    """Mask of the pairs of a layer with itself (`row column`)."""
+    return torch.eye(len(result.layers), dtype=torch.bool)
+
+
 @result_class
 class CosineResult(LayerMatrix):
     """Cosine similarity between residual layers: means and distributions over tokens. All tensors are float64.
@@ -87,6 +92,8 @@ class CosineResult(LayerMatrix):
         unit="fraction",
         title="Tokens whose activations at two layers point apart",
         within=(0, 1),
+        by_chance=(0, 1),
+        certain=_same_layer,
     )
     to_last: Float64[Tensor, "quantile row"] = axes(
         "quantile",

@@ -17,11 +17,11 @@ from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, without_nan
 from ..core.arguments import Probability
 from ..core.intervals import with_margin
-from ..core.result_declarations import Declaration, result_class
+from ..core.result_declarations import Declaration, result_class, texts_of_part
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
-from ._samples import held_out
+from ._samples import held_out, text_of
 from .analyzer import JIANG, Run, SiteNeed
 from .logit_lens import LensAnalyzer
 
@@ -51,6 +51,22 @@ class ExitPoint:
     speedup: float
 
 
+def _whole_model(result: ExitCurveResult) -> Tensor:
+    """Thresholds at which all blocks run, so that predictions are those of the last layer (`threshold`)."""
+    return torch.tensor(result.thresholds) >= 1
+
+
+def _whole_model_exits(result: ExitCurveResult) -> Tensor:
+    """The same over exits (`threshold 1`)."""
+    return _whole_model(result)[:, None]
+
+
+def _texts_of_parts(result: ExitCurveResult) -> Tensor:
+    """Number of texts in each half of the texts (`part 1`), see `texts_of_part`."""
+    positions = result.part_exits[:, 0].sum(-1, keepdim=True)
+    return texts_of_part(result, positions, positions.sum())
+
+
 @result_class
 class ExitCurveResult(Result):
     """Accuracy, agreement and speed-up of early exit at each threshold. All tensors are float64.
@@ -61,8 +77,8 @@ class ExitCurveResult(Result):
         agreement: `threshold`, fraction of positions whose prediction at the exit equals the last layer's; 1 at threshold 1.
         perplexity: `threshold`, exp of the mean cross-entropy at the exits.
         speedup: `threshold`, blocks of the full model divided by blocks run, L N / (sum of blocks run).
-        part_exits: `part threshold layer`, `exits` in each half of the rows: the half on which `threshold_for` chooses, and the
-            held-out half. A row's index decides its half; if rows have no index, its tokens do.
+        part_exits: `part threshold layer`, `exits` in each half of the texts: the half on which `threshold_for` chooses, and
+            the held-out half. A row's index decides its half; if rows have no index, its tokens do.
         part_accuracy: `part threshold`, `accuracy` of each half; NaN for a half without rows.
         part_agreement: `part threshold`, `agreement` of each half.
         part_perplexity: `part threshold`, `perplexity` of each half.
@@ -73,7 +89,7 @@ class ExitCurveResult(Result):
         chosen: threshold of the headline numbers; None for the lowest one with the agreement that the analyzer asks for.
     """
 
-    # Labels of the `part` axis: the rows that `threshold_for` chooses on, and the held-out rows.
+    # Labels of the `part` axis: the texts that `threshold_for` chooses on, and the held-out texts.
     parts: ClassVar[tuple[str, str]] = ("choice", "held-out")
     exits = ValuesAlias()
     values: Float64[Tensor, "threshold layer"] = axes(
@@ -83,7 +99,10 @@ class ExitCurveResult(Result):
         title="Positions that exit at each block",
         caption="Fraction of positions, for each threshold of the top probability " + EXITS_SOURCE,
         within=(0, math.inf),
+        by_chance=(0, 1),
+        certain=_whole_model_exits,
         out_of="values",
+        summed=("layer",),
         drawn="fractions",
     )
     accuracy: Float64[Tensor, " threshold"] = axes(
@@ -102,7 +121,8 @@ class ExitCurveResult(Result):
         title="Agreement of early exits with the last layer by threshold",
         better="higher",
         within=(0, 1),
-        by_chance=(0,),
+        by_chance=(0, 1),
+        certain=_whole_model,
     )
     perplexity: Float64[Tensor, " threshold"] = axes(
         "threshold",
@@ -123,13 +143,27 @@ class ExitCurveResult(Result):
         drawn="agreement",
     )
     part_exits: Float64[Tensor, "part threshold layer"] = axes(
-        "part", "threshold", "layer", within=(0, math.inf), out_of="part_exits"
+        "part",
+        "threshold",
+        "layer",
+        within=(0, math.inf),
+        by_chance=(0, 1),
+        certain=_whole_model_exits,
+        out_of="part_exits",
+        summed=("part", "layer"),
     )
     part_accuracy: Float64[Tensor, "part threshold"] = axes(
-        "part", "threshold", label="Accuracy", unit="fraction", within=(0, 1), by_chance=(0, 1)
+        "part", "threshold", label="Accuracy", unit="fraction", within=(0, 1), by_chance=(0, 1), units=_texts_of_parts
     )
     part_agreement: Float64[Tensor, "part threshold"] = axes(
-        "part", "threshold", label="Agreement with the last layer", unit="fraction", within=(0, 1), by_chance=(0,)
+        "part",
+        "threshold",
+        label="Agreement with the last layer",
+        unit="fraction",
+        within=(0, 1),
+        by_chance=(0, 1),
+        certain=_whole_model,
+        units=_texts_of_parts,
     )
     part_perplexity: Float64[Tensor, "part threshold"] = axes(
         "part", "threshold", label="Perplexity", scale="log", within=(1, math.inf)
@@ -151,8 +185,8 @@ class ExitCurveResult(Result):
 
         Args:
             threshold: one of `thresholds`.
-            held_out: whether to read the held-out half of the rows, on which `threshold_for` does not choose; NaN if a half has
-                no rows. False reads all rows.
+            held_out: whether to read the held-out half of the texts, on which `threshold_for` does not choose; NaN if a half
+                has no rows. False reads all rows.
 
         Raises:
             LayersimError: the threshold was not measured.
@@ -173,8 +207,8 @@ class ExitCurveResult(Result):
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
         """Lowest measured threshold that has the required agreement and accuracy.
 
-        All higher measured thresholds have them too. The lowest threshold is the fastest. It is chosen on one half of the rows,
-        on which its agreement is too high. `at(threshold, held_out=True)` has its agreement on the other half.
+        All higher measured thresholds have them too. The lowest threshold is the fastest. It is chosen on one half of the
+        texts, on which its agreement is too high. `at(threshold, held_out=True)` has its agreement on the other half.
 
         At threshold 1 no position exits early. If this threshold is returned, no lower measured threshold is sufficient, and
         more thresholds close to 1 should be measured.
@@ -220,7 +254,7 @@ class ExitCurveResult(Result):
     def _choice(self) -> tuple[Tensor, Tensor]:
         """Agreement and accuracy (each `threshold`) that are compared with the required values to choose a threshold.
 
-        They are measured on half of the rows, or on all rows if a half is empty.
+        They are measured on half of the texts, or on all rows if a half is empty.
         """
         if bool(self.part_agreement.isnan().any()):
             # A half is empty.
@@ -230,7 +264,9 @@ class ExitCurveResult(Result):
     @property
     def wanted(self) -> float:
         """Agreement of the headline's threshold, as the analyzer asks for it."""
-        return float(self.provenance.options.get("agreement", 0.95))
+        option = self.provenance.options.get("agreement")
+        # A result of a user's own program may have no such option.
+        return float(option) if isinstance(option, int | float) else 0.95
 
     def _threshold(self) -> float | None:
         """Threshold of the headline numbers."""
@@ -264,7 +300,7 @@ class ExitCurveResult(Result):
         speedup = with_margin(self, lambda result: result.at(threshold, held_out=True).speedup)
         return (
             f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
-            f"with a speed-up in blocks of {speedup}, on the half of the rows that was not used to choose the threshold."
+            f"with a speed-up in blocks of {speedup}, on the half of the texts that was not used to choose the threshold."
         )
 
 
@@ -396,12 +432,12 @@ def exit_kernel(
 
 
 def _part_of_row(view: View) -> Tensor:
-    """Which half of the rows each token is in (`token`): 0 to choose thresholds, 1 held out."""
+    """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
     if view.row is None:
         return by_tokens.long()
-    number = view.row.cpu()
+    number = text_of(view).cpu()
     return torch.where(number >= 0, held_out(number, 0.5, 0), by_tokens).long()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core import LayersimError, Sums, axes, result_class, typed
 from ..core.arguments import OpenFraction, PositiveFloat
-from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_rows, warn_of_few_samples
+from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_samples, warn_of_few_texts
 from ._permutation_null import CalibratedMatrix
 from ._samples import held_out
 from .analyzer import Run, Weight
@@ -82,9 +82,9 @@ class LinearPredictivity(CrossProductAnalyzer):
     not penalised. Squared errors and variances are added over the dimensions of y before they are divided: a dimension of y
     counts by its variance.
 
-    Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a
-    row decides alone, so the choice does not depend on batches. Held-out R2 follows exactly from the cross-products of the
-    held-out samples, in one pass and without keeping activations.
+    Whole texts are held out, with all rows that are cut from them or have their group: rows of one text are not independent.
+    The number of a text's first row decides alone, so the choice does not depend on batches. Held-out R2 follows exactly from
+    the cross-products of the held-out samples, in one pass and without keeping activations.
 
     The measure is invariant to translation of both sites, to the scale of each dimension of the predicting site, and to
     rotation and scale of the predicted site. At a ridge near 0 it is invariant to invertible linear maps of the predicting
@@ -93,15 +93,15 @@ class LinearPredictivity(CrossProductAnalyzer):
     Args:
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        permutations: number of random pairings of rows for the null distribution of `values`, see `Procrustes`. Training rows
-            are paired with each other, and so are held-out rows. Each pairing has its own cross-products, so memory and time
+        permutations: number of random pairings of texts for the null distribution of `values`, see `Procrustes`. Training texts
+            are paired with each other, and so are held-out texts. Each pairing has its own cross-products, so memory and time
             grow by this factor: select a few sites with `at=`.
         unit: see `Procrustes`.
-        seed: random seed of the choice of held-out rows and of the random pairings.
+        seed: random seed of the choice of held-out texts and of the random pairings.
         max_memory_gb: limit for the sums; a run that needs more raises an error before it starts. One model of L sites of width
             d needs 48 L (L + 1) / 2 d^2 bytes.
         ridge: strength of the penalty relative to the variance of each dimension of the predicting site, above 0.
-        test_fraction: fraction of the rows that are held out, spread evenly over the data.
+        test_fraction: fraction of the texts that are held out, spread evenly over the data.
 
     Source:
         Yamins et al. 2014 and Schrimpf et al. 2018 for linear predictivity of neural responses; Kornblith et al. 2019, table 1,
@@ -117,7 +117,7 @@ class LinearPredictivity(CrossProductAnalyzer):
     name: ClassVar[str] = "linear_predictivity"
     weighs: ClassVar[tuple[Weight, ...]] = ("samples",)
     symmetric: ClassVar[bool] = False
-    # Whole rows of the data are held out.
+    # Whole texts of the data are held out.
     prompts: ClassVar[bool] = True
     seconds_per_pair: ClassVar[float] = 0.1
     # Training and held-out samples.
@@ -139,7 +139,7 @@ class LinearPredictivity(CrossProductAnalyzer):
                 f"training and {test.samples} held-out {self.samples_in_words}."
             )
         warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
-        warn_of_few_rows("LinearPredictivity", int(sums["test.rows"]))
+        warn_of_few_texts("LinearPredictivity", int(sums["test.texts"]))
         sides = train.rows.defined & test.rows.defined, train.columns.defined & test.columns.defined
         known = self.defined_pairs(run, sides, count)
         values = self._r2(train, test, sides[0]).where(known, math.nan)

@@ -16,18 +16,29 @@ from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
+from ..core.result_declarations import texts_of_part
 from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..sources.model_description import Model
-from ._moments import ridge_probe, samples_differ, warn_of_few_rows, warn_of_few_samples
-from ._samples import GOLDEN, SHIFT, check_classes, held_out
+from ._moments import ridge_probe, samples_differ, warn_of_few_samples, warn_of_few_texts
+from ._samples import GOLDEN, SHIFT, check_classes, held_out, text_of
 from .analyzer import LabelledAnalyzer, Run, listed
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
 # A control label is drawn for each token type or row by a hash, in as many equal parts.
 CONTROL_PARTS = 128
+
+
+def _held_out_texts(result: LinearProbeResult) -> Tensor:
+    """Number of held-out texts, see `texts_of_part`."""
+    return texts_of_part(result, result.test_samples.sum(), result.test_samples.sum() + result.samples.sum())
+
+
+def _training_texts(result: LinearProbeResult) -> Tensor:
+    """Number of training texts, see `texts_of_part`."""
+    return texts_of_part(result, result.samples.sum(), result.test_samples.sum() + result.samples.sum())
 
 
 @result_class
@@ -60,6 +71,7 @@ class LinearProbeResult(Result):
         better="higher",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_held_out_texts,
     )
     train_accuracy: Float64[Tensor, " residual"] = axes(
         "residual",
@@ -68,6 +80,7 @@ class LinearProbeResult(Result):
         title="Accuracy of the probe on its training samples",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_training_texts,
     )
     control_accuracy: Float64[Tensor, " residual"] = axes(
         "residual",
@@ -76,13 +89,21 @@ class LinearProbeResult(Result):
         title="Accuracy of a linear probe of control labels",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_held_out_texts,
     )
     selectivity: Float64[Tensor, " residual"] = axes(
         "residual", label="Selectivity (difference of fractions)", title="Selectivity of a linear probe", within=(-1, 1)
     )
     majority: Float64[Tensor, ""] = axes(label="accuracy of the most frequent class", within=None)
     confusion: Float64[Tensor, "residual label prediction"] = axes(
-        "residual", "label", "prediction", within=(0, math.inf), out_of="confusion"
+        "residual",
+        "label",
+        "prediction",
+        within=(0, math.inf),
+        by_chance=(0, 1),
+        units=_held_out_texts,
+        out_of="confusion",
+        summed=("label", "prediction"),
     )
     samples: Float64[Tensor, " label"] = axes(
         "label", label="Training samples", title="Training samples of each class", within=None
@@ -129,7 +150,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
         control: see `LinearProbe`.
     """
 
-    # Whole rows of the data are held out.
+    # Whole texts of the data are held out.
     prompts: ClassVar[bool] = True
 
     labels: Any = "next_token"
@@ -151,7 +172,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     @property
     def split(self) -> partial[Tensor]:
-        """Function from the row indices of samples to a mask of held-out samples."""
+        """Function from the texts of samples, or with `first_test_row` from their rows, to a mask of held-out samples."""
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -224,7 +245,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
         train, test = self.counts(run.first)
         classes = (train + test).nonzero()[:, 0]
         warn_of_few_samples("LinearProbe", int(train.sum()), width, "samples")
-        warn_of_few_rows("LinearProbe", int(sums["test_rows"]))
+        warn_of_few_texts("LinearProbe", int(sums["test_texts"]))
         confusion = sums["confusion"].double()
         tested = confusion[0].sum(1)
         accuracy = confusion.diagonal(dim1=1, dim2=2).sum(1) / tested.sum()
@@ -260,15 +281,15 @@ class LinearProbe(ProbeAnalyzer):
     the intercept is not penalised. A first pass over the data sums over training samples, and a second pass counts predictions
     on held-out samples, so no activation is kept. Intervals hold the fitted probes fixed and vary the held-out rows.
 
-    Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a
-    row decides alone, so the choice does not depend on batches.
+    Whole texts are held out, with all rows that are cut from them or have their group: rows of one text are not independent.
+    The number of a text's first row decides alone, so the choice does not depend on batches.
 
     Args:
         labels: the classes, whole numbers from 0. "next_token": the following token. "data": the data's own column `labels` or
             `label`. Or a tensor, `row` or `row pos`. -100 marks a sample without a class.
-        test_fraction: fraction of the rows that are held out, spread evenly over the data.
+        test_fraction: fraction of the texts that are held out, spread evenly over the data.
         first_test_row: index of the first held-out row; all rows after it are held out too. Replaces `test_fraction`.
-        seed: random seed of the choice of held-out rows.
+        seed: random seed of the choice of held-out texts.
         max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a run that needs more raises an error
             before it starts.
         control: also fit probes for control labels, drawn at random with the frequencies of the classes: one for each "token"
@@ -359,12 +380,20 @@ def labelled(view: View, labels: str | Tensor, split: partial[Tensor]) -> tuple[
     Args:
         view: activations of one batch.
         labels: the classes.
-        split: function that takes the row of each sample and returns whether it is held out.
+        split: see `ProbeAnalyzer.split`.
     """
-    assert view.row is not None
     target = targets(view, labels)
-    known, out = target != NO_LABEL, split(view.row.to(target.device))
+    unit = unit_of_split(view, split)
+    known, out = target != NO_LABEL, split(unit.to(target.device))
     return target, known & ~out, known & out
+
+
+def unit_of_split(view: View, split: partial[Tensor]) -> Tensor:
+    """What `split` holds out as a whole: the text of each sample, or its row if the first held-out row is given (`sample`)."""
+    if split.keywords["first_row"] is None:
+        return text_of(view)
+    assert view.row is not None
+    return view.row
 
 
 def control_part(view: View, control: str, seed: int) -> Tensor:
@@ -406,7 +435,7 @@ def probe_sums_kernel(
         view: activations of one batch.
         labels: the classes.
         classes: a number above every class.
-        split: function that takes the row of each sample and returns whether it is held out.
+        split: see `ProbeAnalyzer.split`.
         control: the unit that control labels are drawn for, "token" or "row"; None for no control labels. Their sums
             are `parts` and `part_samples`.
     """
@@ -456,13 +485,13 @@ def probe_counts_kernel(
         classes: `class`, ascending.
         weight: `site width class`, weights of the probes.
         offset: `site class`, offsets of the probes; -inf for classes without training samples.
-        split: function that takes the row of each sample and returns whether it is held out.
+        split: see `ProbeAnalyzer.split`.
         control: for control labels: "token" or "row", the index of each part's class, and the weights and offsets of their
             probes. None for no control labels.
     """
-    assert view.row is not None
     target, train, test = labelled(view, labels, split)
-    out = {"train": train.sum(), "test_rows": torch.tensor(len(torch.unique(view.row.to(test.device)[test])))}
+    text = unit_of_split(view, split).to(test.device)
+    out = {"train": train.sum(), "test_texts": torch.tensor(len(torch.unique(text[test])))}
     device = view.activations.device
     number = torch.searchsorted(classes.to(target.device), target).to(device)
     train, test, k = train.to(device), test.to(device), len(classes)

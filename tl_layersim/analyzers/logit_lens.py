@@ -17,6 +17,7 @@ from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, without_nan
 from ..core.arguments import FilePath, PositiveFloat, Probability
 from ..core.intervals import with_margin
+from ..core.result_declarations import last_entry
 from ..core.site_names import site_in_words
 from ..core.wording import brief
 from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
@@ -93,6 +94,11 @@ class LensAnalyzer(LabelledAnalyzer):
         return head.written(self.norm == "final")
 
 
+def _targets(result: LogitLensResult) -> Tensor:
+    """Number of positions with a target."""
+    return torch.tensor(float(result.targets), dtype=torch.float64)
+
+
 @result_class
 class LogitLensResult(Result):
     """Loss, accuracy, agreement and entropy of the logit lens at each block. Float64, in nats.
@@ -147,6 +153,7 @@ class LogitLensResult(Result):
         better="higher",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_targets,
     )
     top_k_accuracy: Float64[Tensor, "k layer"] = axes(
         "k",
@@ -158,6 +165,7 @@ class LogitLensResult(Result):
         + JIANG.format("equation 2 and figure 2 a-b"),
         within=(0, 1),
         by_chance=(0, 1),
+        units=_targets,
     )
     target_probability: Float64[Tensor, " layer"] = axes(
         "layer",
@@ -175,7 +183,8 @@ class LogitLensResult(Result):
         + JIANG.format("section 2.2"),
         better="higher",
         within=(0, 1),
-        by_chance=(0,),
+        by_chance=(0, 1),
+        certain=last_entry,
     )
     kl_to_final: Float64[Tensor, " layer"] = axes(
         "layer",
@@ -201,6 +210,7 @@ class LogitLensResult(Result):
         title="Positions at which the target becomes more likely",
         within=(0, 1),
         by_chance=(0, 1),
+        units=_targets,
     )
     step_share_if_closer: Float64[Tensor, " layer"] = axes(
         "layer",
@@ -219,8 +229,10 @@ class LogitLensResult(Result):
         title="Correct predictions that a later layer loses",
         within=(0, 1),
         by_chance=(0, 1),
+        certain=last_entry,
+        units=_targets,
     )
-    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
+    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1), units=_targets)
     ks: tuple[int, ...]
     positions: int
     targets: int

@@ -24,11 +24,11 @@ class MutualKNNResult(MinibatchMatrix):
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models, in [0, 1].
-        chance: expected value for random neighbours: the mean over samples of k / (number of samples in other rows).
+        chance: expected value for random neighbours: the mean over samples of k / (number of samples in other texts).
         k: number of neighbours.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, averaged over minibatches.
+        texts: number of different texts in a minibatch, averaged over minibatches.
     """
 
     measure: ClassVar[str] = "shared neighbours"
@@ -39,8 +39,9 @@ class MutualKNNResult(MinibatchMatrix):
         unit="fraction",
         title="Mutual nearest neighbours of layers",
         caption="Fraction of the k nearest neighbours of a token at one layer that are also among its k nearest at the other "
-        "(Huh et al. 2024). Tokens of one row are no neighbours; neighbours at random share the fraction `chance`.",
+        "(Huh et al. 2024). Tokens of one text are no neighbours; neighbours at random share the fraction `chance`.",
         within=(0, 1),
+        by_chance=(0,),
     )
     chance: Float64[Tensor, ""] = axes(within=(0, 1))
     k: int
@@ -56,8 +57,8 @@ class MutualKNN(MinibatchAnalyzer):
 
     $$m_{\mathrm{NN}}(l, l') = \frac{1}{N} \sum_i \frac{|S_k^l(i) \cap S_k^{l'}(i)|}{k}$$
 
-    with the k nearest neighbours S of a sample within its minibatch, the samples of its own row left out. Minibatches are drawn
-    as for `CKA`. A larger minibatch is a harder test: `chance` is the mean of k / (number of samples of other rows).
+    with the k nearest neighbours S of a sample within its minibatch, the samples of its own text left out. Minibatches are
+    drawn as for `CKA`. A larger minibatch is a harder test: `chance` is the mean of k / (number of samples of other texts).
 
     Samples at equal distance, such as equal tokens before the first attention, share the places that are left among the k: of
     m samples for p places, each is a neighbour by p / m. The value is then the expected overlap if each layer breaks ties at
@@ -74,7 +75,7 @@ class MutualKNN(MinibatchAnalyzer):
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token.
         seed: random seed of the draws and of the permutations.
         max_memory_gb: limit for the sums of the null.
-        permutations: number of random pairings of rows for the null, see `CKA`; 0 for no null.
+        permutations: number of random pairings of texts for the null, see `CKA`; 0 for no null.
 
     Source:
         Huh, Cheung, Wang and Isola 2024 (arXiv 2405.07987). The null is that of `CalibratedMatrix`.
@@ -114,25 +115,25 @@ class MutualKNN(MinibatchAnalyzer):
         )
 
 
-def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> PairRelation:
+def nearest_neighbours(matrix: Tensor, text: Tensor | None, texts: int, by_text: bool, *, k: int) -> PairRelation:
     """Adjacency matrix of each layer's graph of k nearest neighbours, as a `PairRelation`.
 
-    Its `numbers` are the sums over samples of k / (number of samples in other rows).
+    Its `numbers` are the sums over samples of k / (number of samples in other texts).
 
     Args:
         matrix: dissimilarities, `layer n n`.
-        row: `n`, the row of each sample; samples of one row are no neighbours. None if all samples are from different rows.
-        rows: number of rows.
-        by_row: whether to return the terms by row too.
+        text: `n`, the text of each sample; samples of one text are no neighbours. None if all samples are from different texts.
+        texts: number of texts.
+        by_text: whether to return the terms by text too.
         k: number of neighbours.
     """
     layers, n = matrix.shape[:2]
-    row = torch.arange(n) if row is None else row
-    own = (row[:, None] == row).to(matrix.device)
+    text = torch.arange(n) if text is None else text
+    own = (text[:, None] == text).to(matrix.device)
     apart = matrix.masked_fill(own, torch.inf)
     furthest = apart.kthvalue(k, dim=-1, keepdim=True).values
     nearer, tied = (apart < furthest).double(), (apart == furthest).double()
     places = k - nearer.sum(-1, keepdim=True)
     graph = nearer + tied * places / tied.sum(-1, keepdim=True)
     chance = (k / (n - own.sum(1).double())).sum()
-    return relation_of_pairs(graph.flatten(1), rows if by_row else None, {"chance_{}": chance.expand(layers)})
+    return relation_of_pairs(graph.flatten(1), texts if by_text else None, {"chance_{}": chance.expand(layers)})

@@ -93,7 +93,7 @@ class NeuralCollapseResult(Result):
         "residual", label="Variance between classes", title="Variance between classes at each layer", within=(0, math.inf)
     )
     samples: Float64[Tensor, " label"] = axes(
-        "label", label="Samples", title="Samples of each class", within=(0, math.inf), out_of="samples"
+        "label", label="Samples", title="Samples of each class", within=(0, math.inf), by_chance=(0, 1), out_of="samples"
     )
     labels: tuple[int, ...]
 

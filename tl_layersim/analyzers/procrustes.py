@@ -90,11 +90,11 @@ class Procrustes(CrossProductAnalyzer):
         level: "token" takes each token as a sample; "sequence" takes each row of tokens as one.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
         permutations: number of random pairings for the null distribution of each value and of the maximum over pairs. In pools
-            of 16 rows (256 rows if each has one sample), whole rows are exchanged, position with position, in the same way for
-            all pairs of sites. Each pairing has its own cross-products, so memory and time grow by this factor: select a few
-            sites with `at=`.
-        unit: the unit that the null exchanges: "row" for whole rows, whose tokens depend on each other; "token" for single
-            samples.
+            of 16 texts (256 texts if each has one sample), whole texts are exchanged, position with position, in the same way
+            for all pairs of sites. Each pairing has its own cross-products, so memory and time grow by this factor: select a
+            few sites with `at=`.
+        unit: the unit that the null exchanges: "text" for whole texts, with all rows that are cut from them or have their
+            group; "row" for rows, "token" for single samples.
         seed: random seed of the pairings.
         max_memory_gb: limit for the sums; a run that needs more raises an error before it starts. One model of L sites of width
             d needs 24 L (L + 1) / 2 d^2 bytes.

@@ -37,7 +37,7 @@ class RSAResult(MinibatchMatrix):
             layers.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
-        rows: number of different rows in a minibatch, averaged over minibatches.
+        texts: number of different texts in a minibatch, averaged over minibatches.
     """
 
     measure: ClassVar[str] = "RSA"
@@ -59,8 +59,8 @@ class RSA(MinibatchAnalyzer):
 
     $$\mathrm{RSA}(l, l') = \mathrm{corr}_{i < j}\big(d(x_i^l, x_j^l),\; d(x_i^{l'}, x_j^{l'})\big)$$
 
-    The correlation is taken within minibatches of n samples, over their pairs of different rows, and averaged with the number
-    of pairs as weight. Pairs of tokens of one row are left out, because these depend on each other. Minibatches are drawn as
+    The correlation is taken within minibatches of n samples, over their pairs of different texts, and averaged with the number
+    of pairs as weight. Pairs of tokens of one text are left out, because these depend on each other. Minibatches are drawn as
     for `CKA`. A minibatch in which all dissimilarities of a layer are equal is left out of the averages of that layer with all
     others.
 
@@ -77,7 +77,7 @@ class RSA(MinibatchAnalyzer):
         seed: random seed of the draws and of the permutations.
         deconfound: "input" regresses the embedding's dissimilarities out of each layer's, see `CKA`.
         max_memory_gb: limit for the sums of the null.
-        permutations: number of random pairings of rows for the null, see `CKA`; 0 for no null.
+        permutations: number of random pairings of texts for the null, see `CKA`; 0 for no null.
 
     Source:
         Kriegeskorte, Mur and Bandettini 2008, doi:10.3389/neuro.06.004.2008. The null is that of `CalibratedMatrix`.
@@ -113,22 +113,22 @@ class RSA(MinibatchAnalyzer):
         return RSAResult(**self.similarities(sums, run, values, sums.fields.get("null norms", values), inputs))
 
 
-def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> PairRelation:
+def centred_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by_text: bool, *, ranked: bool) -> PairRelation:
     """Centred and normalised dissimilarities of all pairs of samples, as a `PairRelation`.
 
     The inner product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.
 
     Args:
         matrix: dissimilarities, `layer n n`.
-        row: `n`, the row of each sample; pairs that share a row are left out. None if all samples are from different rows.
-        rows: number of rows.
-        by_row: whether to return the terms by row too.
+        text: `n`, the text of each sample; pairs that share a text are left out. None if all samples are from different texts.
+        texts: number of texts.
+        by_text: whether to return the terms by text too.
         ranked: whether to replace dissimilarities by their ranks.
     """
     layers, n = matrix.shape[:2]
     first, second = torch.triu_indices(n, n, 1, device=matrix.device)
-    if row is not None:
-        apart = (row[first.cpu()] != row[second.cpu()]).to(matrix.device)
+    if text is not None:
+        apart = (text[first.cpu()] != text[second.cpu()]).to(matrix.device)
         first, second = first[apart], second[apart]
     pairs = matrix[:, first, second]
     # The mean of equal float32 numbers, or of equal ranks, is exact in float64: pairs that do not vary become 0.
@@ -139,4 +139,4 @@ def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_ro
     relation = pairs.new_zeros(layers, n, n)
     relation[:, first, second] = pairs
     relation[:, second, first] = pairs
-    return relation_of_pairs(relation.flatten(1), rows if by_row else None)
+    return relation_of_pairs(relation.flatten(1), texts if by_text else None)

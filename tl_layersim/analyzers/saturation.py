@@ -16,6 +16,7 @@ from ..activations.view import Kernel, View
 from ..architectures.unembed import LayerHeads
 from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..core.intervals import with_margin
+from ..core.result_declarations import last_entry
 from ..lens.statistics import read_vectors, saturation_layers
 from .analyzer import Run, SiteNeed, omitted_at
 from .cosine import mean_kernel
@@ -48,6 +49,7 @@ class SaturationResult(Result):
         caption="Number of tokens whose most likely next token is final from each block on "
         + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
         within=(0, math.inf),
+        by_chance=(0, 1),
         out_of="values",
         drawn="bars",
     )
@@ -58,7 +60,8 @@ class SaturationResult(Result):
         title="Tokens that have saturated by each layer",
         caption="Fraction of tokens that saturate at each block or before " + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
         within=(0, 1),
-        by_chance=(0,),
+        by_chance=(0, 1),
+        certain=last_entry,
     )
     early_share: Float64[Tensor, ""] = axes(
         label="Positions that saturate before the last layer",

@@ -26,6 +26,24 @@ from .analyzer import Run, SiteNeed, need_tokens, sites_where
 from .logit_lens import LensAnalyzer
 
 
+def _samples_of_classes(result: TaskMetricsResult) -> Tensor:
+    """Number of samples that decide the F1 of each class, at most (`label layer`).
+
+    F1 = 2 J / (1 + J), with J the fraction of right predictions among the samples whose label or prediction is the class. Near
+    0, F1 is twice J, so that half as many samples give its interval.
+    """
+    confusion = result.confusion
+    right = confusion.diagonal(dim1=1, dim2=2)
+    either = confusion.sum(2) + confusion.sum(1) - right
+    return either.clamp(max=result.provenance.texts).T / 2
+
+
+def _samples_of_rarest_class(result: TaskMetricsResult) -> Tensor:
+    """The same for the class with the fewest samples, on which macro F1 depends as much as on others (`layer`)."""
+    each = _samples_of_classes(result)
+    return each.where(each > 0, math.inf).amin(0)
+
+
 @result_class
 class TaskMetricsResult(Result):
     """F1, accuracy and Matthews correlation of a classifier's lens predictions at each block. All tensors are float64.
@@ -51,6 +69,8 @@ class TaskMetricsResult(Result):
         "block (Jiang, Zhou and Zhu 2024, figures 8 and 21, show the accuracy).",
         better="higher",
         within=(0, 1),
+        by_chance=(0, 1),
+        units=_samples_of_rarest_class,
     )
     accuracy: Float64[Tensor, " layer"] = axes(
         "layer",
@@ -68,12 +88,25 @@ class TaskMetricsResult(Result):
         caption="1 where all predictions are right, 0 where they say nothing of the label (Matthews 1975; Gorodkin 2004).",
         better="higher",
         within=(-1, 1),
+        by_chance=(-1, 1),
     )
     f1_by_class: Float64[Tensor, "label layer"] = axes(
-        "label", "layer", label="F1 (0 to 1)", title="F1 of each class, by layer", within=(0, 1)
+        "label",
+        "layer",
+        label="F1 (0 to 1)",
+        title="F1 of each class, by layer",
+        within=(0, 1),
+        by_chance=(0, 1),
+        units=_samples_of_classes,
     )
     confusion: Float64[Tensor, "layer label prediction"] = axes(
-        "layer", "label", "prediction", within=(0, math.inf), out_of="confusion"
+        "layer",
+        "label",
+        "prediction",
+        within=(0, math.inf),
+        by_chance=(0, 1),
+        out_of="confusion",
+        summed=("label", "prediction"),
     )
     labels: tuple[int, ...]
 

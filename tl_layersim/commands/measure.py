@@ -150,7 +150,7 @@ def _print_curve(curve: Any, agreement: float) -> None:
         return
     point = curve.at(chosen, held_out=True)
     print(
-        f"{MARK} Recommended: threshold {chosen:g}. On one half of the rows, this and all higher thresholds have an agreement "
+        f"{MARK} Recommended: threshold {chosen:g}. On one half of the texts, this and all higher thresholds have an agreement "
         f"of {agreement:g} or more. On the other half, {point.speedup:.3g} times fewer blocks run, with an agreement of "
         f"{point.agreement:.4g}. The cost of exit checks is not included."
     )

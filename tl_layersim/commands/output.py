@@ -114,7 +114,6 @@ def print_headlines(report: Any) -> None:
 def print_run(report: Any) -> None:
     """Print one line on the model, the tokens and the sites of a run."""
     run = next(iter(report.values())).provenance
-    how = "packed" if run.options.get("pack") else "one text a row"
     rule = run.options.get("positions", "all")
     which = "" if rule == "all" else f", positions {rule}"
     skipped = run.options.get("skip_first", 0)
@@ -123,7 +122,8 @@ def print_run(report: Any) -> None:
     at = run.options.get("at", "")
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
     sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
-    print(printable(f"{run.model}: {run.tokens} tokens in {run.sequences} rows ({how}){left}{sites}", lines=False))
+    how = "" if run.options.get("pack") or run.texts < run.sequences else " (one text a row)"
+    print(printable(f"{run.model}: {run.tokens} tokens in {run.rows_in_words}{how}{left}{sites}", lines=False))
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -216,11 +216,11 @@ def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tu
     if rank_and_size()[1] == 1:
         return tree.blocks()
     own = tree.coarser(max(gathered(tree.size))).blocks()
-    counts = gathered([(block.rows, block.tokens) if deal.leads else (0, 0) for block in own])
+    counts = gathered([(block.texts, block.tokens) if deal.leads else (0, 0) for block in own])
     total = []
     for number in range(max(map(len, counts))):
         mine = own[number].sums if number < len(own) else {name: Sums() for name in names}
         each = [rank[number] for rank in counts if number < len(rank)]
-        rows, tokens = (sum(column) for column in zip(*each, strict=True))
-        total.append(DataBlock(rows, tokens, add_over_ranks(mine, deal)))
+        texts, tokens = (sum(column) for column in zip(*each, strict=True))
+        total.append(DataBlock(texts, tokens, add_over_ranks(mine, deal)))
     return tuple(total)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .arguments import typed
 from .errors import LayersimError
-from .result_declarations import declarations
+from .result_declarations import Declaration, declarations
 from .wording import brief, equation, number_text, p_value_text, rounded_to_margin
 
 # Words in the names of headline numbers that are extremes, or thresholds which the data choose.
@@ -150,6 +150,43 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
     return error.where(error.isfinite(), math.nan)
 
 
+class Skewness(NamedTuple):
+    """Skewness of a statistic (`skewness_of`), and the degrees of freedom of its error (`effective_degrees`)."""
+
+    skew: Tensor
+    degrees: Tensor
+
+
+def skewness_of(value: Tensor, replicates: Tensor) -> Tensor:
+    r"""Skewness of a statistic, from its jackknife replicates: near 0 if the blocks' contributions are symmetric.
+
+    $$s = \frac{\sum_j d_j^3}{\big(\sum_j d_j^2\big)^{3/2}}, \qquad
+    d_j = \frac{1}{g} \sum_i \hat\theta_{(i)} - \hat\theta_{(j)}$$
+
+    For a mean of g numbers it is the sample's coefficient of skewness over the root of g.
+
+    Args:
+        value: the statistic on all data.
+        replicates: `block ...`, the statistic without each block.
+
+    Returns:
+        In the shape of `value`, between -1 and 1; 0 if no block changes the statistic.
+
+    Examples:
+        The mean of 0, 0, 0, 0, 5.
+
+        >>> without = torch.tensor([1.25, 1.25, 1.25, 1.25, 0.0]).double()
+        >>> round(float(skewness_of(torch.tensor(1.0).double(), without)), 3)
+        0.671
+    """
+    if len(replicates) < 2:
+        return torch.zeros_like(value)
+    deviation = replicates - value
+    contributions = deviation.mean(0) - deviation
+    ratio: Tensor = contributions.pow(3).sum(0) / contributions.square().sum(0).pow(1.5)
+    return ratio.where(ratio.isfinite(), 0.0)
+
+
 def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
     """Degrees of freedom of a jackknife error. This is the number of blocks that change the statistic, minus one.
 
@@ -177,19 +214,100 @@ def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
     return degrees.where(changed > 0, float(max(len(replicates) - 1, 1)))
 
 
+def effective_degrees(value: Tensor, replicates: Tensor) -> Tensor:
+    r"""Degrees of freedom of a jackknife error that a few blocks may make up.
+
+    $$\nu = \min\Big(k - 1, \frac{2 k}{\kappa - 1}\Big)$$
+
+    with the number k of blocks that change the statistic and the kurtosis κ of their contributions, 3 for normal ones. If a few
+    long texts or rare large losses make up most of the error, it is as uncertain as one of fewer blocks.
+
+    Args:
+        value: the statistic on all data.
+        replicates: `block ...`, the statistic without each block.
+
+    Returns:
+        In the shape of `value`; NaN where `degrees_of_freedom` is.
+
+    Source:
+        Satterthwaite 1946, An approximate distribution of estimates of variance components; the variance of a sample variance
+        of k numbers is (κ - 1) / k times its square.
+
+    Examples:
+        One of sixteen blocks makes up most of the error.
+
+        >>> without = torch.tensor([0.4] + 14 * [0.501] + [0.502]).double()
+        >>> round(float(effective_degrees(torch.tensor(0.5).double(), without)), 1)
+        2.4
+    """
+    degrees = degrees_of_freedom(value, replicates)
+    if len(replicates) < 2:
+        return degrees
+    deviation = replicates - value
+    squares = (deviation - deviation.mean(0)).square()
+    changed = degrees + 1
+    kurtosis = changed * squares.square().sum(0) / squares.sum(0).square()
+    # Contributions of one size have a kurtosis of 1 and leave no doubt about the error. A constant has none.
+    effective = (2 * changed / (kurtosis - 1)).where(kurtosis > 1, math.inf)
+    return torch.minimum(degrees, effective)
+
+
+def symmetrised(ratio: Tensor, skew: Tensor | float) -> Tensor:
+    r"""Hall's transformation of the ratio of a statistic's deviation to its error, which then is nearly Student's t.
+
+    $$g(t) = t + \frac{s}{3} t^2 + \frac{s^2}{27} t^3 + \frac{s}{6}$$
+
+    It is monotone, and undoes that a skewed statistic and its error depend on each other.
+
+    Args:
+        ratio: (statistic - its true value) / standard error.
+        skew: skewness s of the statistic, see `skewness_of`.
+
+    Source:
+        Hall 1992, On the removal of skewness by transformation.
+    """
+    skew = torch.as_tensor(skew, dtype=torch.float64)
+    return ratio + skew / 3 * ratio.square() + skew.square() / 27 * ratio.pow(3) + skew / 6
+
+
+def ratio_at(quantile: Tensor, skew: Tensor | float) -> Tensor:
+    """Inverse of `symmetrised`: the ratio of deviation to error whose transformation is a quantile of Student's t.
+
+    Args:
+        quantile: the quantile.
+        skew: skewness of the statistic.
+
+    Examples:
+        >>> skew = torch.tensor(0.4).double()
+        >>> round(float(symmetrised(ratio_at(torch.tensor(2.0).double(), skew), skew)), 9)
+        2.0
+    """
+    skew = torch.as_tensor(skew, dtype=torch.float64)
+    shifted = quantile - skew / 6
+    cube = 1 + skew * shifted
+    root = cube.sign() * cube.abs().pow(1 / 3)
+    # root - 1 = (cube - 1) / (root² + root + 1), which keeps its digits for a small skewness.
+    return 3 * shifted / (root.square() + root + 1)
+
+
 def t_interval(
     value: Tensor,
     error: Tensor,
     degrees: Tensor,
     level: float,
-    within: tuple[float, float] = UNBOUNDED,
-    rows: tuple[float, float] = (math.inf, math.inf),
+    within: tuple[float | Tensor, float | Tensor] = UNBOUNDED,
+    rows: tuple[float | Tensor, float | Tensor] = (math.inf, math.inf),
+    skewness: Skewness | None = None,
 ) -> ConfidenceInterval:
-    """Student's t interval of a statistic. It is symmetric on a scale without bounds, such as the log-odds.
+    """Student's t interval of a statistic, on a scale without bounds, corrected for skewness.
 
     The scale is log((x - a) / (b - x)) for a quantity between a and b, and log(x - a) or -log(b - x) for one with a single
     bound. Errors are carried over by the derivative. So the interval of a rare fraction or of a similarity near 1 is longer on
     the side away from the bound, and no end has to be cut, except at a value that is a bound itself.
+
+    With `skewness`, each end is the farther one of this interval and of Hall's interval for skewed statistics, unless Hall's
+    end lies beyond a bound. Few texts show too little of the skewness of their kind, so neither is long enough alone
+    (`benchmarks/coverage.py`).
 
     Args:
         value: the statistic.
@@ -197,14 +315,15 @@ def t_interval(
         degrees: degrees of freedom of each error; an interval without any is NaN.
         level: confidence level, such as 0.95.
         within: bounds of the statistic.
-        rows: for fractions, the number of rows of the data, for each bound that all samples may reach by chance; infinite for
-            another bound. A fraction at such a bound has Wilson's interval, for the number of independent samples that the
-            entry with the largest design effect is worth, or for the rows if no entry has an error.
+        rows: for fractions, the number of independent units, such as texts, for each bound that all samples may reach by
+            chance; infinite for another bound. A fraction at such a bound has Wilson's interval, for as many independent
+            samples as the entry with the largest design effect is worth, but for no more than these units.
+        skewness: skewness of the statistic and the effective degrees of its error.
 
     Source:
-        Wilson 1927, Probable inference, the law of succession, and statistical inference. Effective number of samples
-        p (1 - p) / error²: Korn and Graubard 1998, Confidence intervals for proportions with small expected number of
-        positive counts estimated from survey data.
+        Hall 1992, On the removal of skewness by transformation. Wilson 1927, Probable inference, the law of succession, and
+        statistical inference. Effective number of samples p (1 - p) / error²: Korn and Graubard 1998, Confidence intervals for
+        proportions with small expected number of positive counts estimated from survey data.
 
     Examples:
         >>> one = torch.tensor(0.02).double()
@@ -219,39 +338,69 @@ def t_interval(
     """
     from scipy.stats import t
 
-    low, high = within
+    low, high = (torch.as_tensor(bound, dtype=torch.float64) for bound in within)
     quantile = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy()))
     margin = quantile * error
-    plain = ((value - margin).clamp(min=low), (value + margin).clamp(max=high))
     inside = (value > low) & (value < high)
-    if math.isfinite(low) or math.isfinite(high):
-        # The derivative of the scale is a sum over both bounds; an infinite bound adds 0.
-        step = margin * (1 / (value - low) + 1 / (high - value))
-        plain = (
-            _moved(value, -step, low, high).where(inside, plain[0]),
-            _moved(value, step, low, high).where(inside, plain[1]),
-        )
-    least, most = plain
-    if min(rows) < math.inf:
-        worth = ((value - low) * (high - value) / error.square())[inside & (error > 0)]
-        samples = float(worth.min()) if len(worth) else min(rows)
-        width = (high - low) * quantile.square() / (quantile.square() + samples)
-        most = (low + width).where((value == low) & math.isfinite(rows[0]), most)
-        least = (high - width).where((value == high) & math.isfinite(rows[1]), least)
+    # The derivative of the scale is a sum over both bounds; an infinite bound adds 0.
+    step = margin * (1 / (value - low) + 1 / (high - value))
+    scaled = inside & (low.isfinite() | high.isfinite())
+    least = _moved(value, -step, low, high).where(scaled, (value - margin).maximum(low))
+    most = _moved(value, step, low, high).where(scaled, (value + margin).minimum(high))
+    if skewness is not None:
+        skewed = torch.as_tensor(t.ppf(0.5 + level / 2, skewness.degrees.numpy()))
+        # The true value lies below the statistic where the statistic is too large.
+        below = value - ratio_at(skewed, skewness.skew) * error
+        above = value - ratio_at(-skewed, skewness.skew) * error
+        least = torch.minimum(least, below.where(below > low, least))
+        most = torch.maximum(most, above.where(above < high, most))
+    at_low, at_high = chance_margins(value, error, quantile, within, rows)
+    most = most.where(at_low == 0, low + at_low)
+    least = least.where(at_high == 0, high - at_high)
     # A value may exceed a bound by rounding; its interval contains it nevertheless.
     least, most = torch.minimum(least, value), torch.maximum(most, value)
-    return ConfidenceInterval(value, least.where(~margin.isnan(), math.nan), most.where(~margin.isnan(), math.nan), error)
+    known = ~margin.isnan()
+    return ConfidenceInterval(value, least.where(known, math.nan), most.where(known, math.nan), error)
 
 
-def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
+def chance_margins(
+    value: Tensor,
+    error: Tensor,
+    quantile: Tensor,
+    within: tuple[float | Tensor, float | Tensor],
+    rows: tuple[float | Tensor, float | Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Widths of Wilson's intervals of fractions that are at their lower or at their upper bound by chance; 0 elsewhere.
+
+    Args:
+        value: the fractions.
+        error: their standard errors.
+        quantile: quantile of Student's t.
+        within: bounds of the fractions.
+        rows: numbers of independent units, see `t_interval`.
+    """
+    low, high = (torch.as_tensor(bound, dtype=torch.float64) for bound in within)
+    at_low, at_high = (torch.as_tensor(number, dtype=torch.float64).expand_as(value) for number in rows)
+    nothing = torch.zeros_like(value)
+    if not bool((at_low.isfinite() | at_high.isfinite()).any()):
+        return nothing, nothing
+    worth = ((value - low) * (high - value) / error.square())[(value > low) & (value < high) & (error > 0)]
+    most = float(worth.min()) if len(worth) else math.inf
+    margins = [(high - low) * quantile.square() / (quantile.square() + number.clamp(max=most)) for number in (at_low, at_high)]
+    return (
+        margins[0].where((value == low) & at_low.isfinite(), nothing),
+        margins[1].where((value == high) & at_high.isfinite(), nothing),
+    )
+
+
+def _moved(x: Tensor, step: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Move x by a step on the log or log-odds scale of `t_interval`."""
-    if math.isinf(high):
-        return low + (x - low) * step.exp()
-    if math.isinf(low):
-        return high - (high - x) * (-step).exp()
-    # The scale is log-odds. This form keeps the digits of small fractions.
+    above_low = low + (x - low) * step.exp()
+    below_high = high - (high - x) * (-step).exp()
+    # The scale of two bounds is log-odds. This form keeps the digits of small fractions.
     odds = (x - low) / (high - x) * step.exp()
-    return torch.where(odds.isinf(), high, low + (high - low) * odds / (1 + odds))
+    between = torch.where(odds.isinf(), high, low + (high - low) * odds / (1 + odds))
+    return torch.where(high.isinf(), above_low, torch.where(low.isinf(), below_high, between))
 
 
 def neighbour_correlation(replicates: Tensor) -> Tensor:
@@ -273,13 +422,16 @@ def neighbour_correlation(replicates: Tensor) -> Tensor:
     return (deviation[1:] * deviation[:-1]).sum(0) / deviation.square().sum(0)
 
 
-def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
+def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor, skewness: Skewness | None = None) -> Tensor:
     """Two-sided p-value of a t test that a statistic is 0. NaN if the standard error is 0 or NaN.
+
+    It is at most 1 - level exactly if the `t_interval` of the statistic, without bounds, does not contain 0.
 
     Args:
         value: the statistic.
         error: its standard error.
         degrees: degrees of freedom of each error.
+        skewness: skewness of the statistic and the effective degrees of its error.
 
     Examples:
         >>> one = torch.tensor(1.0).double()
@@ -288,8 +440,14 @@ def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
     """
     from scipy.stats import t
 
-    ratio = (value / error).abs().where(error > 0, math.nan)
-    return torch.as_tensor(2 * t.sf(ratio.numpy(), degrees.numpy()), dtype=torch.float64)
+    ratio = (value / error).where(error > 0, math.nan)
+    p = torch.as_tensor(2 * t.sf(ratio.abs().numpy(), degrees.numpy()), dtype=torch.float64)
+    if skewness is None:
+        return p
+    corrected = symmetrised(ratio, skewness.skew)
+    # Below 0 on the other side of the statistic's centre, where nothing is rejected.
+    away = (corrected * ratio.sign()).clamp(min=0)
+    return p.maximum(torch.as_tensor(2 * t.sf(away.numpy(), skewness.degrees.numpy()), dtype=torch.float64))
 
 
 def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor]) -> Tensor:
@@ -312,6 +470,59 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
     return joint.where(a + b != 0, degrees[0] + degrees[1])
 
 
+class Uncertainty(NamedTuple):
+    """Standard error of a statistic, the degrees of freedom of the error, and the skewness of the statistic."""
+
+    error: Tensor
+    degrees: Tensor
+    skewness: Skewness
+
+    @classmethod
+    def of(cls, value: Tensor, replicates: Tensor) -> Uncertainty:
+        """The uncertainty of a statistic, from its jackknife replicates.
+
+        Args:
+            value: the statistic on all data.
+            replicates: `block ...`, the statistic without each block.
+        """
+        skewness = Skewness(skewness_of(value, replicates), effective_degrees(value, replicates))
+        return cls(standard_error(value, replicates), degrees_of_freedom(value, replicates), skewness)
+
+    def at_least(self, other: Uncertainty, ratio: float) -> Uncertainty:
+        """This uncertainty, or that of a sample of the other's texts with as many texts as this one, if it is larger.
+
+        A few texts may all miss what is rare, such as large losses, and their error misses it too. The larger sample shows it.
+
+        Args:
+            other: uncertainty of the same statistic in a larger sample.
+            ratio: number of texts of the other sample over that of this one.
+        """
+        lent = other.error * math.sqrt(ratio)
+        larger = lent > self.error
+        skew = (other.skewness.skew * math.sqrt(ratio)).clamp(-1, 1)
+        return Uncertainty(
+            lent.where(larger, self.error),
+            other.degrees.where(larger, self.degrees),
+            Skewness(
+                skew.where(larger, self.skewness.skew),
+                other.skewness.degrees.where(larger, self.skewness.degrees),
+            ),
+        )
+
+    def of_difference(self, subtracted: Uncertainty) -> Uncertainty:
+        """Uncertainty of this statistic minus an independent one. Squared errors and third moments add up.
+
+        Args:
+            subtracted: uncertainty of the other statistic.
+        """
+        errors = (self.error, subtracted.error)
+        error = (errors[0].square() + errors[1].square()).sqrt()
+        third = self.skewness.skew * errors[0].pow(3) - subtracted.skewness.skew * errors[1].pow(3)
+        skew = (third / error.pow(3)).where(error > 0, 0.0)
+        effective = welch_degrees(errors, (self.skewness.degrees, subtracted.skewness.degrees))
+        return Uncertainty(error, welch_degrees(errors, (self.degrees, subtracted.degrees)), Skewness(skew, effective))
+
+
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
     """Confidence interval of a tensor field, or of a function of the result. It implements `Result.interval`."""
     refuse_no_blocks(result)
@@ -320,9 +531,15 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
         if own.within is None:
             others = ", ".join(name for name, bounds in bounds_of(result).items() if bounds is not None)
             raise LayersimError(f"{type(result).__name__}.{what} has no interval; fields with intervals: {others or 'none'}.")
-        parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), own.out_of)
-        low, high = (result.provenance.sequences if bound in own.by_chance else math.inf for bound in own.within)
-        return _interval(*parts, level, own.within, (low, high))
+        value, replicates = with_and_without_blocks(result, lambda one: aligned(one, result, field), own)
+        if not own.out_of:
+            return jackknife_interval(value, replicates, level, own.within, units_of(result, own))
+        total = own.total(result)
+        low, high = own.within
+        # A count is at most its total.
+        within = (low / total, torch.as_tensor(high).minimum(total) / total)
+        fraction = jackknife_interval(value / total, replicates / total, level, within, units_of(result, own))
+        return ConfidenceInterval(value, *(part * total for part in fraction[1:]))
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
@@ -369,7 +586,7 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
     """
     each = torch.cat([value[None], replicates]) if len(replicates) else value[None]
     if value.dim() or not bool(each.isfinite().all()):
-        return _interval(value, replicates, level)
+        return jackknife_interval(value, replicates, level)
     if bool((each != value).any()) and bool((each == each.round()).all()):
         return None
     places, jumps = [], False
@@ -380,11 +597,11 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
             places += [(name, int(place)) for place in equal.all(0).nonzero()[:1]]
             jumps |= bool(equal.any(1).all())
     if not places:
-        return None if jumps else _interval(value, replicates, level)
+        return None if jumps else jackknife_interval(value, replicates, level)
     # A number at a bound may be in several fields. Fields that reach the bound by chance have intervals with a width.
-    field, place = min(places, key=lambda one: float(value) not in result.declared(one[0]).by_chance)
+    field, place = min(places, key=lambda one: not result.declared(one[0]).by_chance)
     if result.declared(field).within is None:
-        return _interval(value, replicates, level)
+        return jackknife_interval(value, replicates, level)
     return ConfidenceInterval(*(part.reshape(-1)[place] for part in interval_of(result, field, level)))
 
 
@@ -429,25 +646,79 @@ def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
     return {name: own.within for name, own in declarations(result).items()}
 
 
-def _interval(
+def chance_error(result: Any, declared: Declaration, value: Tensor, error: Tensor, degrees: Tensor, level: float) -> Tensor:
+    """Standard error that gives Wilson's interval to fractions that are at a bound by chance; 0 for other entries.
+
+    Args:
+        result: the result.
+        declared: the declaration of the field.
+        value: the field.
+        error: its jackknife error, which is 0 at a bound.
+        degrees: degrees of freedom of the error.
+        level: level of the interval.
+    """
+    from scipy.stats import t
+
+    if not declared.by_chance or declared.within is None:
+        return torch.zeros_like(value)
+    total, within = torch.ones(()).double(), declared.within
+    if declared.out_of:
+        total, within = declared.total(result), (0.0, 1.0)
+    quantile = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy()))
+    margins = chance_margins(value / total, error / total, quantile, within, units_of(result, declared))
+    return (margins[0] + margins[1]) * total / quantile
+
+
+def units_of(result: Any, declared: Declaration) -> tuple[Tensor, Tensor]:
+    """Number of independent units behind each entry of a field, for its lower and its upper bound.
+
+    It is infinite at a bound that no sample reaches by chance, and for entries that are at a bound by definition.
+
+    Args:
+        result: the result.
+        declared: the declaration of the field.
+    """
+    texts = torch.tensor(float(result.provenance.texts), dtype=torch.float64)
+    units = texts if declared.units is None else texts.minimum(declared.units(result))
+    if declared.certain is not None:
+        units = torch.where(declared.certain(result), math.inf, units)
+    never = torch.tensor(math.inf, dtype=torch.float64)
+    low, high = declared.within or UNBOUNDED
+    # A count reaches its total where the fraction reaches 1.
+    most = 1 if declared.out_of else high
+    return (units if low in declared.by_chance else never, units if most in declared.by_chance else never)
+
+
+def jackknife_interval(
     value: Tensor,
     replicates: Tensor,
     level: float,
-    within: tuple[float, float] = UNBOUNDED,
-    rows: tuple[float, float] = (math.inf, math.inf),
+    within: tuple[float | Tensor, float | Tensor] = UNBOUNDED,
+    rows: tuple[float | Tensor, float | Tensor] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    error = standard_error(value, replicates)
-    return t_interval(value, error, degrees_of_freedom(value, replicates), level, within, rows)
+    """Confidence interval of a statistic, from its jackknife replicates.
+
+    Args:
+        value: the statistic on all data.
+        replicates: `block ...`, the statistic without each block.
+        level: confidence level.
+        within: bounds of the statistic, see `t_interval`.
+        rows: numbers of independent units, see `t_interval`.
+    """
+    error, degrees, skewness = Uncertainty.of(value, replicates)
+    return t_interval(value, error, degrees, level, within, rows, skewness)
 
 
-def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
+def with_and_without_blocks(
+    result: Any, function: Callable[[Any], Any], declared: Declaration | None = None
+) -> tuple[Tensor, Tensor]:
     """Value of a function on the full result, and on each jackknife replicate (`block ...`). Both are float64.
 
     Args:
         result: the result with its replicates.
         function: takes a result and returns a number or a tensor.
-        out_of: for counts, the attribute whose sum is their total. The counts of a replicate are scaled to the total of all
-            data, because a replicate has fewer samples.
+        declared: declaration of the field that the function returns; None for another function. Counts of a replicate are
+            scaled to the total of all data, because a replicate has fewer samples.
 
     Raises:
         LayersimError: the function returns different shapes for different blocks.
@@ -459,11 +730,9 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
                 f"The function passed to `interval` returns shape {tuple(value.shape)} on all data and shape "
                 f"{tuple(one.shape)} without one jackknife block; the shape must not depend on the data."
             )
-    if out_of:
-        total, *rest = (
-            torch.as_tensor(getattr(one, out_of), dtype=torch.float64).sum() for one in (result, *result.replicates)
-        )
-        each = [one * (total / own) for one, own in zip(each, rest, strict=True)]
+    if declared is not None and declared.out_of:
+        total = declared.total(result)
+        each = [one * (total / declared.total(part)) for one, part in zip(each, result.replicates, strict=True)]
     return value, torch.stack(each) if each else value.new_zeros(0, *value.shape)
 
 

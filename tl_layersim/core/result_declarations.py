@@ -6,10 +6,13 @@ import importlib
 import math
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, TypeVar, dataclass_transform
+
+import torch
+from torch import Tensor
 
 from .arguments import typed
 from .errors import without_secrets
@@ -33,8 +36,22 @@ class Declaration:
     scale: Scale
     within: tuple[float, float] | None
     by_chance: tuple[float, ...]
+    certain: Callable[[Any], Tensor] | None
+    units: Callable[[Any], Tensor] | None
     out_of: str
+    summed: tuple[str, ...]
     drawn: str
+
+    def total(self, result: Any) -> Tensor:
+        """Total of which the field's counts are parts, in a shape that broadcasts to the field's.
+
+        Args:
+            result: the result, of all data or of a part.
+        """
+        parts = torch.as_tensor(getattr(result, self.out_of), dtype=torch.float64)
+        if not self.summed:
+            return parts.sum()
+        return parts.sum([self.axes.index(axis) for axis in self.summed], keepdim=True)
 
     @property
     def words(self) -> str:
@@ -53,7 +70,10 @@ def axes(
     default: Any = MISSING,
     within: tuple[float, float] | None = (-math.inf, math.inf),
     by_chance: tuple[float, ...] = (),
+    certain: Callable[[Any], Tensor] | None = None,
+    units: Callable[[Any], Tensor] | None = None,
     out_of: str = "",
+    summed: tuple[str, ...] = (),
     drawn: str = "",
 ) -> Any:
     """Declare a dataclass field that holds a float64 tensor over the named axes.
@@ -78,8 +98,14 @@ def axes(
             interval: what a first pass over the data determines, values of single prompts, and p-values.
         by_chance: bounds that a fraction may reach only because there are few samples, such as (0, 1) for an accuracy. At such
             a bound the interval still has a width.
+        certain: for a field with `by_chance`, function of the result that returns a mask of the entries that are at a bound by
+            definition, such as the last layer's agreement with itself. Their intervals have no width there.
+        units: for a field with `by_chance`, function of the result that returns the number of independent units of each entry,
+            if it is below the number of texts, such as the texts that are held out.
         out_of: for counts, which grow with the data, the attribute whose sum is the total of the counts, such as the field
-            itself. The interval is computed for the count divided by this total.
+            itself. The interval is the total times the interval of the fraction.
+        summed: axes of that attribute over which a total is summed, such as "layer" if each threshold has a total of its own;
+            all axes by default.
         drawn: kind of figure, if it is not the default (a heat map over two axes, lines over one): "bars"; "fractions", a heat
             map of each row divided by its sum; "lines" over the last of several axes; "tokens" and "paths" of one prompt; or
             the name of another field, over which the values are drawn.
@@ -95,7 +121,10 @@ def axes(
         scale=scale,
         within=within,
         by_chance=by_chance,
+        certain=certain,
+        units=units,
         out_of=out_of,
+        summed=summed,
         drawn=drawn,
     )
     return field(default=default, metadata={"declared": declared})
@@ -143,6 +172,23 @@ class ValuesAlias:
 
     def __get__(self, result: Any, owner: Any = None) -> Any:
         return self if result is None else result.values  # of a class, the alias itself
+
+
+def last_entry(result: Any) -> Tensor:
+    """Mask of the last layer in a field over blocks, which agrees with itself by definition (`layer`)."""
+    blocks = len(result.layers) - 1
+    return torch.arange(blocks) == blocks - 1
+
+
+def texts_of_part(result: Any, samples: Tensor, total: Tensor) -> Tensor:
+    """Number of texts that a part of a result's samples stands for, if all texts have equally many; at most the samples.
+
+    Args:
+        result: the result.
+        samples: number of samples in the part, such as those that are held out.
+        total: number of samples in all parts.
+    """
+    return samples.minimum(result.provenance.texts * samples / total)
 
 
 def without_nan(numbers: Mapping[str, Any]) -> dict[str, float]:
@@ -233,6 +279,7 @@ class Provenance:
         data: SHA-256 of the tokens and their attention mask, row by row.
         tokens: number of counted positions.
         sequences: number of rows of tokens.
+        texts: number of texts that these rows belong to; rows that are cut from one text, or have one group, are one text.
         batches: number of forward passes.
         seed: seed of random draws; None if there are none.
         options: options of the analyzer and of the data (`seq_len`, `pack`, `skip_first`, `batch_size`, ...).
@@ -258,9 +305,21 @@ class Provenance:
     warnings: tuple[str, ...] = ()
     changes: str = ""
     attention: str = ""
+    texts: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_secrets(self.model))
+        # Where texts are not counted, each row is one.
+        object.__setattr__(self, "texts", self.texts or self.sequences)
+
+    @property
+    def rows_in_words(self) -> str:
+        """Number of rows, and of the texts that they are cut from. Units of packed rows are no texts of the data."""
+        if self.options.get("pack"):
+            return f"{self.sequences:,} rows (packed)"
+        if self.texts < self.sequences:
+            return f"{self.sequences:,} rows of {self.texts:,} texts"
+        return f"{self.sequences:,} rows"
 
     def swapped(self) -> Provenance:
         """The provenance with the two models swapped."""

@@ -143,7 +143,7 @@ def _unpack(
             f"{path} holds a result of class {kind}, which no imported module defines. If you trust the module of this class, "
             "import it and load the file again."
         )
-    values = {name: _as_tuple(value) for name, value in header["fields"].items()}
+    values = {cls.former_names.get(name, name): _as_tuple(value) for name, value in header["fields"].items()}
     _refuse_other_types(cls, values)
     if like is None or "provenance" in header:
         run = {**header["provenance"], "warnings": _as_tuple(header["provenance"]["warnings"])}
@@ -153,11 +153,12 @@ def _unpack(
         values = {**_plain_fields(like), "provenance": like.provenance, **values}
     held = header.get("held", {})
     own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in held}
+    named = {cls.former_names.get(name, name): tensor for name, tensor in own.items()}
     apart = by_first_name(held, {name: tensor for name, tensor in tensors.items() if name not in own})
     for name in held.keys() - set(ALIKE):
         likes = {} if like is None else getattr(like, name)
         values[name] = report(_unpack_each(path, held[name], apart[name], base, report, likes))
-    result = cls(**values, **own)
+    result = cls(**values, **named)
     alike = {
         kind: tuple(_unpack_each(path, held[kind], apart[kind], base, report, dict.fromkeys(held[kind], result)).values())
         for kind in held.keys() & set(ALIKE)

@@ -67,7 +67,7 @@ OTHER_FORMATS = {
 }
 # Members for authors of results, figures and tables. Completion in a notebook leaves them out.
 FOR_AUTHORS = {
-    *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer"),
+    *("baselines", "coordinates", "declared", "distance_name", "file_kind", "finding", "first_layer", "former_names"),
     *("in_depth_order", "measure", "measured_on", "of_untrained", "partners", "pictures"),
     *("sites_headline", "tensor_fields"),
     *("transposed", "values_name", "with_halves", "with_replicates", "with_twins"),
@@ -90,6 +90,7 @@ class Result(ABC):
 
     Class attributes:
         - `values_name`: name of `values` in tables and figures.
+        - `former_names`: present names of the fields, by their names in files of earlier versions.
         - `file_kind`: name of the class in files, which stays when your class is renamed; its module and name by default.
     """
 
@@ -101,6 +102,7 @@ class Result(ABC):
     untrained: tuple[Any, ...] = ()
     values_name: ClassVar[str] = "values"
     file_kind: ClassVar[str] = ""
+    former_names: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for name, axis_names in self.tensor_fields().items():

@@ -1,4 +1,4 @@
-"""Sums over batches. A run has no other state. Addition is reproducible, and blocks of rows are kept for intervals.
+"""Sums over batches. A run has no other state. Addition is reproducible, and blocks of texts are kept for intervals.
 
 A request to a server may sum 1 or 64 batches, an interrupted run continues in the middle, and a shard may begin at any batch.
 Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as
@@ -23,6 +23,8 @@ from .errors import LayersimError
 POOL = "pools of "
 # Prefix of a kernel's name: its sums are sizes of the activations that the analyzer reads.
 SIZES = "sizes of "
+# Name of the kernel that compares texts that follow each other.
+TEXT_ORDER = "order of texts"
 
 
 def analyzer_of(name: str) -> str:
@@ -114,32 +116,32 @@ MOST_BLOCKS = 32
 
 @dataclass(frozen=True)
 class DataBlock:
-    """Sums over a block of consecutive rows of the data.
+    """Sums over a block of consecutive texts of the data, with all their rows.
 
     Attributes:
-        rows: number of rows; the last block of the data may count rows that do not exist.
+        texts: number of texts; the last block of the data may count texts that do not exist.
         tokens: number of their counted positions.
         sums: sums by analyzer.
     """
 
-    rows: int
+    texts: int
     tokens: int
     sums: Mapping[str, Sums]
 
     def __add__(self, other: DataBlock) -> DataBlock:
         sums = {name: own + other.sums[name] for name, own in self.sums.items()}
-        return DataBlock(self.rows + other.rows, self.tokens + other.tokens, sums)
+        return DataBlock(self.texts + other.texts, self.tokens + other.tokens, sums)
 
 
-def rows_in_block(index: int, first: int) -> int:
-    """Number of rows per block when row `index` is about to be added. It doubles whenever there are `MOST_BLOCKS` blocks.
+def texts_in_block(index: int, first: int) -> int:
+    """Number of texts per block when text `index` is about to be added. It doubles whenever there are `MOST_BLOCKS` blocks.
 
     Args:
-        index: index of the row.
-        first: number of rows per block at the start.
+        index: index of the text.
+        first: number of texts per block at the start.
 
     Examples:
-        >>> [rows_in_block(index, 1) for index in (0, 31, 32, 63, 64, 128)]
+        >>> [texts_in_block(index, 1) for index in (0, 31, 32, 63, 64, 128)]
         [1, 1, 2, 2, 4, 8]
     """
     size = first
@@ -148,18 +150,18 @@ def rows_in_block(index: int, first: int) -> int:
     return size
 
 
-def first_block_size(rows: int | None) -> int:
-    """Number of rows per block for data of a known size. It is a power of two that gives 16 to 32 blocks.
+def first_block_size(texts: int | None) -> int:
+    """Number of texts per block for data of a known size. It is a power of two that gives 16 to 32 blocks.
 
     Args:
-        rows: number of rows in the data; None if unknown, which gives 1.
+        texts: number of texts in the data; None if unknown, which gives 1.
 
     Examples:
-        >>> [first_block_size(rows) for rows in (None, 10, 16, 31, 32, 1000)]
+        >>> [first_block_size(texts) for texts in (None, 10, 16, 31, 32, 1000)]
         [1, 1, 1, 1, 2, 32]
     """
     size = 1
-    while rows is not None and 2 * size * (MOST_BLOCKS // 2) <= rows:
+    while texts is not None and 2 * size * (MOST_BLOCKS // 2) <= texts:
         size *= 2
     return size
 
@@ -249,8 +251,8 @@ def most_nodes(leaves: int, intervals: bool) -> int:
     """Largest number of `SumTree` nodes that a run holds. The node that is added next is included.
 
     Args:
-        leaves: number of leaves, the groups of rows whose sums are added.
-        intervals: whether blocks are kept, at first of one leaf each. Runs on servers and shards count the rows beforehand and
+        leaves: number of leaves, the groups of texts whose sums are added.
+        intervals: whether blocks are kept, at first of one leaf each. Runs on servers and shards count the texts beforehand and
             begin with larger blocks, but hold no more nodes.
 
     Examples:
@@ -261,7 +263,7 @@ def most_nodes(leaves: int, intervals: bool) -> int:
     """
     if not intervals:
         return leaves.bit_length()
-    size = rows_in_block(leaves - 1, 1)
+    size = texts_in_block(leaves - 1, 1)
     whole, rest = divmod(leaves - 1, size)
     # Number of nodes just before blocks doubled.
     before = MOST_BLOCKS - 1 + (size // 2).bit_length() if size > 1 else 0
@@ -296,29 +298,29 @@ def most_copies(leaves: int, intervals: bool, at_once: int = 1) -> int:
 
 @dataclass(frozen=True)
 class SumTree:
-    """Binary tree whose nodes are sums over consecutive rows. See `push` for the order of additions.
+    """Binary tree whose nodes are sums over consecutive texts. See `push` for the order of additions.
 
-    A node holds the sums of `2 ** k` rows; the index of the first is a multiple of `2 ** k`. Two nodes with a common parent are
-    added as soon as both exist. The sums of all data therefore depend on the number of rows alone: trees over parts of the
-    data, joined in order, equal the tree of a single run to the last bit.
+    A node holds the sums of `2 ** k` texts, with all their rows; the index of the first is a multiple of `2 ** k`. Two nodes
+    with a common parent are added as soon as both exist. The sums of all data therefore depend on the number of texts alone:
+    trees over parts of the data, joined in order, equal the tree of a single run to the last bit.
 
     Attributes:
-        size: number of rows in a block whose sums are kept for intervals, a power of two. It doubles whenever there are
+        size: number of texts in a block whose sums are kept for intervals, a power of two. It doubles whenever there are
             `MOST_BLOCKS` blocks. None to keep no blocks: nodes are added as far as possible.
-        start: number of rows of the data before this tree.
+        start: number of texts of the data before this tree.
         nodes: the nodes, in the order of the data.
 
     Examples:
-        >>> def rows(*values, start=0):
+        >>> def texts(*values, start=0):
         ...     tree = SumTree(start=start)
         ...     for value in values:
         ...         tree = tree.add(DataBlock(1, 10, {"a": Sums({"x": torch.tensor(value)})}))
         ...     return tree
         >>> import torch
         >>> from tl_layersim.core import Sums
-        >>> [node.rows for node in rows(1, 2, 3, 4, 5).nodes], [node.rows for node in rows(4, 5, start=3).nodes]
+        >>> [node.texts for node in texts(1, 2, 3, 4, 5).nodes], [node.texts for node in texts(4, 5, start=3).nodes]
         ([4, 1], [1, 1])
-        >>> rows(1, 2, 3).join(rows(4, 5, start=3)).total().sums["a"]["x"]
+        >>> texts(1, 2, 3).join(texts(4, 5, start=3)).total().sums["a"]["x"]
         tensor(15)
     """
 
@@ -327,29 +329,29 @@ class SumTree:
     nodes: tuple[DataBlock, ...] = ()
 
     @property
-    def rows(self) -> int:
-        """Number of rows in the tree."""
-        return sum(node.rows for node in self.nodes)
+    def texts(self) -> int:
+        """Number of texts in the tree."""
+        return sum(node.texts for node in self.nodes)
 
     @property
     def end(self) -> int:
-        """Index of the row after the last one in the tree."""
-        return self.start + self.rows
+        """Index of the text after the last one in the tree."""
+        return self.start + self.texts
 
     def add(self, more: DataBlock) -> SumTree:
-        """This tree with the sums of the next rows added.
+        """This tree with the sums of the next texts added.
 
         Args:
-            more: sums of 2^k rows that were added in pairs; the index of the first row is a multiple of 2^k, and all rows lie
-                in one block.
+            more: sums of 2^k texts that were added in pairs; the index of the first text is a multiple of 2^k, and all texts
+                lie in one block.
         """
         tree = self._pushed(more)
-        if self.size is None or self.start or self.rows + more.rows < MOST_BLOCKS * self.size:
+        if self.size is None or self.start or self.texts + more.texts < MOST_BLOCKS * self.size:
             return tree
         return tree.coarser(2 * self.size)
 
     def join(self, later: SumTree) -> SumTree:
-        """This tree, joined with the tree of the rows that follow.
+        """This tree, joined with the tree of the texts that follow.
 
         Args:
             later: a tree that starts where this tree ends, with blocks if this tree has blocks.
@@ -358,14 +360,14 @@ class SumTree:
             ValueError: `later` starts elsewhere.
         """
         if later.start != self.end or (self.size is None) != (later.size is None):
-            raise ValueError(f"sums of rows up to {self.end} cannot be joined with sums of rows from {later.start}")
+            raise ValueError(f"sums of texts up to {self.end} cannot be joined with sums of texts from {later.start}")
         tree = self if self.size is None or later.size is None else self.coarser(max(self.size, later.size))
         for node in later.nodes:
             tree = tree.add(node)
         return tree
 
     def coarser(self, size: int) -> SumTree:
-        """This tree with blocks of `size` rows. It is unchanged if its blocks are at least as large."""
+        """This tree with blocks of `size` texts. It is unchanged if its blocks are at least as large."""
         if self.size is None or self.size >= size:
             return self
         tree = SumTree(size, self.start)
@@ -374,21 +376,21 @@ class SumTree:
         return tree
 
     def _pushed(self, more: DataBlock) -> SumTree:
-        stack = [(node.rows, node) for node in self.nodes]
-        push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
+        stack = [(node.texts, node) for node in self.nodes]
+        push(stack, more.texts, more, DataBlock.__add__, self.start, self.size)
         return replace(self, nodes=tuple(node for _, node in stack))
 
     def blocks(self) -> tuple[DataBlock, ...]:
-        """All blocks in the order of the data; the last may be incomplete. The tree must start at row 0."""
-        whole = [node for node in self.nodes if node.rows == self.size]
-        rest = [(node.rows, node) for node in self.nodes[len(whole) :]]
+        """All blocks in the order of the data; the last may be incomplete. The tree must start at text 0."""
+        whole = [node for node in self.nodes if node.texts == self.size]
+        rest = [(node.texts, node) for node in self.nodes[len(whole) :]]
         return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
 
     def total(self) -> DataBlock:
-        """The sums of all rows as one block. The block of an empty tree has no sums."""
+        """The sums of all texts as one block. The block of an empty tree has no sums."""
         stack: list[tuple[int, DataBlock]] = []
         for node in self.nodes:
-            push(stack, node.rows, node, DataBlock.__add__, self.start)
+            push(stack, node.texts, node, DataBlock.__add__, self.start)
         return fold(stack, DataBlock.__add__) if stack else DataBlock(0, 0, {})
 
 
@@ -399,6 +401,7 @@ class Tally:
     Attributes:
         batches: number of batches read, including batches of other ranks and shards.
         sequences: number of rows in these batches.
+        texts: number of texts that these rows belong to.
         tokens: number of counted positions in these batches.
         digest: SHA-256 of these rows.
         seconds: wall time.
@@ -415,6 +418,7 @@ class Tally:
     done: bool = False
     tree: SumTree = SumTree()
     inputs: str = ""
+    texts: int = 0
 
     def sums(self, names: Iterable[str]) -> dict[str, Sums]:
         """Dict from the name of each kernel to its sums over all rows.

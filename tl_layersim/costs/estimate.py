@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..activations.row_pools import ROWS, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
+from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
 from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..architectures.site_selection import blocks_to_read
@@ -246,7 +246,7 @@ def estimate(
 
 def _bytes_of_sums(run: MeteredBatch, rows: int, intervals: bool) -> dict[str, int]:
     """Peak memory of the sums in bytes, by analyzer."""
-    leaf, held = min(ROWS, run.capacity), Counter[str]()
+    leaf, held = min(TEXTS_OF_POOL, run.capacity), Counter[str]()
     for name, size in run.sums.items():
         # With intervals, leaves at the start of the data are single rows.
         unit = run.pools[name].rows if name in run.pools else 1 if intervals else leaf
@@ -554,7 +554,7 @@ class _Pool:
         """
         counted = int(batch.counted.sum())
         each = max(1, counted // len(batch.tokens))
-        rows = kernel.rows(each)
+        rows = kernel.texts(each)
         row = torch.arange(rows).repeat_interleave(each)
         ids = torch.randint(vocabulary, (len(row),), generator=torch.Generator().manual_seed(0))
         known = View(torch.empty(0, len(row), 0), ids, row, row, row=row)

@@ -19,7 +19,8 @@ from .labels import NO_LABEL
 from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
-from .row import ModelInputs, Row
+from .row import ModelInputs, Row, TextOfRow
+from .texts import LEAST_TEXTS, in_texts
 from .tokenization import Text, TextRows
 
 
@@ -82,7 +83,7 @@ class RowDigests:
 
 
 def bytes_beside(batch: Batch, number: int) -> bytes:
-    """What belongs to a row of a batch beside its inputs: counted positions, labels, and the text that it comes from."""
+    """What belongs to a row of a batch beside its inputs: counted positions, labels, where it begins, and its text."""
     counted = batch.counted[number]
     length = int((batch.attention[number] | counted).nonzero()[-1]) + 1
     found = counted[:length].numpy().tobytes() + b"|"
@@ -91,7 +92,9 @@ def bytes_beside(batch: Batch, number: int) -> bytes:
         # A row without labels has missing labels beside rows with labels.
         found += labels.numpy().tobytes() if bool((labels != NO_LABEL).any()) else b""
     origin = batch.origins[number] if batch.origins else (batch.first + number, 0)
-    return found + f"|{origin} {batch.pooled} {batch.has_tokens} {sorted(batch.positional)}|".encode()
+    found += f"|{origin} {batch.pooled} {batch.has_tokens} {sorted(batch.positional)}|".encode()
+    # The same rows as parts of other texts give other numbers.
+    return found + (repr(tuple(batch.texts[number])).encode() + b"|" if batch.texts else b"")
 
 
 def new_digest() -> Any:
@@ -99,8 +102,8 @@ def new_digest() -> Any:
     return hashlib.sha256()
 
 
-# Number of rows from which the mean number of counted positions per row is estimated.
-FIRST_ROWS = 16
+# Number of texts from which the mean number of counted positions per text is estimated.
+FIRST_TEXTS = 16
 # Number of positions in a short row, which is run to test a model.
 SHORT = 16
 
@@ -117,15 +120,17 @@ class Batch:
         first: index of the batch's first row in the data.
         labels: `batch pos`, labels from the data, `NO_LABEL` at positions without a label; None if the data has no labels.
         origins: for each row, the index of its data row (-1 if it joins several) and its start position there.
+        texts: for each row, the text that it belongs to; empty if each row is a text.
         pooled: whether the counted positions of a row become one sample, the mean of their activations.
         inputs: further inputs of the model by name: `batch pos ...` if listed in `positional`, else `batch ...`.
         positional: names of the inputs that have one value for each position.
         has_tokens: whether the rows have token ids.
         rows_at_once: rows in a forward pass; 0 for all.
-        leaf: number of rows in a leaf, whose sums are kept apart; a power of two. The last leaf may have fewer rows.
-        block: number of rows whose sums may be added, see `core.sums`; 0 for no limit.
-        capacity: number of rows in every batch but the last; 0 if unknown.
-        density: mean number of counted positions per row, over the first rows of the data.
+        whole_texts: whether a forward pass holds all rows of a text, however many they are.
+        leaf: number of texts in a leaf, whose sums are kept apart; a power of two. The last leaf may have fewer texts.
+        block: number of texts whose sums may be added, see `core.sums`; 0 for no limit.
+        capacity: number of texts in every batch but the last; 0 if unknown.
+        density: mean number of counted positions per text, over the first texts of the data.
     """
 
     tokens: Tensor
@@ -134,11 +139,13 @@ class Batch:
     first: int
     labels: Tensor | None = None
     origins: tuple[tuple[int, int], ...] = ()
+    texts: tuple[TextOfRow, ...] = ()
     pooled: bool = False
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     positional: frozenset[str] = frozenset()
     has_tokens: bool = True
     rows_at_once: int = 0
+    whole_texts: bool = False
     leaf: int = 1
     block: int = 0
     capacity: int = 0
@@ -147,7 +154,57 @@ class Batch:
     @property
     def starts(self) -> tuple[int, ...]:
         """Index of the first row of each forward pass; the last entry is the number of rows."""
-        return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
+        total = len(self.tokens)
+        at_once = self.rows_at_once or total
+        if not self.whole_texts:
+            return (*range(0, total, at_once), total)
+        units = (*self.units, None)
+        starts, end_of_text = [0], 0
+        for row in range(total):
+            if units[row] == units[row + 1]:
+                continue
+            # The rows up to this one are whole texts.
+            if row + 1 - starts[-1] > at_once and end_of_text > starts[-1]:
+                starts.append(end_of_text)
+            end_of_text = row + 1
+        return (*starts, total)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """For each row, the index of its text in the batch, ascending."""
+        if not self.texts:
+            return tuple(range(len(self.tokens)))
+        index, units = 0, [0]
+        for text, following in itertools.pairwise(self.texts):
+            index += text.unit != following.unit
+            units.append(index)
+        return tuple(units)
+
+    @property
+    def text_count(self) -> int:
+        """Number of texts that the rows belong to."""
+        return self.units[-1] + 1
+
+    @property
+    def neighbours(self) -> bool:
+        """Whether texts that follow each other are left out as pairs, because they are not independent, see `TextOfRow`.
+
+        All data in a first batch with fewer than twice `LEAST_TEXTS` texts is too little to leave out every other text.
+        """
+        is_little = self.first == 0 and self.text_count < 2 * LEAST_TEXTS
+        return any(text.neighbours for text in self.texts) and not is_little
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """For each row, the index of the first data row of its text, which identifies the text; -1 if it joins several."""
+        return tuple(text.group for text in self.texts) if self.texts else self.source_rows
+
+    @property
+    def tokens_of_texts(self) -> tuple[int, ...]:
+        """Number of counted positions of each text."""
+        counts = torch.zeros(self.text_count, dtype=torch.int64)
+        counts.index_add_(0, torch.tensor(self.units), self.counted.sum(1))
+        return tuple(counts.tolist())
 
     def passes(self) -> Iterator[Batch]:
         """Split the rows into batches, one for each forward pass."""
@@ -157,13 +214,13 @@ class Batch:
     @property
     def pass_size(self) -> tuple[int, int]:
         """Largest number of rows and of positions in a forward pass."""
-        rows = min(self.rows_at_once or len(self.tokens), len(self.tokens))
+        rows = max(end - start for start, end in itertools.pairwise(self.starts))
         return rows, rows * self.tokens.shape[1]
 
     @property
-    def leaf_rows(self) -> int:
-        """Number of rows, rounded up to whole leaves: groups of `leaf` rows whose sums are kept apart."""
-        return -(-len(self.tokens) // self.leaf) * self.leaf
+    def leaf_texts(self) -> int:
+        """Number of texts, rounded up to whole leaves: groups of `leaf` texts whose sums are kept apart."""
+        return -(-self.text_count // self.leaf) * self.leaf
 
     @property
     def has_positions(self) -> bool:
@@ -174,6 +231,13 @@ class Batch:
     def token_positions(self) -> int | None:
         """Number of positions per row; None for images and other inputs whose positions a forward pass determines."""
         return self.tokens.shape[1] if self.has_positions else None
+
+    @property
+    def source_rows(self) -> tuple[int, ...]:
+        """For each row, the index of its data row; -1 if it joins several."""
+        if not self.origins:
+            return tuple(range(self.first, self.first + len(self.tokens)))
+        return tuple(row for row, _ in self.origins)
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
@@ -274,6 +338,7 @@ class Batch:
             first=self.first + numbers[0],
             labels=None if self.labels is None else self.labels[cut],
             origins=tuple(self.origins[number] for number in numbers) if self.origins else (),
+            texts=tuple(self.texts[number] for number in numbers) if self.texts else (),
             inputs={name: values[cut] if name in self.positional else values[rows] for name, values in self.inputs.items()},
         )
 
@@ -320,8 +385,9 @@ class Batches:
         labelled: whether an analyzer needs labels from the data.
         count_positions: returns the number of positions of rows without token ids, see `CanCountPositions`; None if such rows
             raise an error.
-        pool_rows: returns the number of rows of the largest pool from the mean number of counted positions per row. A batch
-            then holds whole pools; None for batches of `batch_size` rows.
+        pool_texts: returns the number of texts of the largest pool from the mean number of counted positions per text. A batch
+            then holds whole texts and whole pools; None for batches of `batch_size` rows.
+        whole_texts: see `Batch`.
         argument: the argument of the public function that holds the data, for messages; see `as_argument`.
     """
 
@@ -329,7 +395,8 @@ class Batches:
     model: ModelInputs
     labelled: bool = False
     count_positions: Callable[[Batch], int] | None = field(default=None, repr=False, compare=False)
-    pool_rows: Callable[[float], int] | None = field(default=None, repr=False, compare=False)
+    pool_texts: Callable[[float], int] | None = field(default=None, repr=False, compare=False)
+    whole_texts: bool = field(default=False, repr=False, compare=False)
     argument: str = field(default="data", repr=False, compare=False)
     notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
     # Numbers of positions by the shapes of a row's inputs.
@@ -383,7 +450,9 @@ class Batches:
         reading = (self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends, own.pixel_axes, own.channels)
         names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
-        return tools, reading, sizes, names, self.data.selection.record(), self.data.skip_first
+        # A list of groups may be changed in place.
+        groups = self.data.record()["groups"]
+        return tools, reading, sizes, names, self.data.selection.record(), self.data.skip_first, groups
 
     def record(self) -> dict[str, Any]:
         """A dict of the reading options, tokenizer, processor and main input, for the provenance."""
@@ -398,9 +467,11 @@ class Batches:
         """A dict for the provenance: numbers of rows that began with BOS, got a derived mask or were cut.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
-        from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier.
+        from padding ids; `cut_texts`: texts that were cut to one row, for a row classifier; `rows_as_texts`, if there are any:
+        rows that stand for texts although their neighbours share a text with them, see `in_texts`.
         """
-        return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
+        counts = {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
+        return counts | ({"rows_as_texts": self.notes.neighbours} if self.notes.neighbours else {})
 
     def __iter__(self) -> Iterator[Batch]:
         with as_argument("data", self.argument):
@@ -408,21 +479,29 @@ class Batches:
 
     def _batches(self) -> Iterator[Batch]:
         rows, size, first = self.rows(), self.data.batch_size, 0
-        if self.pool_rows is None:
+        if self.pool_texts is None:
             while chunk := list(itertools.islice(rows, size)):
                 yield self.batch(chunk, first)
                 first += len(chunk)
             return
-        chunk = list(itertools.islice(rows, FIRST_ROWS))
-        if not chunk:
+        texts: Iterator[list[Row]] = (list(text) for _, text in itertools.groupby(rows, _unit_of))
+        ahead = list(itertools.islice(texts, FIRST_TEXTS))
+        if not ahead:
             return
         # Row by row: images of different sizes form no batch.
-        density = sum(float(self.batch([row], number).counted.sum()) for number, row in enumerate(chunk)) / len(chunk)
+        known = itertools.chain.from_iterable(ahead)
+        density = sum(float(self.batch([row], number).counted.sum()) for number, row in enumerate(known)) / len(ahead)
         # Powers of two, which join to blocks.
-        capacity = max(self.pool_rows(density), 1 << (size.bit_length() - 1))
-        how: dict[str, Any] = {"rows_at_once": min(size, capacity), "capacity": capacity, "density": density}
-        rows = itertools.chain(chunk, rows)
-        while chunk := list(itertools.islice(rows, capacity)):
+        capacity = max(self.pool_texts(density), 1 << (size.bit_length() - 1))
+        how: dict[str, Any] = {
+            "rows_at_once": min(size, capacity),
+            "whole_texts": self.whole_texts,
+            "capacity": capacity,
+            "density": density,
+        }
+        texts = itertools.chain(ahead, texts)
+        while taken := list(itertools.islice(texts, capacity)):
+            chunk = list(itertools.chain.from_iterable(taken))
             yield replace(self.batch(chunk, first), **how)
             first += len(chunk)
 
@@ -446,9 +525,10 @@ class Batches:
         self.data.keep(self._kept_key, kept)
         self.notes.begin()
         texts = TextRows(self.data, self.model, self.notes)
-        for row in self._limited(texts.rows(self._items())):
-            # An iterable may use the memory of a row again for the next one.
-            row = row.copied()
+        # An iterable may use the memory of a row again for the next one.
+        rows = (row.copied() for row in self._limited(texts.rows(self._items())))
+        for row in in_texts(rows, self.data.groups is not None, self.data.pack):
+            self.notes.neighbours += row.text is not None and row.text.neighbours
             kept.add(row)
             yield row
         texts.warn_of_cut()
@@ -476,9 +556,18 @@ class Batches:
                 if row.labels is not None:
                     labels[i, : len(row.labels)] = row.labels
         inputs, positional = collated(rows, length, self.model)
-        origins, has_tokens = tuple((row.source, row.start) for row in rows), rows[0].has_tokens
         batch = Batch(
-            tokens, attention, counted, first, labels, origins, self.data.selection.pooled, inputs, positional, has_tokens
+            tokens,
+            attention,
+            counted,
+            first,
+            labels,
+            origins=tuple((row.source, row.start) for row in rows),
+            texts=tuple(row.text for row in rows if row.text is not None),
+            pooled=self.data.selection.pooled,
+            inputs=inputs,
+            positional=positional,
+            has_tokens=rows[0].has_tokens,
         )
         return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
 
@@ -561,12 +650,14 @@ class BatchSize(NamedTuple):
     Attributes:
         tokens: number of counted positions.
         rows: number of rows.
+        texts: number of texts.
         pass_size: numbers of rows and positions in the largest forward pass, padding included.
         density: see `Batch`.
     """
 
     tokens: int
     rows: int
+    texts: int
     pass_size: tuple[int, int]
     density: float
 
@@ -577,14 +668,19 @@ def batch_sizes(batches: Batches) -> list[BatchSize]:
     for batch in batches:
         tokens = int(batch.counted.sum())
         if tokens:
-            sizes.append(BatchSize(tokens, len(batch.tokens), batch.pass_size, batch.density))
+            sizes.append(BatchSize(tokens, len(batch.tokens), batch.text_count, batch.pass_size, batch.density))
     return sizes
+
+
+def _unit_of(row: Row) -> int:
+    assert row.text is not None
+    return row.text.unit
 
 
 def found_in(*parts: Batches) -> dict[str, int]:
     """Sum the counts in `Batches.row_counts` over several data sets."""
     counts = [part.row_counts() for part in parts]
-    return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
+    return {name: sum(count.get(name, 0) for count in counts) for name in dict.fromkeys(itertools.chain(*counts))}
 
 
 def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data") -> None:

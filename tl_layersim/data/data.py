@@ -14,6 +14,7 @@ from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
 from .row import Row
 from .source_content import content_digest
+from .texts import GroupNumbers, group_values
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Notes:
         texts: number of texts.
         cut: number of texts that were cut to one row.
         warned: warnings of earlier passes, which are not repeated.
+        neighbours: number of rows of texts whose neighbours are not independent of them, see `TextOfRow`.
         unread: whether unread columns were logged.
         packed: whether it was logged that rows hold several documents.
         runs: counts of token rows without a mask that end in runs of one token id.
@@ -35,6 +37,7 @@ class Notes:
     masked: int = 0
     texts: int = 0
     cut: int = 0
+    neighbours: int = 0
     warned: set[str] = field(default_factory=set)
     unread: bool = False
     packed: bool = False
@@ -42,12 +45,13 @@ class Notes:
 
     def begin(self) -> None:
         """Reset the counts for another pass over the data."""
-        self.own_bos = self.masked = self.texts = self.cut = 0
+        self.own_bos = self.masked = self.texts = self.cut = self.neighbours = 0
         self.runs = RunsAtEnds()
 
     def repeat(self, earlier: Notes) -> None:
         """Copy the counts of an earlier pass whose rows were kept, and repeat its warnings."""
         self.own_bos, self.masked, self.texts, self.cut = earlier.own_bos, earlier.masked, earlier.texts, earlier.cut
+        self.neighbours = earlier.neighbours
         for text in sorted(earlier.warned):
             self.once(text)
 
@@ -114,6 +118,8 @@ class SourceReading:
 
 # The name of a column, or the names of two columns of texts that form pairs.
 Column = str | tuple[str, str]
+# The name of a column, or a sequence, array or tensor with one value for each row.
+Groups = str | Any
 # Longest chat template that is recorded as text.
 LONGEST_RECORDED = 80
 # Number of characters shown of the first row.
@@ -121,7 +127,7 @@ LONGEST_SHOWN = 60
 # Further keys in the provenance of a run. No option of an analyzer has one of these names.
 RECORDED = (
     *("tokenizer", "processor", "main_input", "layers", "unembed", "at", "per_head"),
-    *("own_bos", "masked_by_pad_id", "cut_texts"),
+    *("own_bos", "masked_by_pad_id", "cut_texts", "rows_as_texts"),
 )
 
 
@@ -142,6 +148,11 @@ class Data:
             of messages with `role` and `content`, or an iterable of these. Every column that is an argument of the model's
             forward is passed to it.
         column: the column of a data set that holds texts, tokens, images or chat messages; two names for pairs of texts.
+        groups: the text that each row of the data belongs to, if the data comes cut: the name of a column, or a sequence with
+            one value for each row, such as the document, the author or the prompt template. Rows with equal values are one
+            text. They need not be consecutive: a text is measured where its first row stands. Rows that `seq_len` cuts from one
+            text are one text by themselves. Pairs of rows of one text are left out of similarities, and permutations, splits
+            and jackknife blocks hold whole texts.
         tokenizer: tokenizer, or image processor, to use in place of the model's own. Models that are compared share it.
         batch_size: largest number of rows in a forward pass; above 16 it is rounded down to a power of two. Results of measures
             do not depend on it. A step of training is one batch.
@@ -176,6 +187,7 @@ class Data:
     source: Any
     _: KW_ONLY
     column: Column | None = None
+    groups: Groups = None
     tokenizer: Any = None
     batch_size: RowCount = 16
     seq_len: TwoOrMore | None = None
@@ -193,6 +205,7 @@ class Data:
     def __post_init__(self) -> None:
         if self.seq_len and self.skip_first >= self.seq_len:
             raise LayersimError(f"`skip_first` is {self.skip_first}; it must be below `seq_len`, which is {self.seq_len}.")
+        group_values(self.groups)
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:
@@ -228,7 +241,9 @@ class Data:
         Args:
             given: a `Data`, or raw data.
         """
-        return Data.of(given if isinstance(given, Data) else replace(self, source=given))
+        # A sequence of groups belongs to the rows of this data.
+        groups = self.groups if isinstance(self.groups, str) else None
+        return Data.of(given if isinstance(given, Data) else replace(self, source=given, groups=groups))
 
     def counting(self, rule: PositionRule) -> Data:
         """A copy of the data with another rule for `positions` and the same tokenised rows.
@@ -289,6 +304,7 @@ class Data:
         column = list(self.column) if isinstance(self.column, tuple) else self.column
         return known | {
             "column": column,
+            "groups": _recorded_groups(self.groups),
             "positions": self.selection.record(),
             "chat_template": _recorded_template(self.chat_template),
         }
@@ -314,6 +330,17 @@ class Data:
 # Options that a result records as they are; a tokenizer is recorded by its class and size.
 OPTIONS = tuple(f.name for f in fields(Data) if f.init and f.name not in ("source", "tokenizer"))
 DATA_OPTIONS = (*OPTIONS, *RECORDED)
+
+
+def _recorded_groups(groups: Any) -> str | None:
+    """Name of the column of groups, or a digest of their values."""
+    values = group_values(groups)
+    if values is None:
+        name: str | None = groups
+        return name
+    numbers = GroupNumbers(values)
+    found = [numbers.of(number, None) for number in range(len(values))]
+    return f"sha256 {hashlib.sha256(str(found).encode()).hexdigest()[:12]} of {len(set(found))} groups in {len(found)} rows"
 
 
 def _recorded_template(template: str | None) -> str | None:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,11 @@ class Reader:
         """
         if self.data.column is not None and (isinstance(data, str | np.ndarray | Tensor) or _is_ids(data)):
             raise LayersimError(f"`column` is {self.data.column!r}, but `data` holds {brief(data)}, which has no columns.")
+        if self._group_column is not None and (isinstance(data, str | np.ndarray | Tensor) or _is_ids(data) or is_image(data)):
+            raise LayersimError(
+                f"`groups` is the name {self._group_column!r}, but `data` holds {brief(data)}, which has no columns. Pass a "
+                "sequence with one value for each row."
+            )
         if isinstance(data, str):
             yield Text(data)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
@@ -148,6 +153,7 @@ class Reader:
 
     def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
         data = {name: as_plain(value) for name, value in data.items()}
+        groups = self._groups_in(data)
         named = self.data.column if isinstance(self.data.column, str) else None
         images = image_column(data, self.model, named)
         read = [*LABELS, self.model.mask_input, *([images] if images else []), *([self.marks] if self.marks else [])]
@@ -162,7 +168,7 @@ class Reader:
         if main is not None:
             self._name_unread(data, [*read, main])
             name = main if main == EMBEDDINGS else self.model.main_input
-            yield from self._rows(data, main, name, level)
+            yield from self._rows(data, main, name, level, groups)
             return
         column = self.data.column if self.data.column is not None else find_column(data)
         if reads_decoder(self.model) and self.data.column is None:
@@ -171,10 +177,31 @@ class Reader:
                 raise decoder_alone(f"fields {list(data)}, without `{column}`", self.model)
         if self.data.column is None and column not in (*TOKENS, "text", self.model.token_input):
             column = next((name for name in data if is_chat(data[name])), column)
-        yield from self._tokens_or_texts(data, column, read, level)
+        yield from self._tokens_or_texts(data, column, read, level, groups)
+
+    @property
+    def _group_column(self) -> str | None:
+        """Name of the column that holds the group of each row; None if the groups are given otherwise."""
+        return self.data.groups if isinstance(self.data.groups, str) else None
+
+    def _groups_in(self, data: dict[str, Any]) -> Any:
+        """The values of the group column, which is removed from the columns unless it is also read as something else.
+
+        Raises:
+            LayersimError: the data has no such column.
+        """
+        name = self._group_column
+        if name is None:
+            return None
+        if name not in data:
+            raise LayersimError(f"`groups` is {name!r}, which is no column of the data: it has {', '.join(data)}.")
+        column = self.data.column
+        columns = [column] if isinstance(column, str) else list(column or ())
+        read = (*self.model.inputs, self.model.main_input, self.model.token_input, *LABELS, *columns, self.marks)
+        return data[name] if name in read else data.pop(name)
 
     def _tokens_or_texts(
-        self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level
+        self, data: Mapping[str, Any], column: Column | None, read: list[str], level: Level, groups: Any
     ) -> Iterator[Text | Row]:
         columns = [column] if isinstance(column, str) else list(column or ())
         if not set(columns) & data.keys() and is_chat(data):
@@ -197,14 +224,15 @@ class Reader:
             chats = chats_in(values)
             alone = isinstance(values, Mapping) or any(isinstance(each, Mapping) for each in values)
             rows = rows_of(inputs, None if alone and len(chats) == 1 else len(chats))
-            for chat, label, own in zip(chats, self._classes(data, len(chats)), rows, strict=True):
-                yield Text(None, label, messages=chat, inputs=own)
+            group_of = _by_row(self._group_column, groups, len(chats))
+            for chat, label, own, group in zip(chats, self._classes(data, len(chats)), rows, group_of, strict=True):
+                yield Text(None, label, messages=chat, inputs=own, group=group)
         elif of_text:
-            yield from self._texts(data, columns, inputs)
+            yield from self._texts(data, columns, inputs, groups)
         else:
-            yield from self._rows(data, columns[0], self.model.token_input, level)
+            yield from self._rows(data, columns[0], self.model.token_input, level, groups)
 
-    def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
+    def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any], groups: Any) -> Iterator[Text]:
         """Yield the texts of a column, or the pairs of texts of two columns."""
         alone = not isinstance(data[columns[0]], list)
         sides = [[data[name]] if alone else data[name] for name in columns]
@@ -213,11 +241,12 @@ class Reader:
             raise LayersimError(f"`data` has {held}; both columns must hold one text for each row.")
         texts = list(zip(*sides, strict=True))
         rows = rows_of(inputs, None if alone else len(texts))
-        for parts, label, own in zip(texts, self._classes(data, len(texts)), rows, strict=True):
+        group_of = _by_row(self._group_column, groups, len(texts))
+        for parts, label, own, group in zip(texts, self._classes(data, len(texts)), rows, group_of, strict=True):
             # A pair without one of its texts is a row without text.
             missing = any(map(is_missing, parts))
             text, second = (None, None) if missing else (parts[0], parts[1] if len(parts) > 1 else None)
-            yield Text(text, label, second, inputs=own)
+            yield Text(text, label, second, inputs=own, group=group)
 
     def _name_unread(self, data: Mapping[str, Any], read: list[str]) -> None:
         names = [name for name in data if name not in (*self.model.inputs, self.model.main_input, *read)]
@@ -231,7 +260,7 @@ class Reader:
             return [None] * count
         return _by_row("labels", whole_numbers(labels).reshape(-1).tolist(), count)
 
-    def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level) -> Iterator[Row]:
+    def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level, groups: Any = None) -> Iterator[Row]:
         """Yield rows of token ids, or of another input such as pixels or embeddings.
 
         Args:
@@ -239,6 +268,7 @@ class Reader:
             column: the column of the tokens or of the other values.
             name: name of the model's input that takes them.
             level: see `Level`.
+            groups: the group of each row; None without a column of groups.
         """
         has_tokens, model = name == self.model.token_input, self.model
         alone, values = _token_rows(column, data[column], model) if has_tokens else main_rows(name, data[column], level, model)
@@ -254,7 +284,9 @@ class Reader:
         skipped = (column, name, model.mask_input, *(() if has_tokens else (MASK,)))
         has_patches = name == PIXELS and model.pixel_axes == 2
         further = rows_of(further_inputs(data, model, skipped), count)
-        for own, own_mask, label, own_marks, others in zip(values, masks, targets, marks, further, strict=True):
+        group_of = _by_row(self._group_column, groups, count)
+        each = zip(values, masks, targets, marks, further, group_of, strict=True)
+        for own, own_mask, label, own_marks, others, group in each:
             length = len(own) if has_tokens or has_patches or name == EMBEDDINGS else 1
             inputs = without_padding(others, model)
             if not has_tokens:
@@ -273,13 +305,14 @@ class Reader:
             kept = (attention | (has_tokens and self.data.positions == "padded")).nonzero()[:, 0]
             if not len(kept):
                 # An empty row still counts as a row of the data.
-                yield NOTHING
+                yield replace(NOTHING, group=group)
                 continue
             whole = Row(
                 own if has_tokens else torch.zeros(length, dtype=torch.int64),
                 attention,
                 None if labels is None else _row_labels(label, length),
                 marks=None if self.marks is None or marked is None else _row_mask(own_marks, length, self.marks),
+                group=group,
                 inputs=inputs,
                 positional=positional(inputs, length if has_tokens or name == EMBEDDINGS else None, model),
                 has_tokens=has_tokens,

@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class TextOfRow(NamedTuple):
+    """The text that a row belongs to. Rows of one text depend on each other, so the text is the unit of statistics.
+
+    Attributes:
+        group: index in the data of the first row of the text, which identifies the text; -1 if the row joins several texts.
+        unit: index of the text among the texts with rows, in the order in which they are measured. Rows of a unit follow each
+            other.
+        part: index of the row among the rows of its unit.
+        joined: for a row that joins several texts, the identities of the first and of the last one; else `group` twice.
+        neighbours: whether units that follow each other may share a text, or are parts of one: rows of packed data, documents
+            of packed rows, and rows of data with too few texts.
+    """
+
+    group: int
+    unit: int
+    part: int
+    joined: tuple[int, int]
+    neighbours: bool = False
 
 
 @dataclass(frozen=True)
@@ -19,6 +39,11 @@ class Row:
         attention: `pos`, positions that the model attends to.
         labels: `pos`, labels from the data; a class of the row is repeated at each position. None if there are no labels.
         source: index of the row in the data; -1 if the row joins several.
+        group: the group of the row, from the data; once rows are numbered, the index in the data of the group's first row,
+            which is `source` without groups; -1 if the row joins several texts.
+        joined: for a row that joins several texts, the groups of the first and of the last one; None for any other row.
+        document: index of the row among the documents that position ids tell apart in one data row; None for any other row.
+        text: the text that the row belongs to; None until all rows are numbered.
         start: start position in that row.
         marks: `pos`, positions that a mask column or a chat template marks; None if there are no marks.
         counted: `pos`, positions that analyzers measure; None until they are selected.
@@ -31,6 +56,10 @@ class Row:
     attention: Tensor
     labels: Tensor | None = None
     source: int = -1
+    group: Any = -1
+    joined: tuple[int, int] | None = None
+    document: int | None = None
+    text: TextOfRow | None = None
     start: int = 0
     marks: Tensor | None = None
     counted: Tensor | None = None

@@ -17,6 +17,7 @@ from .data import Data, Notes
 from .non_token_inputs import ATTACH, as_plain, decoder_alone, innermost, reads_decoder
 from .packed_documents import documents_in
 from .row import ModelInputs, Row
+from .texts import GroupNumbers
 
 SEGMENTS = "token_type_ids"
 DEFAULT_SEQ_LEN = 256
@@ -36,6 +37,7 @@ class Text:
         messages: the messages of a chat, mappings with role and content, in order; None for a text.
         inputs: further inputs of the row by name, without an axis of rows.
         number: index of the text in the data.
+        group: the group of the text, from the data; once texts are numbered, the index in the data of the group's first text.
         ids: token ids of a text without BOS, or of a chat with the special tokens of its template.
         own: whether the text itself begins with a special token, so that no BOS is added.
         segments: the segment id of each token; None if the model takes none or all are 0.
@@ -49,6 +51,7 @@ class Text:
     messages: Any = None
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     number: int = -1
+    group: Any = -1
     ids: list[int] = field(default_factory=list)
     own: bool = False
     segments: list[int] | None = None
@@ -217,14 +220,23 @@ class TextRows:
                 yield item if isinstance(item, Row) else self._chat(item)
 
     def _numbered(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
+        groups = GroupNumbers(self.data.groups)
+        number = -1
         for number, item in enumerate(items):
             alone = not isinstance(item, Row) or (len(item.tokens) > 0 and not item.inputs)
             if alone and reads_decoder(self.model):
                 raise decoder_alone("texts or token ids alone", self.model)
-            yield replace(item, source=number) if isinstance(item, Row) else replace(item, number=number)
+            group = groups.of(number, item.group)
+            if isinstance(item, Row):
+                yield replace(item, source=number, group=group)
+            else:
+                yield replace(item, number=number, group=group)
+        groups.refuse_other_count(number + 1)
 
     def _split(self, row: Row) -> Iterator[Row]:
         documents = documents_in(row, self.model)
+        if len(documents) > 1:
+            documents = [replace(document, document=number) for number, document in enumerate(documents)]
         if len(documents) > 1 and not self.notes.packed:
             self.notes.packed = True
             LOG.warning(
@@ -328,7 +340,17 @@ class TextRows:
             if text.marks is not None:
                 marks = torch.tensor([False] * (len(row) - taken) + text.marks[start : start + taken])
             attention = torch.ones(len(row), dtype=torch.bool)
-            yield Row(row, attention, labels, text.number, start, marks, None, inputs, positional)
+            yield Row(
+                row,
+                attention,
+                labels,
+                source=text.number,
+                group=text.group,
+                start=start,
+                marks=marks,
+                inputs=inputs,
+                positional=positional,
+            )
             start += taken
 
     def row(self, ids: list[int], own: bool, adds: bool = True) -> tuple[Tensor, int]:
@@ -351,6 +373,9 @@ class TextRows:
             LayersimError: an item is not a text, or a text has further inputs.
         """
         held: list[int] = []
+        # For each id, the group of its text.
+        groups: list[int] = []
+        seen, last = set[int](), -1
         # For each id, whether it separates texts: an end-of-text token may be the BOS too, and does not count as one here.
         separates: list[bool] = []
 
@@ -361,9 +386,10 @@ class TextRows:
                 if len(held) - start < least - (0 if own else len(self.bos)):
                     break
                 row, taken = self.row(held[start : start + self.length], own)
+                joined = groups[start], groups[start + taken - 1]
                 start += taken
-                yield Row(row, torch.ones(len(row), dtype=torch.bool))
-            del held[:start], separates[:start]
+                yield Row(row, torch.ones(len(row), dtype=torch.bool), joined=joined)
+            del held[:start], separates[:start], groups[:start]
 
         for text in items:
             if isinstance(text, Row) or text.messages is not None or text.inputs or text.segments is not None:
@@ -371,12 +397,20 @@ class TextRows:
                     "`pack` is True, which joins texts; `data` must hold only single texts: no token ids, chats or other "
                     "inputs."
                 )
+            if text.group != last and text.group in seen:
+                raise LayersimError(
+                    "`pack` is True, which joins texts in their order, but texts of one group of `groups` are not consecutive. "
+                    "Sort the data by its groups."
+                )
+            last = text.group
+            seen.add(last)
             ids, end = text.ids, self.model.tokenizer.eos_token_id
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
                 # The separator is the BOS of this text.
-                del held[-1], separates[-1]
+                del held[-1], separates[-1], groups[-1]
             held += ids + ([end] if end is not None else [])
             separates += [False] * len(ids) + ([True] if end is not None else [])
+            groups += [text.group] * (len(held) - len(groups))
             yield from cut(self.length)
         yield from cut(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal  # noqa: F401 (annotations of the base class are resolved here)
@@ -29,8 +30,10 @@ from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, shown, warn
 from ..core.sums import Sums
 from ..core.wording import brief
-from ..data.batches import Batches
+from ..data.batches import Batch, Batches
 from ..data.data import Data
+from ..data.row import ModelInputs
+from ..data.texts import group_values
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
 from ..sources.source import position_counter
@@ -251,7 +254,35 @@ def linear_probe(
         if not sum(1 for _ in held_out.rows()):
             raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
         probe = replace(probe, first_test_row=count)
-        data = replace(data, source=[part.source for part in parts])
+        data = replace(data, source=[part.source for part in parts], groups=_joint_groups(parts, described, counter))
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
     result: LinearProbeResult = report["linear_probe"]
     return result
+
+
+def _joint_groups(parts: Sequence[Data], model: ModelInputs, count_positions: Callable[[Batch], int] | None) -> Any:
+    """The groups of the rows of several data sets that are read one after the other.
+
+    Raises:
+        LayersimError: the groups of one are a column, and those of another are not.
+    """
+    options = [part.groups for part in parts]
+    if all(one is None or isinstance(one, str) for one in options):
+        if options[0] != options[1]:
+            raise LayersimError(
+                f"`groups` is {options[0]!r} in `data` and {options[1]!r} in `test_data`; both must have one column."
+            )
+        return options[0]
+    joint: list[Any] = []
+    for number, part in enumerate(parts):
+        values = group_values(part.groups)
+        if isinstance(part.groups, str):
+            raise LayersimError(
+                f"`groups` is the column {part.groups!r} in one part of the data; it must be a sequence in both."
+            )
+        if values is None:
+            # Each row is a text of its own.
+            rows = Batches(part, model, count_positions=count_positions).count_rows()
+            values = [(number, row) for row in range(rows)]
+        joint += values
+    return joint

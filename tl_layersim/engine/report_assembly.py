@@ -17,14 +17,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..activations.norms import FIRST_PLACES, LEAST_TOKENS
+from ..activations.text_order import neighbour_correlation_of_texts
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.intervals import aligned, bounds_of, leave_one_out, neighbour_correlation, with_and_without_blocks
 from ..core.result_declarations import JOINT, OF_MODELS, OF_SOME, Provenance
 from ..core.results import Report, Result
 from ..core.site_names import site_in_words
-from ..core.sums import SIZES, DataBlock, Sums, Tally, with_pools
+from ..core.sums import SIZES, TEXT_ORDER, DataBlock, Sums, Tally, with_pools
 from ..core.wording import amount, brief
+from ..data.texts import LEAST_TEXTS
 from ..sources.model_description import Model
 
 # docs/traps.md has the measurements behind both.
@@ -129,6 +131,9 @@ def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
 
 # Below this number of jackknife blocks a warning is given: a standard error from few blocks is itself uncertain.
 FEW_BLOCKS = 16
+# Below this number of texts a warning is given, with what 16, 32 and 64 texts give in `benchmarks/coverage.py`.
+MANY_TEXTS = 64
+COVERED_BY_16, COVERED_BY_32, COVERED_BY_64 = 55, 80, 95
 # Above this correlation of neighbouring jackknife blocks a warning is given.
 # 3 to 4 of 100 independent data sets of 16 blocks reach it.
 MOST_CORRELATION = 0.4
@@ -198,6 +203,65 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     return result.with_replicates(tuple(replicates), tokens)
 
 
+# Above this multiple of 1 / sqrt(texts), the correlation of texts that follow each other is not by chance.
+MOST_DEVIATIONS = 2
+
+
+def notes_on_order(sums: Sums, names: Sequence[str]) -> list[Note]:
+    """Warning that intervals are too narrow, because texts that follow each other in the data are alike.
+
+    Args:
+        sums: sums of the kernel of `activations.text_order`; empty if it did not run.
+        names: names of the analyzers with intervals.
+    """
+    if not sums or not names:
+        return []
+    texts = int(sums["texts"])
+    correlation = neighbour_correlation_of_texts(sums.fields)
+    if not correlation > MOST_DEVIATIONS / math.sqrt(texts):
+        return []
+    by_chance = 1 / math.sqrt(texts)
+    text = (
+        f"Intervals of {', '.join(map(repr, names))} are too narrow: texts that follow each other have a correlation of "
+        f"{correlation:.2f} in their activations, and {texts} independent texts have 0 ± {by_chance:.2f}. If rows belong "
+        "together, such as paragraphs of one document, name their documents with Data(groups=...). Otherwise draw the texts at "
+        "random from their whole source."
+    )
+    return [(text, list(names))]
+
+
+def notes_on_texts(texts: int, rows: int, rows_as_texts: int, names: Sequence[str]) -> list[Note]:
+    """Warnings about intervals that rest on few texts, or on rows of one text.
+
+    Args:
+        texts: number of texts.
+        rows: number of rows.
+        rows_as_texts: number of rows that stand for texts.
+        names: names of the analyzers with intervals.
+    """
+    if not names:
+        return []
+    notes: list[Note] = []
+    named = ", ".join(map(repr, names))
+    if rows_as_texts:
+        text = (
+            f"Intervals of {named} take {amount(texts, 'unit')} as independent that may be parts of one text, because the data "
+            f"is packed or has fewer than {LEAST_TEXTS} texts."
+        )
+        if texts >= 2 * LEAST_TEXTS:
+            text += " Minibatches of CKA, RSA and MutualKNN hold no neighbouring units."
+        notes.append((text, list(names)))
+    if texts < MANY_TEXTS:
+        of = f" ({amount(rows, 'row')})" if texts < rows else ""
+        text = (
+            f"Intervals of {named} rest on {amount(texts, 'text')}{of}. Of a mean that few texts decide, such as a loss of 10 "
+            f"in 5 % of the texts, simulated 95 % intervals contain the true value in {COVERED_BY_16} % (16 texts), "
+            f"{COVERED_BY_32} % (32) and {COVERED_BY_64} % (64); otherwise in 92 to 96 %."
+        )
+        notes.append((text, list(names)))
+    return notes
+
+
 def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
     """Warning that intervals are too narrow, because neighbouring jackknife blocks are correlated.
 
@@ -246,8 +310,8 @@ def notes_on_blocks(blocks: Mapping[str, Sequence[JackknifeBlock]]) -> list[Note
     ]
     text = (
         f"Intervals of {', those of '.join(each)}; {FEW_BLOCKS} or more are good, and fewer than 2 give no interval. Pass more "
-        "rows, a smaller seq_len for packed text, or fewer rows in each forward pass in attach. For measures "
-        "over pairs of samples, such as CKA, a block has at least 16 rows and minibatch= samples."
+        "texts, or fewer rows in each forward pass in attach. For measures over pairs of samples, such as CKA, a block has at "
+        "least 16 texts and minibatch= samples."
     )
     return [(text, list(few))]
 
@@ -313,6 +377,10 @@ def make_report(
             if name in own_blocks:
                 result = replicated(result, analyzer, run, name, own_blocks[name])
         results[name] = result
+    measured = [name for name, result in results.items() if result.has_intervals]
+    rows_as_texts = int(data_options.get("rows_as_texts", 0))
+    notes += notes_on_texts(tally.texts or tally.sequences, tally.sequences, rows_as_texts, measured)
+    notes += notes_on_order(sums.get(TEXT_ORDER, Sums()), measured)
     for text, names in notes + notes_on_drift(results):
         warn(text)
         for name in names:
@@ -340,6 +408,7 @@ def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], se
         data=tally.digest,
         tokens=tally.tokens,
         sequences=tally.sequences,
+        texts=tally.texts,
         batches=tally.batches,
         seed=seed,
         options=dict(options),

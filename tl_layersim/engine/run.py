@@ -1,7 +1,7 @@
 """Runs kernels on batches and adds their outputs.
 
 Local runs, ranks, shards, workers on Ray and runs on servers call `run`, each with another `DataPart`. Outputs are summed over
-leaves (groups of up to 16 consecutive rows), which a `SumTree` adds in pairs.
+leaves (groups of up to 16 consecutive texts), which a `SumTree` adds in pairs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import psutil
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..activations.row_pools import ROWS, AnyKernel, run_batch
+from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, reduce, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..core.distributed import add_over_ranks, rank_and_size
 from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile, Snapshot
-from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_copies, rows_in_block
+from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_block_size, most_copies, texts_in_block
 from ..core.wording import brief, with_article
 from ..data.batches import Batch, BatchSize, RowDigests, batch_sizes
 from ..data.data import Data
+from ..data.texts import LEAST_TEXTS, GroupNumbers, group_values
 from ..sources.activation_checks import check_lens, check_stream_sums, refuse_not_finite
 from ..sources.model_description import Model
 from ..sources.source import CanReadSites, OnServer, PartialSums
@@ -49,9 +50,10 @@ class Step(NamedTuple):
     Attributes:
         measured: whether this process runs the kernels on the batch.
         batches: number of batches read so far, this one included.
-        tokens: number of counted positions in each row.
+        tokens: number of counted positions in each text.
         digest: SHA-256 of all rows read so far, the batch's own included.
         inputs: digest of these rows with their counted positions, labels and texts.
+        rows: number of rows.
     """
 
     measured: bool
@@ -59,6 +61,7 @@ class Step(NamedTuple):
     tokens: tuple[int, ...]
     digest: str
     inputs: str
+    rows: int
 
 
 @dataclass
@@ -83,10 +86,10 @@ class PassState:
             seconds: wall time of the whole pass so far.
         """
         steps = self.take(sum(part.count for part in parts))
-        row_tokens = iter([tokens for step in steps if step.measured for tokens in step.tokens])
+        text_tokens = iter([tokens for step in steps if step.measured for tokens in step.tokens])
         tree = self.tally.tree
         for part in parts:
-            tokens = sum(islice(row_tokens, part.count))
+            tokens = sum(islice(text_tokens, part.count))
             tree = tree.add(DataBlock(part.count, tokens, sums_of(self.names, part.out)))
         # One assignment: an interrupt leaves a batch either counted with all its sums or not at all.
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
@@ -96,25 +99,26 @@ class PassState:
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
-    def take(self, rows: int) -> list[Step]:
-        """Remove and return the first waiting batches that together have at least `rows` measured rows.
+    def take(self, texts: int) -> list[Step]:
+        """Remove and return the first waiting batches that together have at least `texts` measured texts.
 
-        At the end of the data fewer rows may wait, as kernels round up to a whole leaf.
+        At the end of the data fewer texts may wait, as kernels round up to a whole leaf.
         """
         taken: list[Step] = []
-        while rows > 0 and self.waiting:
+        while texts > 0 and self.waiting:
             step = self.waiting.popleft()
             taken.append(step)
-            rows -= len(step.tokens) * step.measured
+            texts -= len(step.tokens) * step.measured
         return taken
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """Copy of `tally` with the batch, row and token counts of `steps` added. The sums stay the same."""
+    """Copy of `tally` with the batch, row, text and token counts of `steps` added. The sums stay the same."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
-        sequences=tally.sequences + sum(len(step.tokens) for step in steps),
+        sequences=tally.sequences + sum(step.rows for step in steps),
+        texts=tally.texts + sum(len(step.tokens) for step in steps),
         tokens=tally.tokens + sum(sum(step.tokens) for step in steps),
         digest=steps[-1].digest if steps else tally.digest,
         inputs=steps[-1].inputs if steps else tally.inputs,
@@ -134,7 +138,7 @@ class DataPass:
         file: the file that keeps the tallies.
         tallies: tallies of all passes of the run, by name; `run` adds the tally of this pass.
         total: number of counted tokens in the data; None if not known.
-        rows: number of rows in the measured batches; None if not known.
+        texts: number of texts in the measured batches; None if not known.
         first_sums: sums of the first pass over all data, by analyzer.
         state: sums so far, and the batches that wait for their sums.
     """
@@ -146,7 +150,7 @@ class DataPass:
     file: ResumableFile
     tallies: dict[str, Tally]
     total: int | None = None
-    rows: int | None = None
+    texts: int | None = None
     first_sums: Mapping[str, Sums] = field(default_factory=dict)
     state: PassState = field(init=False)
 
@@ -158,7 +162,7 @@ class DataPass:
         self.within, counts = (self.part.within, self.part.counts) if self.sources else (None, None)
         start = 0 if self.within is None or counts is None else self.within.start * counts.capacity
         # Jackknife blocks of known data do not depend on how the data is divided.
-        self.first_block = first_block_size(self.rows) if self.analysis.intervals and is_main else None
+        self.first_block = first_block_size(self.texts) if self.analysis.intervals and is_main else None
         fresh = Tally(tree=SumTree(self.first_block, start))
         self.state = PassState(self.tallies.get(self.name) or fresh, tuple(self.kernels))
         self._began = time.monotonic() - self.state.tally.seconds
@@ -202,7 +206,7 @@ class DataPass:
         self._refuse_not_finite(parts)
         self.state.add(parts, time.monotonic() - self._began)
         tree = self.state.tally.tree
-        if tree.rows == sum(part.count for part in parts):
+        if tree.texts == sum(part.count for part in parts):
             self._check_memory(bytes_of(tree.total().sums), parts[0].count, len(parts))
 
     def read(self) -> Iterator[Batch]:
@@ -232,8 +236,8 @@ class DataPass:
         """Yields all batches with their counts. Rank and shard decide which batches this process measures."""
         batches, deal = self.analysis.batches, self.part.deal
         digests = RowDigests(batches.data.selection.marked)
-        # Number of batches so far with a counted position, and number of rows before the next measured batch.
-        with_counted, row = 0, self.state.tally.tree.start
+        # Number of batches so far with a counted position, and number of texts before the next measured batch.
+        with_counted, text = 0, self.state.tally.tree.start
         for number, batch in enumerate(batches):
             digests.add(batch)
             measured = bool(batch.counted.any())
@@ -241,21 +245,21 @@ class DataPass:
                 self._settle(batch)
                 measured = number % deal.copies == deal.copy and (self.within is None or with_counted in self.within)
                 with_counted += 1
-            tokens = tuple(batch.counted.sum(1).tolist())
-            yield Step(measured, number + 1, tokens, digests.rows, digests.inputs), self._with_leaf(batch, row)
-            row += batch.capacity * measured
+            step = Step(measured, number + 1, batch.tokens_of_texts, digests.rows, digests.inputs, len(batch.tokens))
+            yield step, self._with_leaf(batch, text)
+            text += batch.capacity * measured
 
-    def _with_leaf(self, batch: Batch, row: int) -> Batch:
-        """Copy of a batch that sets `leaf` and `block`, which limit how many rows are summed together.
+    def _with_leaf(self, batch: Batch, text: int) -> Batch:
+        """Copy of a batch that sets `leaf` and `block`, which limit how many texts are summed together.
 
         Args:
             batch: the batch.
-            row: index of the first row of the batch; with intervals, both attributes depend on it.
+            text: index of the first text of the batch; with intervals, both attributes depend on it.
         """
-        leaf = min(ROWS, batch.capacity)
+        leaf = min(TEXTS_OF_POOL, batch.capacity)
         if self.first_block is None:
             return replace(batch, leaf=leaf)
-        return replace(batch, leaf=min(leaf, rows_in_block(row, 1)), block=rows_in_block(row, self.first_block))
+        return replace(batch, leaf=min(leaf, texts_in_block(text, 1)), block=texts_in_block(text, self.first_block))
 
     def _settle(self, batch: Batch) -> None:
         """Find the order of a model's sites, if unknown, by running the model on the batch. Then the sites are checked."""
@@ -276,11 +280,11 @@ class DataPass:
 
         Args:
             sizes: bytes of the sums of each analyzer.
-            leaf: number of rows in a leaf of the first batch.
+            leaf: number of texts in a leaf of the first batch.
             at_once: number of leaves of the first batch.
         """
-        rows = rows_in_data(self.analysis.batches.data)
-        leaves = TYPICAL_LEAVES if rows is None else math.ceil(rows / leaf)
+        texts = texts_in_data(self.analysis.batches.data)
+        leaves = TYPICAL_LEAVES if texts is None else math.ceil(texts / leaf)
         check_memory(sizes, leaves, self.first_block is not None, self.analyzers, at_once)
 
     def _check(self, batch: Batch) -> None:
@@ -295,7 +299,7 @@ class DataPass:
                 for name, analyzer in self.analyzers.items()
                 if analyzer.sums_in_first_pass == (self.name == FIRST)
             }
-            self._check_memory(known, batch.leaf, batch.leaf_rows // batch.leaf)
+            self._check_memory(known, batch.leaf, batch.leaf_texts // batch.leaf)
         if not self._lens_is_checked:
             for source in self.sources:
                 if source.model.head is not None:
@@ -329,12 +333,14 @@ class DataPass:
 
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
         names = [source.sites for source in self.sources]
-        start = self.state.tally.tree.end
+        tally, waiting = self.state.tally, self.state.waiting
+        start = tally.tree.end
         # The last leaf of the data may be larger than the rest of the data.
-        read = self.state.tally.sequences + sum(len(step.tokens) for step in self.state.waiting)
+        read = tally.texts + sum(len(step.tokens) for step in waiting)
+        unit = "rows" if tally.sequences + sum(step.rows for step in waiting) == read else "texts"
         for part in parts:
             last = min(start + part.count, max(read, start + 1)) - 1
-            refuse_not_finite(part.not_finite, names, f"rows {start} to {last}")
+            refuse_not_finite(part.not_finite, names, f"{unit} {start} to {last}")
             start += part.count
 
     def _snapshot(self) -> Snapshot:
@@ -360,14 +366,14 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
     kernels, first_sums = analysis.first_kernels, dict[str, Sums]()
     # Sizes of batches of a run on servers are printed before it.
     sizes = batch_sizes(analysis.batches) if analysis.is_remote and not analysis.batches.one_shot else None
-    tokens, rows = analysis.batches.data.max_tokens, None
+    tokens, texts = analysis.batches.data.max_tokens, None
     if sizes is not None:
         passes = (part.last_pass == MAIN) + (analysis.first_needs_model and not tallies.get(FIRST, Tally()).done)
         _announce(analysis, passes, sizes if part.within is None else sizes[part.within.start : part.within.stop])
-        tokens, rows = sum(size.tokens for size in sizes), sum(size.rows for size in sizes)
+        tokens, texts = sum(size.tokens for size in sizes), sum(size.texts for size in sizes)
     if part.counts is not None:
-        tokens, rows = part.counts.tokens, part.counts.rows
-    about = (file, tallies, tokens, rows)
+        tokens, texts = part.counts.tokens, part.counts.measured_texts
+    about = (file, tallies, tokens, texts)
     with analysis.running():
         if kernels:
             last = DataPass(analysis, part, FIRST, kernels, *about)
@@ -378,7 +384,8 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
                 first_sums = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
                 if not any(first_sums.values()):
                     refuse_empty(tallies[FIRST].tokens, tallies[FIRST].sequences)
-            last = DataPass(analysis, part, MAIN, analysis.plan.kernels(analysis.analyzers, first_sums), *about, first_sums)
+            main = analysis.plan.kernels(analysis.analyzers, first_sums) | analysis.kernels_of_texts
+            last = DataPass(analysis, part, MAIN, main, *about, first_sums)
             if blocking:
                 last.run()
     expected = part.counts or tallies.get(FIRST)
@@ -439,6 +446,25 @@ def rows_in_data(data: Data) -> int | None:
         return None
 
 
+def texts_in_data(data: Data) -> int | None:
+    """Largest number of texts that the data may have; None if not known.
+
+    Args:
+        data: the data of the run.
+
+    Examples:
+        >>> texts_in_data(Data(list("abcdef"))), texts_in_data(Data(list("abcdef"), groups=[0, 0, 1, 1, 2, 2]))
+        (6, 3)
+    """
+    values = group_values(data.groups)
+    if values is not None:
+        numbers = GroupNumbers(values)
+        return len({numbers.of(row, None) for row in range(len(values))})
+    rows = rows_in_data(data)
+    # The rows that are cut from a few texts stand for texts.
+    return None if rows is not None and rows < LEAST_TEXTS and data.groups is None else rows
+
+
 def bytes_of(sums: Mapping[str, Sums]) -> dict[str, int]:
     """Bytes of the sums of each analyzer.
 
@@ -464,7 +490,7 @@ def check_memory(
 
     Args:
         sizes: bytes of the sums of each analyzer.
-        leaves: number of groups of rows (leaves) whose sums are added, or an upper limit.
+        leaves: number of groups of texts (leaves) whose sums are added, or an upper limit.
         intervals: whether jackknife blocks are kept.
         analyzers: analyzers by name, which may have a limit `max_memory_gb`.
         at_once: number of leaves that one batch returns.

@@ -11,12 +11,14 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..activations.row_pools import AnyKernel
+from ..activations.text_order import text_order_kernel
 from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer
 from ..core.distributed import ALONE, Deal
 from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
-from ..core.sums import MOST_BLOCKS, Tally
+from ..core.sums import MOST_BLOCKS, TEXT_ORDER, Tally
 from ..core.wording import duration_in_words
 from ..data.batches import Batches, RowDigests
 from ..sources.source import OnServer, Source, running
@@ -39,8 +41,9 @@ class DataCounts:
         sequences: number of rows.
         tokens: number of counted positions.
         digest: SHA-256 of all rows.
-        rows: number of rows in the measured batches.
-        capacity: number of rows in each batch but the last.
+        texts: number of texts.
+        measured_texts: number of texts in the measured batches.
+        capacity: number of texts in each batch but the last.
         inputs: digest of all rows with their counted positions, labels and texts, see `data.batches.RowDigests`.
     """
 
@@ -49,7 +52,8 @@ class DataCounts:
     sequences: int
     tokens: int
     digest: str
-    rows: int
+    texts: int
+    measured_texts: int
     capacity: int
     inputs: str = ""
 
@@ -61,7 +65,7 @@ class DataCounts:
             of: number of shards of the run.
 
         Examples:
-            >>> counts = DataCounts(8, 7, 14, 70, "", 14, 2)
+            >>> counts = DataCounts(8, 7, 14, 70, "", 14, 14, 2)
             >>> [list(counts.within(number, 3)) for number in range(3)]
             [[0, 1], [2, 3], [4, 5, 6]]
         """
@@ -104,10 +108,25 @@ class Analysis:
     intervals: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "batches", replace(self.batches, pool_rows=self._pool_rows))
+        whole_texts = any(one.whole_texts for one in self.analyzers.values())
+        object.__setattr__(self, "batches", replace(self.batches, pool_texts=self._pool_texts, whole_texts=whole_texts))
 
-    def _pool_rows(self, density: float) -> int:
+    def _pool_texts(self, density: float) -> int:
         return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
+
+    @property
+    def compares_texts(self) -> bool:
+        """Whether the run compares texts that follow each other in a batch, because intervals take them as independent.
+
+        Servers return small sums only, and analyzers that are `by_statistics` run the models one after another.
+        """
+        by_statistics = any(analyzer.by_statistics for analyzer in self.analyzers.values())
+        return self.intervals and not self.is_remote and not by_statistics
+
+    @property
+    def kernels_of_texts(self) -> dict[str, AnyKernel]:
+        """The kernel that compares texts that follow each other; empty if the run does not."""
+        return {TEXT_ORDER: text_order_kernel()} if self.compares_texts else {}
 
     @property
     def sources(self) -> Sequence[Source]:
@@ -243,15 +262,21 @@ def count_data(batches: Batches) -> DataCounts:
         batches: the data.
     """
     digests = RowDigests(batches.data.selection.marked)
-    number = measured = sequences = tokens = rows = capacity = 0
+    number = measured = sequences = tokens = texts = measured_texts = capacity = 0
     bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
     with bar:
         for batch in batches:
             digests.add(batch)
-            counted, size = int(batch.counted.sum()), len(batch.tokens)
-            number, sequences, tokens, capacity = number + 1, sequences + size, tokens + counted, batch.capacity
-            measured, rows = measured + (counted > 0), rows + size * (counted > 0)
+            counted = int(batch.counted.sum())
+            number += 1
+            sequences += len(batch.tokens)
+            texts += batch.text_count
+            tokens += counted
+            capacity = batch.capacity
+            if counted:
+                measured += 1
+                measured_texts += batch.text_count
             bar.update(counted)
     # As a pass over the data counts: no row, no digest.
     digest, inputs = (digests.rows, digests.inputs) if number else ("", "")
-    return DataCounts(number, measured, sequences, tokens, digest, rows, capacity, inputs)
+    return DataCounts(number, measured, sequences, tokens, digest, texts, measured_texts, capacity, inputs)

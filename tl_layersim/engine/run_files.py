@@ -19,7 +19,7 @@ from ..sources.model_description import Model
 from .run_arguments import AnalyzersArgument, choose_analyzers
 
 # Fields of a tally that JSON holds; the others are sums.
-PLAIN = ("batches", "sequences", "tokens", "digest", "inputs", "seconds", "done")
+PLAIN = ("batches", "sequences", "texts", "tokens", "digest", "inputs", "seconds", "done")
 
 
 def sums_snapshot(prefix: str, sums: Mapping[str, Sums]) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
         passes[label]["tree"] = {
             "size": tree.size,
             "start": tree.start,
-            "nodes": [[node.rows, node.tokens] for node in tree.nodes],
+            "nodes": [[node.texts, node.tokens] for node in tree.nodes],
             "names": list(tree.nodes[0].sums) if tree.nodes else [],
         }
         for number, node in enumerate(tree.nodes):
@@ -66,8 +66,8 @@ def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
         plain = {name: kept[name] for name in PLAIN}
         tree = kept["tree"]
         nodes = tuple(
-            DataBlock(rows, tokens, sums_below(f"{label} {number}", tree["names"], tensors))
-            for number, (rows, tokens) in enumerate(tree["nodes"])
+            DataBlock(texts, tokens, sums_below(f"{label} {number}", tree["names"], tensors))
+            for number, (texts, tokens) in enumerate(tree["nodes"])
         )
         tallies[label] = Tally(**plain, tree=SumTree(tree["size"], tree["start"], nodes))
     return tallies

@@ -178,7 +178,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
         raise ValueError(f"the index of the shard is {number}; it must be 0 or more, and below {of}")
     tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
     if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
-        raise ValueError(f"the sums of shard {number} begin at row {tallies[held['pass_name']].tree.start}, not at row {start}")
+        raise ValueError(f"the sums of shard {number} begin at text {tallies[held['pass_name']].tree.start}, not {start}")
     return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, notes=notes)
 
 
@@ -186,7 +186,7 @@ def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor])
 def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -> Report:
     """Make the report of a run from the files of its shards.
 
-    The order of additions depends on the number of rows alone. Every number, intervals included, therefore equals that of one
+    The order of additions depends on the number of texts alone. Every number, intervals included, therefore equals that of one
     process over all data to the last bit. `seconds` is the sum over all shards. Memory holds the sums of one shard beside the
     total.
 
@@ -222,7 +222,17 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
     passes = [part.tally for part in parts]
     passes += [part.tallies[FIRST] for part in (parts[:1] if head.identity["first"] else parts) if FIRST in part.tallies]
     seconds = sum(one.seconds for one in passes)
-    tally = Tally(counts.batches, counts.sequences, counts.tokens, counts.digest, seconds, True, tree, counts.inputs)
+    tally = Tally(
+        counts.batches,
+        counts.sequences,
+        counts.tokens,
+        counts.digest,
+        seconds,
+        done=True,
+        tree=tree,
+        inputs=counts.inputs,
+        texts=counts.texts,
+    )
     places = [place for part in parts for place in part.notes["provenance"].get("remote", [])]
     how = head.notes["provenance"] | ({"remote": places} if places else {})
     models = {name: [model_of(own)] for name, own in head.notes["models"].items()}

@@ -21,6 +21,7 @@ from ..core.results import Report
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums, SumTree, Tally
 from ..data.batches import Batch
+from ..data.row import TextOfRow
 from ..remote import client
 from ..remote.client import ATTEMPTS_TO_READ, NdifClient, SentJob, quiet
 from ..remote.failures import DamagedAnswer, JobTooLong, TransientFailure
@@ -53,7 +54,7 @@ class RunHeader:
         sent: when the jobs were sent.
         place: facts about the server, with the number of requests and bytes before this process.
         first: names of the analyzers with sums of a first pass.
-        first_block: number of rows in a jackknife block at the start; None without intervals.
+        first_block: number of texts in a jackknife block at the start; None without intervals.
         kernels: names of the kernels.
     """
 
@@ -77,7 +78,7 @@ class Job:
     Attributes:
         sent: the job on the server.
         batches: batches of the request; empty once its sums have arrived.
-        rows: number of rows whose sums the server returns; the last rows of the data are rounded up to a whole leaf.
+        texts: number of texts whose sums the server returns; the last texts of the data are rounded up to a whole leaf.
         steps: counts of the batches of the request.
         parts: sums that the server returned.
         state: last state that the server reported; also ERROR if a reply cannot be read.
@@ -88,7 +89,7 @@ class Job:
 
     sent: SentJob
     batches: list[Batch]
-    rows: int
+    texts: int
     steps: list[Step]
     parts: list[PartialSums] = field(default_factory=list)
     state: str = "SENT"
@@ -118,7 +119,7 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
         sums = sums_below(f"part/{number}/{place}", names, tensors)
         parts.append(PartialSums(count, [], {name: own.fields for name, own in sums.items()}))
     steps = [Step._make(step)._replace(tokens=tuple(step[2])) for step in item["steps"]]
-    return Job(SentJob(**item["sent"]), batches, item["rows"], steps, parts, item["state"])
+    return Job(SentJob(**item["sent"]), batches, item["texts"], steps, parts, item["state"])
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
@@ -131,7 +132,11 @@ def _batch_snapshot(batch: Batch) -> Snapshot:
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
     """Restore a batch from `_batch_snapshot`."""
-    more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
+    more = {
+        "origins": tuple((row, start) for row, start in facts["origins"]),
+        "texts": tuple(TextOfRow._make(text)._replace(joined=tuple(text[3])) for text in facts["texts"]),
+        "positional": frozenset(facts["positional"]),
+    }
     held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
     return Batch(**{**facts, **more}, **held, inputs=tensors_below("input/", tensors))
 
@@ -245,7 +250,7 @@ class RemoteRun:
                     "sent": asdict(job.sent),
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
-                    "rows": job.rows,
+                    "texts": job.texts,
                     "batches": [facts for facts, _ in batches],
                     "steps": [list(step) for step in job.steps],
                     "parts": [[part.count, list(part.out)] for part in job.parts],
@@ -290,7 +295,7 @@ class RemoteRun:
 
     def _form(self, job: Job) -> FormOfSums:
         """The form of the result of a job."""
-        return FormOfSums(job.rows, (len(self._header.sites),), tuple(self._header.kernels), True)
+        return FormOfSums(job.texts, (len(self._header.sites),), tuple(self._header.kernels), True)
 
     def _measure_again(self, job: Job) -> None:
         """Measure the batches of a failed job again.
@@ -310,7 +315,7 @@ class RemoteRun:
         if not source.is_settled:
             # A source that `load_run` opened has run nothing yet.
             source.settle(job.batches[0])
-        start = sum(other.rows for other in self._jobs[: self._jobs.index(job)])
+        start = sum(other.texts for other in self._jobs[: self._jobs.index(job)])
         with running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())):
             parts = source.stream(iter(job.batches), self._kernels, start, quiet, self._header.first_block)
             job.parts = [part for some in parts for part in some]
@@ -358,8 +363,8 @@ def start(analysis: Analysis) -> RemoteRun:
         schedule = source.schedule
         batches = schedule.groups(reading, 0, most, lambda: schedule.most_batches, data_pass.first_block, deque())
         while group := next(batches):
-            rows = sum(batch.leaf_rows for batch in group)
-            jobs.append(Job(source.send(group, kernels), group, rows, state.take(rows)))
+            texts = sum(batch.leaf_texts for batch in group)
+            jobs.append(Job(source.send(group, kernels), group, texts, state.take(texts)))
     if not jobs:
         state.add_unmeasured()
         refuse_empty(state.tally.tokens, state.tally.sequences)

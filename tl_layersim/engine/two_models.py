@@ -117,7 +117,7 @@ def crossing(analyzers: Mapping[str, Analyzer], models: int, plan: SitePlan, siz
         sizes: sizes of the batches.
     """
     size = sum(
-        item.size(batch.rows, batch.density, len(choice.numbers))
+        item.size(batch.texts, batch.density, len(choice.numbers))
         for name, item in exchanges(analyzers).items()
         for choice in plan.choices[name]
         for batch in sizes

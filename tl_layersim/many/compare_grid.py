@@ -186,6 +186,7 @@ class AllPairs(Analyzer):
     seed = _of_measure("seed")
     max_memory_gb = _of_measure("max_memory_gb", math.inf)
     whole_rows = _of_measure("whole_rows")
+    whole_texts = _of_measure("whole_texts")
     reads_head = _of_measure("reads_head")
     needs_positions = _of_measure("needs_positions")
     label_source = _of_measure("label_source")

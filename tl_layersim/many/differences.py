@@ -14,18 +14,17 @@ from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError, warn
 from ..core.intervals import (
     ROUNDING_ERROR,
+    Uncertainty,
     aligned,
-    degrees_of_freedom,
+    chance_error,
     has_margin,
     p_value_from_error,
     refuse_no_blocks,
-    standard_error,
     t_interval,
-    welch_degrees,
     with_and_without_blocks,
 )
 from ..core.report_tables import BLOCK_AXES, SITE_AXES, Correction, adjusted, is_symmetric
-from ..core.result_declarations import declarations
+from ..core.result_declarations import Declaration, declarations
 from ..core.results import Report, Result
 from ..core.wording import with_article
 
@@ -59,9 +58,13 @@ def difference(
     """Difference of two runs, second minus first, with an interval and a p-value for every field.
 
     Runs on the same data in the same blocks are paired. Their difference is computed again without each block
-    (delete-one-block jackknife, Student's t with one degree of freedom fewer than blocks). Other runs count as independent:
-    their squared errors add up, with the degrees of freedom of Welch and Satterthwaite. The p-value is that of a two-sided t
-    test of a difference of 0. If no block changes the difference, as on the diagonal of a similarity, p is NaN.
+    (delete-one-block jackknife, Student's t corrected for skewness). Other runs count as independent: their squared errors and
+    third moments add up, with the degrees of freedom of Welch and Satterthwaite. If one run has fewer texts than the other, its
+    error is at least that of as many texts of the other run: 16 texts may all miss rare large losses that 256 texts show. If
+    the smaller sample truly varies less from text to text, the test is therefore less powerful than Welch's.
+
+    The p-value is that of a two-sided t test of a difference of 0. If no block changes the difference, as on the diagonal of a
+    similarity, p is NaN.
 
     Args:
         first: a report or a result of a run with `intervals=True`.
@@ -88,7 +91,8 @@ def difference(
         LayersimError: the results are of different classes or sites, or a run kept no blocks.
 
     Source:
-        Wolter 2007, Introduction to Variance Estimation, chapter 4; Welch 1947.
+        Wolter 2007, Introduction to Variance Estimation, chapter 4; Welch 1947; Hall 1992, On the removal of skewness by
+        transformation.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -191,7 +195,7 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
         warn(
             f"The runs split the same data into different jackknife blocks ({len(first.block_tokens)} and "
             f"{len(second.block_tokens)} blocks). The difference is therefore not paired, and its interval is wider. Pass the "
-            "same batch_size= to both runs."
+            "same groups= and batch_size= to both runs."
         )
     return paired
 
@@ -207,7 +211,13 @@ def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
 
 
 def _statistics(
-    first: Any, second: Any, function: Callable[[Any, Any], Any], paired: bool, level: float, out_of: str = ""
+    first: Any,
+    second: Any,
+    function: Callable[[Any, Any], Any],
+    paired: bool,
+    level: float,
+    counts: Declaration | None = None,
+    bounded: Declaration | None = None,
 ) -> Tensor:
     """Difference of a number or a tensor between two results, with its interval and p-value.
 
@@ -220,24 +230,46 @@ def _statistics(
             tensor, of the same shape for both results.
         paired: whether block j of one run has the same data as block j of the other.
         level: confidence level of the intervals.
-        out_of: for counts, the attribute whose sum is the total.
+        counts: declaration of the field that is read, for a field of counts.
+        bounded: declaration of the field that is read, for fractions that may be at a bound by chance.
     """
     (a, without_a), (b, without_b) = (
-        with_and_without_blocks(whole, partial(function, whole), out_of) for whole in (first, second)
+        with_and_without_blocks(whole, partial(function, whole), counts) for whole in (first, second)
     )
+    own, other = Uncertainty.of(a, without_a), Uncertainty.of(b, without_b)
+    by_chance = [
+        torch.zeros_like(value) if bounded is None else chance_error(whole, bounded, value, *each[:2], level)
+        for whole, value, each in ((first, a, own), (second, b, other))
+    ]
     if paired:
-        error = standard_error(b - a, without_b - without_a)
-        degrees = degrees_of_freedom(b - a, without_b - without_a)
+        joint = Uncertainty.of(b - a, without_b - without_a)
+        # Two fractions at the same bound by chance may differ in other texts.
+        joint = joint._replace(error=joint.error.maximum(torch.minimum(*by_chance).where(a == b, 0.0)))
     else:
-        errors = (standard_error(a, without_a), standard_error(b, without_b))
-        error = (errors[0].square() + errors[1].square()).sqrt()
-        degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a), degrees_of_freedom(b, without_b)))
+        own, other = (
+            each._replace(error=each.error.maximum(least)) for each, least in zip((own, other), by_chance, strict=True)
+        )
+        ratio = _ratio_of_texts(first, second)
+        if ratio > 1:
+            own = own.at_least(other, ratio)
+        if ratio < 1:
+            other = other.at_least(own, 1 / ratio)
+        joint = other.of_difference(own)
     # Ones on the diagonal of a similarity differ by rounding only.
     rounding = ROUNDING_ERROR * torch.maximum(a.abs(), b.abs())
-    is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
-    error, b = error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
-    p = p_value_from_error(b - a, error, degrees)
-    return torch.stack([a, b, *t_interval(b - a, error, degrees, level), p, p], -1)
+    is_rounding = (joint.error <= rounding) & ((b - a).abs() <= rounding)
+    error, b = joint.error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
+    p = p_value_from_error(b - a, error, joint.degrees, joint.skewness)
+    interval = t_interval(b - a, error, joint.degrees, level, skewness=joint.skewness)
+    return torch.stack([a, b, *interval, p, p], -1)
+
+
+def _ratio_of_texts(first: Result, second: Result) -> float:
+    """How many times as much data the second run has: 1 unless it has both more texts and more tokens, or fewer of both."""
+    records = first.provenance, second.provenance
+    ratios = sorted((records[1].texts / records[0].texts, records[1].tokens / records[0].tokens))
+    # Texts of other lengths differ in their variance.
+    return ratios[0] if ratios[0] > 1 else ratios[1] if ratios[1] < 1 else 1.0
 
 
 def _variables(
@@ -276,7 +308,11 @@ def _variables(
         if own.within is not None and same and not bool(getattr(second, field).isnan().all()):
             labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
             words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
-            found[own.name] = compare(partial(_read, field, grids), out_of=own.out_of), labels | last, words
+            found[own.name] = (
+                compare(partial(_read, field, grids), counts=own, bounded=None if grids else own),
+                labels | last,
+                words,
+            )
     heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
     names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
     if names:

@@ -1,4 +1,4 @@
-"""Groups of models: distances within and between groups, permutation test, and dendrogram."""
+"""Groups of models: distances within and between groups, tests of their exchangeability and spread, and dendrogram."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ AT_ONCE = 4096
 def compare_groups(
     table: Any, groups: Any = None, *, field: str = "values", relabelings: PositiveInt = 100_000, seed: int = 0
 ) -> xarray.Dataset:
-    """Compare distances within and between groups of models, with a permutation test.
+    """Compare distances within and between groups of models, with a permutation test and a test of equal spread.
+
+    The permutation test asks whether models could be exchanged between groups. A small `p_value` says that groups differ in
+    their centre, in their spread, or in both: two groups with one centre, of which one is more spread, are not exchangeable.
+    `spread_p_value` tells these apart: a small p_value with a large spread_p_value is a difference of centres. If both are
+    small, compare the `spread` of the groups before you speak of a distance between them.
 
     Distances of a pair that differ by direction, such as stitching penalties, count in both directions. The distances of one
     model are not independent of each other, so the standard deviations describe spread and are no standard errors. The test
@@ -58,6 +63,11 @@ def compare_groups(
           groups count once. With random relabelings, it is (1 + number as large) / (1 + number drawn), because the given
           labels count as one more. P-values of several sites are not adjusted for their number. NaN if a distance is not
           defined.
+        - `spread`: for each group of two or more models, the mean distance of its models to their centroid in
+          principal-coordinate space; NaN for other comparisons.
+        - `spread_p_value`: p-value of the test that all groups have the same spread (PERMDISP), which permutes the
+          distances to the centroids. NaN if fewer than two groups have two models, if none has three, or if a distance is
+          not defined.
         - `smallest_p`: the smallest possible p-value with this number of models or of random relabelings.
         - `mean_low`, `mean_high`, `difference_low`, `difference_high`: 95 % intervals, if the grid was measured with
           `intervals=True`. The p-value is computed from all data.
@@ -68,7 +78,8 @@ def compare_groups(
         LayersimError: groups do not fit the models, or the table has no further axes and a distance is not defined.
 
     Source:
-        Brown et al. 2023 (arXiv 2310.14993), section 4, appendix B, figures 2 and 8.
+        Brown et al. 2023 (arXiv 2310.14993), section 4, appendix B, figures 2 and 8. Anderson 2006, Distance-based tests for
+        homogeneity of multivariate dispersions.
 
     Examples:
         Of the 3 ways to divide four models into pairs, one separates the groups.
@@ -93,6 +104,8 @@ def compare_groups(
     sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
     each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
     tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
+    # Similarities have no principal coordinates; 1 - similarity has.
+    spreads = [spread_test(one + (sign < 0), labels, relabelings, seed) for one in each]
 
     def statistics(distances: Tensor) -> Tensor:
         """Mean distance of each comparison; then the mean between groups minus the mean within groups."""
@@ -108,6 +121,8 @@ def compare_groups(
         "count": ("comparison", [len(one) for one in spread]),
         "difference": (further, np.reshape([sign * one.difference for one in tests], shape)),
         "p_value": (further, np.reshape([one.p_value for one in tests], shape)),
+        "spread": (over, np.reshape([[one.spreads.get(name, math.nan) for one in spreads] for name in compared], (-1, *shape))),
+        "spread_p_value": (further, np.reshape([one.p_value for one in spreads], shape)),
         "smallest_p": tests[0].smallest_p,
     }
     if isinstance(table, Result) and table.has_intervals:
@@ -282,6 +297,92 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
     p_value = larger / number if exact else (1 + larger) / (1 + number)
     smallest = 1 / count if exact else 1 / (1 + number)
     return PermutationResult(difference, p_value if math.isfinite(difference) else math.nan, number, exact, smallest)
+
+
+class SpreadTest(NamedTuple):
+    """Result of a test of equal spread: mean distance to the centroid by comparison ("within a"), and p-value."""
+
+    spreads: dict[str, float]
+    p_value: float
+
+
+def spread_test(distances: Tensor, labels: Sequence[str], permutations: int, seed: int) -> SpreadTest:
+    """Test that groups have the same spread (PERMDISP): an F test of the distances of models to the centroids of their groups.
+
+    The distances to the centroids are those of principal coordinates, whose axes of negative variance are subtracted. Groups of
+    a single model have no spread. The distances of a group are divided by sqrt(1 - 1 / n): a centroid is nearer to the models
+    that it is computed from than the true centre, the more so the smaller the group. The permuted residuals are those of the
+    hypothesis that all groups have one spread. With 5 models in each group, 6 to 9 % of equal spreads have p <= .05.
+
+    Args:
+        distances: `model model`, float64; both directions are averaged and the diagonal is not used. Negative distances count
+            as 0.
+        labels: the group of each model.
+        permutations: number of random permutations.
+        seed: random seed of the permutations.
+
+    Source:
+        Anderson 2006, Distance-based tests for homogeneity of multivariate dispersions, equation 5. Stier, Geange, Hanson and
+        Bolker 2013 for the factor of small groups.
+
+    Examples:
+        The distances to the centroids are 1 in one group and 10 in the other, before the factor of sqrt(2).
+
+        >>> points = torch.tensor([0.0, 2.0, 30.0, 50.0]).double()
+        >>> found = spread_test((points[:, None] - points).abs(), ["a", "a", "b", "b"], 99, 0)
+        >>> {name: round(spread, 3) for name, spread in found.spreads.items()}
+        {'within a': 1.414, 'within b': 14.142}
+    """
+    names = [name for name in dict.fromkeys(labels) if labels.count(name) > 1]
+    members = [torch.tensor([number for number, label in enumerate(labels) if label == name]) for name in names]
+    symmetric = ((distances + distances.T) / 2).clamp(min=0).fill_diagonal_(0)
+    if not names or not bool(symmetric.isfinite().all()):
+        return SpreadTest({}, math.nan)
+    to_centroid = [_distances_to_centroid(symmetric[own][:, own]) for own in members]
+    spreads = {f"within {name}": float(own.mean()) for name, own in zip(names, to_centroid, strict=True)}
+    values = torch.cat(to_centroid)
+    deviations = values - values.mean()
+    # Two models are equally far from their centroid, so the test needs a group of three or more.
+    if len(names) < 2 or len(values) <= 2 * len(names) or not float(deviations.norm()) > 1e-10 * float(values.norm()):
+        return SpreadTest(spreads, math.nan)
+    sizes = [len(own) for own in to_centroid]
+    group = torch.repeat_interleave(torch.arange(len(names)), torch.tensor(sizes))
+    observed = float(_f_ratios(values[None], group, sizes))
+    generator, larger = torch.Generator().manual_seed(seed), 0
+    for start in range(0, permutations, AT_ONCE):
+        order = torch.rand(min(AT_ONCE, permutations - start), len(values), generator=generator).argsort(1)
+        larger += int((_f_ratios(values[order], group, sizes) >= observed * (1 - 1e-10)).sum())
+    return SpreadTest(spreads, (1 + larger) / (1 + permutations))
+
+
+def _distances_to_centroid(distances: Tensor) -> Tensor:
+    """Distance of each model of a group to the group's centroid in principal-coordinate space, corrected for the group's size.
+
+    The squared distance of a model to the centroid is its mean squared distance to the models of the group, itself included,
+    less half the mean of all squared distances. It equals the sum of squares over principal coordinates, with those of
+    imaginary axes subtracted.
+
+    Args:
+        distances: `model model`, symmetric, with zeros on the diagonal.
+    """
+    squared = distances.square()
+    to_centroid = squared.mean(1) - squared.mean() / 2
+    return to_centroid.abs().sqrt() / math.sqrt(1 - 1 / len(distances))
+
+
+def _f_ratios(values: Tensor, group: Tensor, sizes: Sequence[int]) -> Tensor:
+    """F ratio of a one-way analysis of variance, for each row of `values`.
+
+    Args:
+        values: `permutation model`.
+        group: number of the group of each model.
+        sizes: number of models of each group.
+    """
+    members = torch.nn.functional.one_hot(group, len(sizes)).to(values)
+    means = values @ members / torch.tensor(sizes, dtype=values.dtype)
+    within = (values - means[:, group]).square().sum(1) / (len(group) - len(sizes))
+    deviations = (means - values.mean(1, keepdim=True)).square() @ torch.tensor(sizes, dtype=values.dtype)
+    return deviations / (len(sizes) - 1) / within
 
 
 def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:

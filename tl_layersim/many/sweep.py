@@ -38,6 +38,7 @@ from ..remote.open_model import open_source
 from ..sources.computation import computation_of
 from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.out_of_memory import release_memory
+from ..sources.shared_modules import refuse_one_model
 
 
 class SweepRecord:
@@ -208,7 +209,8 @@ def sweep(
         The report of each model by its key; `stack` makes one labelled table of them.
 
     Raises:
-        LayersimError: `models` has a name or a path, the folder belongs to another sweep, or `data` can be read only once.
+        LayersimError: `models` has a name or a path, or a model and its own adapters; the folder belongs to another sweep, or
+            `data` can be read only once.
         SweepError: a model could not be loaded or measured; `error.reports` holds the reports of the models before it.
 
     Warns:
@@ -231,6 +233,7 @@ def sweep(
     for key, model in models.items():
         if isinstance(model, str | os.PathLike):
             raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must have a model, or a function that loads one.")
+    refuse_one_model({f"models[{key!r}]": model for key, model in models.items() if not is_loader(model)})
     if data.read_once:
         raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
     files: dict[Any, Path | None] = dict.fromkeys(keys)

@@ -44,7 +44,7 @@ class RemoteSplitModel(SplitModel):
     def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
         narrow = None if x is None else self._narrowed(x)
         about = (targets, layer, narrow, gradient)
-        shapes: dict[str, tuple[int, ...]] = {"loss": (), "correct": (), "count": ()}
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("loss", "correct", "count"), (len(targets),))
         if gradient and narrow is not None:
             shapes = {"loss": (), "gradient": tuple(narrow.shape)}
 

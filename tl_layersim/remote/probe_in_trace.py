@@ -18,7 +18,7 @@ from ..activations.row_pools import AnyKernel, mixed, plan_batch
 from ..activations.view import SiteBuffer, View, reduce
 from ..core.errors import LayersimError
 from ..core.sums import fold
-from ..data.batches import FIRST_ROWS, next_tokens
+from ..data.batches import FIRST_TEXTS, next_tokens
 from ..data.labels import NO_LABEL
 from ..data.positions import Positions
 from ..sources.nnsight import TraceReader
@@ -92,7 +92,7 @@ class PassReader:
         ids, labels = (values.reshape(-1)[buffer.samples] for values in (tokens, following))
         view = self.reader.read(buffer, {"tokens": ids, "next_token": labels, "row": row}, False)
         number = buffer.samples // width
-        few = counted[:FIRST_ROWS]
+        few = counted[:FIRST_TEXTS]
         density = float(few.sum()) / len(few)
         drawn = View(torch.empty(0, len(number), 0), ids, number, number, row=row)
         plan = plan_batch(drawn, (0, len(tokens)), LEAF, density, self.kernels)

@@ -19,7 +19,7 @@ import torch
 from ..activations.row_pools import AnyKernel
 from ..core.code_digests import called_by, codes_in, plain_constants
 from ..core.errors import LayersimError
-from ..core.sums import Sums, next_size, rows_in_block
+from ..core.sums import Sums, next_size, texts_in_block
 from ..data.batches import Batch
 from ..sources.nnsight import own_function, shippable
 from .traces import submit
@@ -70,23 +70,23 @@ class RequestSchedule:
 
         Args:
             batches: the batches, in order.
-            start: number of rows before these batches.
+            start: number of texts before these batches.
             most_tokens: maximum number of positions in a request; None for no limit.
             affordable: function that returns the maximum number of batches by time.
-            first_block: number of rows in the first block of the data; None if the run keeps no blocks. A request holds at most
-                one block, or a single batch.
+            first_block: number of texts in the first block of the data; None if the run keeps no blocks. A request holds at
+                most one block, or a single batch.
             returned: batches of the last groups that are grouped again, before all others.
         """
         ahead: deque[Batch] = deque(itertools.islice(batches, 1))
-        rows = max(1, ahead[0].capacity) if ahead else 1
-        index = start // rows
+        texts = max(1, ahead[0].capacity) if ahead else 1
+        index = start // texts
         while True:
             index -= len(returned)
             ahead.extendleft(reversed(returned))
             returned.clear()
             most = affordable()
             if first_block is not None:
-                most = max(1, min(most, rows_in_block(index * rows, first_block) // rows))
+                most = max(1, min(most, texts_in_block(index * texts, first_block) // texts))
             size = next_size(index, most)
             while len(ahead) < size and (batch := next(batches, None)) is not None:
                 ahead.append(batch)
@@ -145,7 +145,7 @@ def largest_sums(group: Sequence[Batch], kernels: int, sites: int, width: int, c
         joined: whether the sums of leaves are added.
         least: smallest limit.
     """
-    leaves = sum(batch.leaf_rows // batch.leaf for batch in group)
+    leaves = sum(batch.leaf_texts // batch.leaf for batch in group)
     samples = 0 if joined else max(int(batch.counted.sum()) for batch in group)
     width = width or UNKNOWN_WIDTH
     numbers = sites * (max(sites, MATRICES) * max(width, samples) ** 2 + classes * width)

@@ -141,8 +141,8 @@ class RemoteSource(NNsightSource, OnServer):
         )
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        # All rows are one leaf.
-        [own] = self.sums(replace(batch, leaf=len(batch.tokens), rows_at_once=0), kernels)
+        # All texts are one leaf.
+        [own] = self.sums(replace(batch, leaf=batch.text_count, rows_at_once=0), kernels)
         return own
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
@@ -252,8 +252,8 @@ class RemoteSource(NNsightSource, OnServer):
         shipped = shippable(kernels)
         readers = [one.reader() for one in self._together or (self,)]
         about = (readers, self.pack(group), shipped, self.calling, joined)
-        rows, sites = sum(batch.leaf_rows for batch in group), tuple(len(reader.names) for reader in readers)
-        form = FormOfSums(rows, sites, tuple(shipped), joined)
+        texts, sites = sum(batch.leaf_texts for batch in group), tuple(len(reader.names) for reader in readers)
+        form = FormOfSums(texts, sites, tuple(shipped), joined)
         width = max(self.widths or (self.model.d_model or 0,))
         classes = self.model.vocabulary or 0
         largest = largest_sums(group, len(shipped), max(sites), width, classes, joined, SMALL_RESULT)
@@ -268,6 +268,8 @@ class RemoteSource(NNsightSource, OnServer):
                 "leaf": batch.leaf,
                 "block": batch.block or None,
                 "density": batch.density,
+                "texts": batch.units,
+                "neighbours": batch.neighbours,
                 "passes": self._passes(batch),
             }
             for batch in group

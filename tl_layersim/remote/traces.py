@@ -37,7 +37,7 @@ def submit(
     The server adds the kernels' results pairwise.
 
     Forward passes run to the end of the model, because a sandbox fails if a trace follows a stopped one. The result is the
-    local variable `found`: row counts, each with the sums over these rows in the form of `Reduced`.
+    local variable `found`: text counts, each with the sums over these texts in the form of `Reduced`.
 
     Args:
         readers: the model; or several edits of one model, whose views the kernels take together.
@@ -54,7 +54,8 @@ def submit(
     with torch.no_grad(), readers[0].model.session(backend=backend):
         stack: list[Any] = []
         for unit in work:
-            plan = plan_batch(known_view(unit), unit["starts"], unit["leaf"], unit["density"], kernels)
+            about = (unit["starts"], unit["leaf"], unit["density"], kernels, unit["texts"], unit["neighbours"])
+            plan = plan_batch(known_view(unit), *about)
             outputs: list[Any] = []
             for item in unit["passes"]:
                 args, options = item["args"], item["options"]
@@ -62,8 +63,8 @@ def submit(
                 for reader in readers:
                     with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
                         with gradients(differentiated):
-                            about = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
-                            views.append(reader.read(SiteBuffer(reader.names, *about), item["kept"], calling))
+                            shape = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
+                            views.append(reader.read(SiteBuffer(reader.names, *shape), item["kept"], calling))
                             if len(views) == len(readers):
                                 with torch.no_grad():
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))
@@ -85,17 +86,18 @@ def known_view(unit: dict[str, Any]) -> View:
         buffer = SiteBuffer((), item["keep"], item["shape"], item["pooled"], item["has_tokens"])
         sequence.append(buffer.samples // item["shape"][1] + unit["starts"][item["number"]])
     tokens, row = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row"))
+    text = torch.cat([item["kept"].get("text", item["kept"]["row"]) for item in unit["passes"]])
     rows = torch.cat(sequence)
-    return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row)
+    return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row, text=text)
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
-    """Append a batch's sums over groups of rows (leaves) to `stack`. If `joined`, neighbouring sums are added.
+    """Append a batch's sums over groups of texts (leaves) to `stack`. If `joined`, neighbouring sums are added.
 
     Args:
         stack: changed in place.
-        leaf: number of rows in a leaf.
-        block: number of rows in a block of the data; sums are not added across blocks. None for no blocks.
+        leaf: number of texts in a leaf.
+        block: number of texts in a block of the data; sums are not added across blocks. None for no blocks.
         leaves: outputs of `reduce` for each leaf.
         joined: whether to add the sums of neighbouring leaves.
     """
@@ -201,13 +203,13 @@ class FormOfSums:
     """The form of the result of `submit`.
 
     Attributes:
-        rows: number of rows whose sums return.
+        texts: number of texts whose sums return.
         sites: for each model, the number of its sites.
         kernels: names of the kernels.
         joined: whether the sums were added, and so are float64 or int64.
     """
 
-    rows: int
+    texts: int
     sites: tuple[int, ...]
     kernels: tuple[str, ...]
     joined: bool
@@ -232,15 +234,15 @@ class FormOfSums:
             for name, sums in out.items():
                 self._check_sums(name, sums)
         # Sums end where activations are not finite.
-        if is_finite and total != self.rows:
-            raise UnsafeAnswer(f"must hold the sums of {self.rows} rows; it holds those of {total}")
+        if is_finite and total != self.texts:
+            raise UnsafeAnswer(f"must hold the sums of {self.texts} texts; it holds those of {total}")
 
     def _check_counts(self, count: Any, not_finite: Any) -> bool:
         """Check the counts of one part, and return whether its activations are finite."""
-        # A request for one group of all its rows may have any number of them.
-        is_whole = type(count) is int and (count == self.rows or (count > 0 and count & (count - 1) == 0))
+        # A request for one leaf of all its texts may have any number of them.
+        is_whole = type(count) is int and (count == self.texts or (count > 0 and count & (count - 1) == 0))
         if not is_whole:
-            raise UnsafeAnswer("has a number of rows that is no power of two")
+            raise UnsafeAnswer("has a number of texts that is no power of two")
         if not isinstance(not_finite, list | tuple) or len(not_finite) != len(self.sites):
             raise UnsafeAnswer("must count the activations that are not finite; it has another form")
         for number, sites in zip(not_finite, self.sites, strict=True):
@@ -261,11 +263,11 @@ class FormOfSums:
 
 
 def _three_of(part: Any) -> tuple[Any, Any, Any]:
-    """The number of rows, the counts and the sums of one part of a result."""
+    """The number of texts, the counts and the sums of one part of a result."""
     try:
         count, (not_finite, out) = part
     except (TypeError, ValueError):
-        raise UnsafeAnswer("must be a list of sums with their numbers of rows; it has another form") from None
+        raise UnsafeAnswer("must be a list of sums with their numbers of texts; it has another form") from None
     return count, not_finite, out
 
 

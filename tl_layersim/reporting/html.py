@@ -101,7 +101,7 @@ def report_html(report: Report) -> str:
 
 def measured_on(provenance: Provenance) -> str:
     """Model and data of a run in one line."""
-    rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
+    rows = f"{provenance.tokens:,} tokens in {provenance.rows_in_words}"
     return f"{' and '.join(names_of_models(provenance.model))} · {rows} · {provenance.dtype.replace('torch.', '')}"
 
 
@@ -136,6 +136,7 @@ RECORD = {
     "data": "Data (SHA-256)",
     "tokens": "Positions measured",
     "sequences": "Rows of data",
+    "texts": "Texts",
     "batches": "Forward passes",
     "seed": "Seed",
     "seconds": "Seconds, of the whole run",
@@ -273,8 +274,8 @@ def _intervals(report: Mapping[str, Result]) -> str:
     return (
         "The numbers have 95 % confidence intervals: ± is half of the interval, and figures show intervals as bands, "
         f"whiskers or hover texts. They were computed from {each} contiguous blocks of the data (a delete-one-block "
-        "jackknife with Student's t) and describe another sample of as many rows of the same kind, not another training of the "
-        "model." + (f" No intervals: {', '.join(without)}." if without else "")
+        "jackknife with Student's t) and describe another sample of as many texts of the same kind, not another training of "
+        "the model." + (f" No intervals: {', '.join(without)}." if without else "")
     )
 
 

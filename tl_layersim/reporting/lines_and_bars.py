@@ -18,6 +18,7 @@ from .site_labels import axis_title, markup, series_label, short_names, visible_
 from .style import (
     BLUE,
     DARK,
+    DASHES,
     FAINT,
     GREEN,
     GREY,
@@ -344,7 +345,7 @@ def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
         # The vertical axis names the curve; the legend names the reference lines.
         fig.update_traces(showlegend=False)
     for number, (name, value) in enumerate(baselines.items()):
-        look = {"color": GREY, "width": 1.5, "dash": ("dash", "dot")[number % 2]}
+        look = {"color": GREY, "width": 1.5, "dash": DASHES[1 + number % 3]}
         ends = {"x": [places[0], places[-1]], "y": [value, value]}
         fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line=look)
     return fig.update_layout(showlegend=True) if baselines else fig

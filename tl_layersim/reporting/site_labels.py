@@ -12,7 +12,6 @@ from ..core.site_names import SiteParts, parse_site
 
 AXES = {
     "affected": "Affected block",
-    "batch": "Batch",
     "centre": "After block",
     "direction": "Number of the direction",
     "label": "Class",

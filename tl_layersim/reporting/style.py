@@ -340,7 +340,7 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
     Examples:
         >>> from dataclasses import fields
         >>> empty = {field.name: "" for field in fields(Provenance)} | {"options": {}, "versions": {}}
-        >>> numbers = {"seed": None, "warnings": (), "tokens": 12345, "sequences": 9, "batches": 9, "seconds": 1.0}
+        >>> numbers = {"seed": None, "warnings": (), "tokens": 12345, "sequences": 9, "texts": 9, "batches": 9, "seconds": 1.0}
         >>> on_what(Provenance(**(empty | numbers | {"model": "EleutherAI/pythia-14m"})))
         'EleutherAI/pythia-14m · 12,345 tokens'
     """

@@ -197,13 +197,22 @@ def _replacement(module: torch.nn.Module, name: str) -> Any:
         # A method of another module computes with that module's weights.
         return getattr(function, "__func__", function) is method and getattr(function, "__self__", module) is module
 
+    def is_of_another_module(function: Any) -> bool:
+        owner = getattr(function, "__self__", None)
+        return isinstance(owner, torch.nn.Module) and owner is not module
+
+    def is_replacement(function: Any) -> bool:
+        # A method that a library has wrapped has `__wrapped__`, which is a function without the module it is bound to.
+        return is_from_class(function) or is_of_another_module(function) or not _is_wrapper(function)
+
     if not callable(function) or is_from_class(function):
         return None
     held = inspect.getclosurevars(function).nonlocals if defined_in(function).startswith("nnsight.") else {}
     function = held.get("forward", function)
-    function = inspect.unwrap(function, stop=lambda inner: is_from_class(inner) or not _is_wrapper(inner))
-    of_another = isinstance(getattr(function, "__self__", None), torch.nn.Module) and function.__self__ is not module
-    return None if is_from_class(function) or (_is_own(function) and not of_another) else function
+    function = inspect.unwrap(function, stop=is_replacement)
+    if is_from_class(function) or (_is_own(function) and not is_of_another_module(function)):
+        return None
+    return function
 
 
 def _is_own(function: Any) -> bool:

@@ -36,7 +36,7 @@ Replacement = Callable[[Tensor], Tensor]
 
 
 def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """A dict of sums over the positions with a target: "loss", "correct" and "count".
+    """A dict of sums over the positions with a target, for each row: "loss", "correct" and "count" (`row`, float64, CPU).
 
     "loss" is the cross-entropy, "correct" the number of correct top-1 predictions, "count" the number of targets.
 
@@ -45,8 +45,17 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         targets: see `predictions`.
     """
     predicted, ids = predictions(logits, targets)
-    correct = (predicted.argmax(-1) == ids).sum()
-    return {"loss": cross_entropy(predicted, ids).sum(), "correct": correct, "count": torch.tensor(len(ids))}
+    row = (targets != NO_LABEL).nonzero()[:, 0].cpu()
+    each = {
+        "loss": cross_entropy(predicted, ids),
+        "correct": predicted.argmax(-1) == ids,
+        "count": torch.ones_like(ids),
+    }
+    # On the CPU, where sums have one order.
+    return {
+        name: torch.zeros(len(targets), dtype=torch.float64).index_add(0, row, value.cpu().double())
+        for name, value in each.items()
+    }
 
 
 def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -185,7 +194,7 @@ class SplitModel(ABC):
         return self.lower(batch, layer, _as_it_is)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        """A dict of sums over targets: "loss", "correct" and "count" (`score_of`).
+        """A dict of sums over the targets of each row: "loss", "correct" and "count" (`score_of`).
 
         If given, `x` replaces the residual at the layer.
         """
@@ -245,7 +254,7 @@ class SplitModel(ABC):
             again = self.score(batch, targets, layer, x)
             # Reversed coordinates give another direction of the same norm.
             other = self.score(batch, targets, layer, x.flip(-1))
-        ours, theirs, wrong = (float(score["loss"]) for score in (again, own, other))
+        ours, theirs, wrong = (float(score["loss"].sum()) for score in (again, own, other))
         if ours != ours and theirs != theirs:
             raise LayersimError(
                 f"The loss of {self.model.name} in {self.model.dtype} on the first row is NaN, before anything is stitched. "

@@ -40,7 +40,7 @@ from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
 from .out_of_memory import in_parts, is_out_of_memory, joined, reduce_batch, refusing_out_of_memory, release_memory, too_large
-from .watched_forward import watch
+from .watched_forward import WatchedForward, watch
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -621,17 +621,33 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
         The pass runs to its end: a block that runs again is no layer of a residual stream that is read once.
         """
-        points = self.residual.points
-        modules = {point.module: self._module_at(point.module) for point in points}
         # What TransformerLens processes it describes itself.
         blocks = [] if is_transformer_lens(self.module) else [self.module.get_submodule(path) for path in self.paths]
         with torch.no_grad(), kernels_alone(), self.evaluating(), self.settling():
-            seen = watch(points, modules, blocks, lambda: self.call(row), row.token_positions, self.aside)
-        seen.check(self._model.name)
+            seen = self.watched(lambda: self.call(row), row.token_positions, blocks)
         if seen.is_post_norm and self._model.basis == PRE_NORM:
             self._model = replace(self._model, basis=POST_NORM)
         if seen.output is not None and seen.last is not None:
             self.choose_head(seen.last, seen.output, row)
+
+    def watched(
+        self, call: Callable[[], Any], pos: int | None = None, blocks: Sequence[torch.nn.Module] = ()
+    ) -> WatchedForward:
+        """Watch the residual layers in a forward pass over one row.
+
+        Args:
+            call: runs the forward pass.
+            pos: number of positions of the row; None if it is not known.
+            blocks: blocks whose output may be that of a norm.
+
+        Raises:
+            LayersimError: a block runs several times, never or out of order, or passes on other axes than `batch pos width`.
+        """
+        points = self.residual.points
+        modules = {point.module: self._module_at(point.module) for point in points}
+        seen = watch(points, modules, blocks, call, pos, self.aside)
+        seen.check(self._model.name)
+        return seen
 
     def choose_head(self, hidden: Tensor, output: Any, row: Batch) -> None:
         """Keep the first head that gives the model's own logits: of the possible heads, then the one that a forward pass shows.

@@ -94,7 +94,16 @@ class TowerSource(HookedSource):
             )
         refuse_integers(PIXELS, pixels)
         rows = torch.zeros(len(pixels), 1, dtype=torch.int64)
-        alone = Batch(rows, rows == 0, rows == 0, batch.first, None, batch.origins, inputs={PIXELS: pixels}, has_tokens=False)
+        alone = Batch(
+            rows,
+            rows == 0,
+            rows == 0,
+            batch.first,
+            origins=batch.origins,
+            texts=batch.texts,
+            inputs={PIXELS: pixels},
+            has_tokens=False,
+        )
         key = tuple(pixels.shape[1:])
         if key not in self._positions:
             self._positions[key] = self.count_positions(alone.first_row)

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ..core.errors import LayersimError, in_words, warn
 from ..data.batches import Batch, Batches, row_bytes
 from ..data.labels import NO_LABEL
+from ..data.texts import split_rows
 from ..lens.targets import answers, check_batch_labels
 from ..sources.model_description import Model
 from ..sources.partial_forward import SplitModel
@@ -25,8 +26,6 @@ from ..sources.partial_forward import SplitModel
 LARGE = 1e8
 # One of this many rows is held out.
 EVALUATION_EVERY = 5
-# Smallest number of batches for an interval.
-MIN_BATCHES = 10
 
 
 def fit_and_evaluation(
@@ -34,7 +33,7 @@ def fit_and_evaluation(
 ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
     """Batches for fitting adapters, and batches for measuring the penalty; each batch has at least one target.
 
-    If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out. A document is used for the fit
+    If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out. A text is used for the fit
     or for the evaluation, not for both. A packed row that would belong to both is left out.
 
     Args:
@@ -48,19 +47,15 @@ def fit_and_evaluation(
         LayersimError: the data has no targets, or too few rows to split.
     """
     fit = _batches_with_targets(batches, "data", labels, model)
-    kept, size, count = fit, batches.data.batch_size, sum(len(batch.tokens) for batch in fit)
+    kept, count = fit, sum(len(batch.tokens) for batch in fit)
     if held_out is not None:
-        kept, size = _batches_with_targets(held_out, "eval_data", labels, model), held_out.data.batch_size
+        kept = _batches_with_targets(held_out, "eval_data", labels, model)
         if fitted:
             _warn_of_common_rows(fit, kept)
     elif fitted:
-        tokenizer = batches.model.tokenizer
-        fit, kept = _split(fit, None if tokenizer is None else tokenizer.eos_token_id)
+        fit, kept = _split(fit)
         fit = [batch for batch in fit if _has_targets(batch, labels, model)]
-    # At least MIN_BATCHES batches if there are enough rows.
-    size = max(1, min(size, sum(len(batch.tokens) for batch in kept) // MIN_BATCHES))
-    parts = (b.rows(start, start + size) for b in kept for start in range(0, len(b.tokens), size))
-    evaluation = tuple(part for part in parts if _has_targets(part, labels, model))
+    evaluation = tuple(batch for batch in kept if _has_targets(batch, labels, model))
     if not fit or not evaluation:
         raise LayersimError(
             f"`data` has {count} rows with targets, too few to hold some out for evaluation. Pass more data, or eval_data=."
@@ -83,43 +78,22 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
     return batches
 
 
-def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], list[Batch]]:
-    """Split the rows at a document boundary. About the last fifth is for the evaluation.
+def _split(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Split the rows between texts. About the last fifth is for the evaluation.
 
     Args:
         batches: rows in the order of the data.
-        separator: the token that ends a text in packed rows.
     """
-    first, last = _documents(batches, separator)
-    start = len(first) - max(1, len(first) // EVALUATION_EVERY)
-    whole = (first[start:] > last[max(start - 1, 0)]).nonzero()[:, 0]
-    # A document across the cut belongs to the fit if another document follows, else to the evaluation.
-    start_of_evaluation = start + int(whole[0]) if len(whole) else min(int((first < last[-1]).sum()), len(first) - 1)
-    stop_of_fit = int((last < first[start_of_evaluation]).sum())
-    if not stop_of_fit and start:
+    texts = [text for batch in batches for text in batch.texts]
+    held = max(1, len(texts) // EVALUATION_EVERY)
+    stop_of_fit, start_of_evaluation = split_rows(texts, held)
+    if not stop_of_fit and len(texts) > held:
         warn(
-            "The adapter is fitted and evaluated on rows of the same document, so the stitching penalty says nothing about new "
-            "text. Pass several documents, or eval_data= with other documents."
+            "The adapter is fitted and evaluated on rows of the same text, so the stitching penalty says nothing about new "
+            "text. Pass several texts, or eval_data= with other texts."
         )
-        stop_of_fit = start_of_evaluation = start
-    return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(first))
-
-
-def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
-    """Indices of the first and of the last document in each row: two tensors `row`."""
-    first, last, packed = list[int](), list[int](), 0
-    for batch in batches:
-        for number, source in enumerate(batch.sources[0][:, 0].tolist()):
-            if source >= 0:
-                first.append(source)
-                last.append(source)
-                continue
-            first.append(packed)
-            # The first token may be a BOS that is the separator too.
-            ends = batch.tokens[number, 1:] == (-1 if separator is None else separator)
-            packed += int((ends & batch.attention[number, 1:]).sum())
-            last.append(packed)
-    return torch.tensor(first), torch.tensor(last)
+        stop_of_fit = start_of_evaluation = len(texts) - held
+    return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(texts))
 
 
 def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:

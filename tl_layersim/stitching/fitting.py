@@ -28,9 +28,6 @@ from ..sources.partial_forward import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapters import Adapter, AdapterKind
 
-# Sums over a batch of the evaluation: targets, and losses and correct predictions of the stitched and of the back model.
-JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
-
 
 class Progress:
     """Checkpoint of one call: the state of each stitch, and the file that stores the states.
@@ -41,7 +38,7 @@ class Progress:
 
     Attributes:
         states: by name of the stitch, its notes and its tensors. The notes say whether it is `done`; its tensors are then
-            those in `JUDGED`, the `curve`, and the `weight` and `bias` of the adapter.
+            those in `TEXT_SUMS`, the `curve`, and the `weight` and `bias` of the adapter.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
@@ -416,7 +413,7 @@ class StitchDescent(Descent):
             with torch.no_grad():
                 x = self.entering(index, learnt)
             scores = self.back.score(self.acts.batches[index], self.targets[index], self.layer, x)
-            total, count = total + float(scores["loss"]), count + float(scores["count"])
+            total, count = total + float(scores["loss"].sum()), count + float(scores["count"].sum())
         return total / count
 
 

@@ -28,7 +28,7 @@ from ..core.wording import WHY_NOT_FINITE, amount, brief
 from ..data.batches import Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..engine.report_assembly import record
+from ..engine.report_assembly import notes_on_texts, record
 from ..engine.run_arguments import shared_tokens, with_tokenizer
 from ..engine.run_identity import identity_of
 from ..lens.targets import answers, usual_labels
@@ -41,8 +41,8 @@ from ..sources.shared_modules import refuse_one_model
 from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
-from .fitting import JUDGED, Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
-from .stitch_results import StitchGrid, StitchResult, over_batches
+from .fitting import Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
+from .stitch_results import TEXT_SUMS, StitchGrid, StitchResult, over_texts
 from .stitched_model import StitchedModel
 
 
@@ -205,13 +205,14 @@ class StitchExperiment:
         return Progress(checkpoint, identity | where)
 
     def _digest(self, with_targets: bool = False) -> str:
-        """SHA-256 of all rows, and of their targets if `with_targets`."""
+        """SHA-256 of all rows, and of their texts and targets if `with_targets`."""
         digest = new_digest()
         # The roles are part of the digest.
         for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
             for batch in part:
                 fingerprint(digest, batch)
                 if with_targets:
+                    digest.update(repr([tuple(text) for text in batch.texts]).encode())
                     digest.update(role + answers(batch, self.labels, self.backs[0].model).numpy().tobytes())
         hexadecimal: str = digest.hexdigest()
         return hexadecimal
@@ -220,13 +221,17 @@ class StitchExperiment:
         """The provenance of the call. Its counts are those of the evaluation data."""
         held_out, fit = self.evaluation, self.fit_data
         tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
-        tally = Tally(len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
+        rows = sum(len(batch.tokens) for batch in held_out)
+        texts = int(self._text_of_row()[-1]) + 1
+        tally = Tally(len(held_out), rows, tokens, self._digest(), seconds, texts=texts)
         options = self.batches.record() | self._columns | self.options() | dict(more)
         options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
         options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}
         seed = self.training.seed if "sgd" in self.fit else None
         provenance = record([each.model for each in models], tally, options, seed)
         warn_of_unused(self.labels, replace(provenance, sequences=sum(len(b.tokens) for b in (*fit, *held_out))))
+        for text, _ in notes_on_texts(texts, rows, 0, ["stitch"]):
+            warn(text)
         return provenance
 
     def run(self, stitches: Mapping[str, tuple[SplitModel, int, SplitModel, int]], progress: Progress) -> dict[str, Snapshot]:
@@ -308,7 +313,7 @@ class StitchExperiment:
     def _evaluate(
         self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Evaluate a stitched model on each batch. Returns the tensors in `JUDGED` (`batch`), by name."""
+        """Evaluate a stitched model on each text. Returns the tensors in `TEXT_SUMS` (`text`), by name."""
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
@@ -316,25 +321,40 @@ class StitchExperiment:
             with torch.no_grad():
                 x = worker(acts[index].to(back.device))
             scores.append(back.score(batch, answers(batch, self.labels, back.model), layer, x))
-        stitched = _stacked(scores, "loss", "correct")
+        stitched = _by_row(scores, "loss", "correct")
         bad = (~stitched["loss"].isfinite()).nonzero()[:, 0].tolist()
         if bad:
             point = f"from {acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The loss of the model stitched {point} is not finite in batches {bad[:5]}. Check the activations of "
+                f"The loss of the model stitched {point} is not finite in rows {bad[:5]}. Check the activations of "
                 "both models for NaN and overflow."
             )
-        return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
+        of_back = {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]}
+        return {name: self._by_text(values) for name, values in (of_back | stitched).items()}
+
+    def _by_text(self, values: Tensor) -> Tensor:
+        """Sums over the rows of each text of the evaluation (`text`).
+
+        Args:
+            values: `row`, sums over each row of the evaluation.
+        """
+        number = self._text_of_row()
+        return values.new_zeros(int(number[-1]) + 1).index_add_(0, number.to(values.device), values)
+
+    def _text_of_row(self) -> Tensor:
+        """Index of the text of each row of the evaluation, from 0 and ascending (`row`)."""
+        units = torch.tensor([text.unit for batch in self.evaluation for text in batch.texts])
+        number: Tensor = torch.unique_consecutive(units, return_inverse=True)[1]
+        return number
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """Evaluate the back model alone on each batch. Returns tensors (`batch`): "loss", "correct" and "count" of targets."""
+        """Evaluate the back model alone on each row. Returns tensors (`row`): "loss", "correct" and "count" of targets."""
         each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
-        scores = _stacked(each, "loss", "correct", "count")
+        scores = _by_row(each, "loss", "correct", "count")
         if not bool(scores["loss"].isfinite().all()):
             bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in batches {bad[:5]}. "
-                f"{WHY_NOT_FINITE}"
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in rows {bad[:5]}. {WHY_NOT_FINITE}"
             )
         return scores
 
@@ -366,8 +386,9 @@ class StitchExperiment:
         )
 
 
-def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
-    return {name: torch.stack([score[name].double() for score in scores]) for name in names}
+def _by_row(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
+    """The sums of all batches (`row`), by name."""
+    return {name: torch.cat([score[name] for score in scores]) for name in names}
 
 
 def point_number(model: Model, layer: Layer, argument: str) -> int:
@@ -489,7 +510,7 @@ def stitch(
     join = None
     if isinstance(lower, LocalSplitModel) and isinstance(upper, LocalSplitModel):
         join = partial(StitchedModel, lower, upper, numbers, experiment.tokenizer)
-    judged: dict[str, Any] = {f"batch_{name}": found[name] for name in JUDGED}
+    judged: dict[str, Any] = {f"text_{name}": found[name] for name in TEXT_SUMS}
     return StitchResult(
         values=found["curve"],
         weight=found.get("weight", torch.zeros(0, 0)).double(),
@@ -589,7 +610,7 @@ def stitch_grid(
         return table(lambda one: float(one[name].sum() / tokens.sum()))
 
     def intervals(better: str, worse: str) -> tuple[Tensor, ...]:
-        each = table(lambda one: over_batches(one[worse] - one[better], tokens, 0.95))
+        each = table(lambda one: over_texts(one[worse] - one[better], tokens, 0.95))
         return each.unbind(-1)
 
     penalty, low, high = intervals("back_loss", "loss")
@@ -605,8 +626,8 @@ def stitch_grid(
         accuracy_low=missing_low,
         accuracy_high=missing_high,
         stopped=table(lambda one: one["stopped"] + 1.0),
-        batch_tokens=tokens,
-        batch_penalty=table(lambda one: (one["loss"] - one["back_loss"]).tolist()),
+        text_tokens=tokens,
+        text_penalty=table(lambda one: (one["loss"] - one["back_loss"]).tolist()),
         fronts=names,
         groups=groups_of_models,
         seams=tuple(_seam({name: own[s] for name, own in joined.items()}) for s in range(count)),

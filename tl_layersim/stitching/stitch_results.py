@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float64
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from ..core.arguments import OpenFraction, typed
 from ..core.errors import LayersimError
+from ..core.intervals import jackknife_interval
 from ..core.result_declarations import JOINT, Declaration, result_class
 from ..core.results import Result, axes
+from ..core.sums import first_block_size
+from ..core.wording import amount
 from .adapters import Adapter
 
 if TYPE_CHECKING:
@@ -25,42 +28,47 @@ if TYPE_CHECKING:
     from .stitched_model import StitchedModel
 
 
+# Sums over each text of the evaluation: targets, and losses and correct predictions of the stitched and of the back model.
+TEXT_SUMS = ("tokens", "loss", "back_loss", "correct", "back_correct")
+
+
 class Interval(NamedTuple):
-    """A mean over tokens with its confidence interval over batches."""
+    """A mean over tokens with its confidence interval over texts."""
 
     value: float
     low: float
     high: float
 
 
-def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
-    """Mean over tokens, with its confidence interval over batches.
+def over_texts(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
+    """Mean over tokens, with its confidence interval over texts.
 
-    Batches are the independent units. The variance of the ratio is linearised, and the quantile is Student's t; NaN for fewer
-    than two batches.
+    Texts are the independent units. The interval is that of `analyze` (`core.intervals`): the ratio of the two sums is computed
+    again without each of 16 to 32 blocks of consecutive texts, or without each text if there are fewer. NaN for fewer than
+    two texts with targets.
 
     Args:
-        sums: `batch`, sums of the averaged quantity.
-        tokens: `batch`, token counts.
+        sums: `text`, sums of the averaged quantity.
+        tokens: `text`, token counts; texts without tokens are left out.
         confidence: the level, such as 0.95.
 
     Source:
-        Cochran 1977, Sampling Techniques, section 2.11.
+        Wolter 2007, Introduction to Variance Estimation, chapter 4.
 
     Examples:
         >>> import torch
-        >>> over_batches(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
+        >>> over_texts(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
         1.5
     """
-    from scipy.stats import t
-
-    count = len(tokens)
-    value = float(sums.sum() / tokens.sum())
-    if count < 2:
-        return Interval(value, math.nan, math.nan)
-    spread = (sums - value * tokens).square().sum() * count / (count - 1)
-    margin = float(t.ppf(0.5 + confidence / 2, count - 1)) * float(spread.sqrt() / tokens.sum())
-    return Interval(value, value - margin, value + margin)
+    sums, tokens = sums[tokens > 0], tokens[tokens > 0]
+    size = first_block_size(len(tokens))
+    block_sums, block_tokens = (torch.stack([part.sum() for part in torch.split(column, size)]) for column in (sums, tokens))
+    value = block_sums.sum() / block_tokens.sum()
+    if len(block_tokens) < 2:
+        return Interval(float(value), math.nan, math.nan)
+    without = (block_sums.sum() - block_sums) / (block_tokens.sum() - block_tokens)
+    interval = jackknife_interval(value, without, confidence)
+    return Interval(float(value), float(interval.low), float(interval.high))
 
 
 @result_class
@@ -74,11 +82,11 @@ class StitchResult(Result):
 
     Attributes:
         values: `step`, the same as `curve`: the training loss at each step; empty if nothing was trained.
-        batch_tokens: `batch`, number of targets in each batch of the evaluation.
-        batch_loss: `batch`, sum of the stitched model's cross-entropy.
-        batch_back_loss: `batch`, sum of the cross-entropy of the back model alone.
-        batch_correct: `batch`, number of correct top-1 predictions of the stitched model.
-        batch_back_correct: `batch`, number of correct top-1 predictions of the back model alone.
+        text_tokens: `evaluation_text`, number of targets in each text of the evaluation.
+        text_loss: `evaluation_text`, sum of the stitched model's cross-entropy.
+        text_back_loss: `evaluation_text`, sum of the cross-entropy of the back model alone.
+        text_correct: `evaluation_text`, number of correct top-1 predictions of the stitched model.
+        text_back_correct: `evaluation_text`, number of correct top-1 predictions of the back model alone.
         weight: weight of the adapter, `back_dim front_dim`; empty if it has none.
         bias: bias of the adapter, `back_bias`; empty if it has none.
         kind: the kind of adapter.
@@ -90,6 +98,7 @@ class StitchResult(Result):
     """
 
     values_name = "curve"
+    former_names: ClassVar[Mapping[str, str]] = {f"batch_{name}": f"text_{name}" for name in TEXT_SUMS}
     values: Float64[Tensor, " step"] = axes(
         "step",
         label="Loss",
@@ -100,33 +109,33 @@ class StitchResult(Result):
         "Training batches are other texts, so compare the two lines with each other.",
         within=(0, math.inf),
     )
-    batch_tokens: Float64[Tensor, " batch"] = axes(
-        "batch", label="Targets", title="Targets of each batch", within=(0, math.inf)
+    text_tokens: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text", label="Targets", title="Targets of each text", within=(0, math.inf)
     )
-    batch_loss: Float64[Tensor, " batch"] = axes(
-        "batch",
+    text_loss: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Summed cross-entropy of the stitched model",
         unit="nats",
-        title="Cross-entropy of the stitched model, by batch",
+        title="Cross-entropy of the stitched model, by text",
         within=(0, math.inf),
     )
-    batch_back_loss: Float64[Tensor, " batch"] = axes(
-        "batch",
+    text_back_loss: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Summed cross-entropy of the back alone",
         unit="nats",
-        title="Cross-entropy of the back alone, by batch",
+        title="Cross-entropy of the back alone, by text",
         within=(0, math.inf),
     )
-    batch_correct: Float64[Tensor, " batch"] = axes(
-        "batch",
+    text_correct: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Right predictions of the stitched model",
-        title="Right predictions of the stitched model, by batch",
+        title="Right predictions of the stitched model, by text",
         within=(0, math.inf),
     )
-    batch_back_correct: Float64[Tensor, " batch"] = axes(
-        "batch",
+    text_back_correct: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text",
         label="Right predictions of the back alone",
-        title="Right predictions of the back alone, by batch",
+        title="Right predictions of the back alone, by text",
         within=(0, math.inf),
     )
     weight: Float64[Tensor, "back_dim front_dim"] = axes(
@@ -154,12 +163,12 @@ class StitchResult(Result):
     @property
     def loss(self) -> float:
         """Mean cross-entropy of the stitched model."""
-        return float(self.batch_loss.sum() / self.batch_tokens.sum())
+        return float(self.text_loss.sum() / self.text_tokens.sum())
 
     @property
     def back_loss(self) -> float:
         """Mean cross-entropy of the back model alone."""
-        return float(self.batch_back_loss.sum() / self.batch_tokens.sum())
+        return float(self.text_back_loss.sum() / self.text_tokens.sum())
 
     @property
     def penalty(self) -> float:
@@ -169,12 +178,12 @@ class StitchResult(Result):
     @property
     def accuracy(self) -> float:
         """Top-1 accuracy of the stitched model."""
-        return float(self.batch_correct.sum() / self.batch_tokens.sum())
+        return float(self.text_correct.sum() / self.text_tokens.sum())
 
     @property
     def back_accuracy(self) -> float:
         """Top-1 accuracy of the back model alone."""
-        return float(self.batch_back_correct.sum() / self.batch_tokens.sum())
+        return float(self.text_back_correct.sum() / self.text_tokens.sum())
 
     @property
     def accuracy_penalty(self) -> float:
@@ -183,13 +192,13 @@ class StitchResult(Result):
 
     @typed
     def penalty_interval(self, confidence: OpenFraction = 0.95) -> Interval:
-        """The penalty, with its confidence interval over batches, from paired differences of the two losses."""
-        return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
+        """The penalty, with its confidence interval over texts, from paired differences of the two losses."""
+        return over_texts(self.text_loss - self.text_back_loss, self.text_tokens, confidence)
 
     @typed
     def accuracy_interval(self, confidence: OpenFraction = 0.95) -> Interval:
-        """The accuracy penalty, with its confidence interval over batches."""
-        return over_batches(self.batch_back_correct - self.batch_correct, self.batch_tokens, confidence)
+        """The accuracy penalty, with its confidence interval over texts."""
+        return over_texts(self.text_back_correct - self.text_correct, self.text_tokens, confidence)
 
     @property
     def adapter(self) -> Adapter:
@@ -218,13 +227,13 @@ class StitchResult(Result):
         first, second = (self.provenance.model.split(JOINT) * 2)[:2]
         lines = [f"StitchResult({self.layers[0]} of {first}", f"  into {self.layers[1]} of {second}, {how})"]
         lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
-        return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {len(self.batch_tokens)} batches"])
+        return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {amount(len(self.text_tokens), 'text')}"])
 
     @typed
     def plot(
         self, field: str | None = None, width: Literal["column", "text"] | None = None, title: str | None = None
     ) -> plotly.graph_objects.Figure:
-        """Plot the learning curve (`"curve"`) or the penalty of each batch (`"penalty"`).
+        """Plot the learning curve (`"curve"`) or the penalty of each text (`"penalty"`).
 
         Default: the learning curve if there is one.
         """
@@ -233,9 +242,9 @@ class StitchResult(Result):
 
         if field != "penalty" and (field or len(self.values)):
             return super().plot(field, width, title)
-        each = (self.batch_loss - self.batch_back_loss) / self.batch_tokens
-        own, batches = Series("each batch", each.numpy()), tuple(range(len(each)))
-        fig = lines(batches, [own], "Stitching penalty of each batch", f"Penalty (nats per {self.unit})", "batch")
+        each = (self.text_loss - self.text_back_loss) / self.text_tokens
+        own, texts = Series("each text", each.numpy()), tuple(range(len(each)))
+        fig = lines(texts, [own], "Stitching penalty of each text", f"Penalty (nats per {self.unit})", "evaluation_text")
         mean, low, high = self.penalty_interval()
         ends = {"95 % interval, lower end": low, "95 % interval, upper end": high}
         known = {name: value for name, value in ends.items() if math.isfinite(value)}
@@ -270,7 +279,7 @@ class StitchGrid(Result):
     Attributes:
         values: `front back seam`, the same as `penalty`: loss of the stitched model minus loss of the back model alone, in
             nats.
-        low: lower end of the penalty's 95 % confidence interval over batches.
+        low: lower end of the penalty's 95 % confidence interval over texts.
         high: upper end of the interval.
         loss: loss of the stitched model.
         back_loss: loss of the back model alone.
@@ -279,8 +288,8 @@ class StitchGrid(Result):
         accuracy_low: lower end of the accuracy penalty's interval.
         accuracy_high: upper end of the accuracy penalty's interval.
         stopped: the step, from 1, at which a training exploded; 0 if none did.
-        batch_tokens: `batch`, number of targets in each batch of the evaluation, the same for all stitches.
-        batch_penalty: `front back seam batch`, sums of the loss differences, for `penalty_difference`.
+        text_tokens: `evaluation_text`, number of targets in each text of the evaluation, the same for all stitches.
+        text_penalty: `front back seam evaluation_text`, sums of the loss differences, for `penalty_difference`.
         fronts: names of the models.
         seams: labels of the stitch points: the layer of each model.
         kind: the kind of adapter.
@@ -290,6 +299,7 @@ class StitchGrid(Result):
     """
 
     values_name = "penalty"
+    former_names: ClassVar[Mapping[str, str]] = {"batch_tokens": "text_tokens", "batch_penalty": "text_penalty"}
     values: Float64[Tensor, "front back seam"] = axes(
         "front",
         "back",
@@ -298,7 +308,7 @@ class StitchGrid(Result):
         unit="nats",
         title="Stitching penalty of each direction by layer",
         caption="How many nats per token the back loses when it reads the front's layer through an adapter, with 95 % "
-        "intervals over batches; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
+        "intervals over texts; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
     )
     low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Lower end of the penalty", unit="nats")
     high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", label="Upper end of the penalty", unit="nats")
@@ -337,10 +347,10 @@ class StitchGrid(Result):
     stopped: Float64[Tensor, "front back seam"] = axes(
         "front", "back", "seam", label="Step at which the training was stopped (0: none)", within=(0, math.inf)
     )
-    batch_tokens: Float64[Tensor, " batch"] = axes(
-        "batch", label="Targets", title="Targets of each batch", within=(0, math.inf)
+    text_tokens: Float64[Tensor, " evaluation_text"] = axes(
+        "evaluation_text", label="Targets", title="Targets of each text", within=(0, math.inf)
     )
-    batch_penalty: Float64[Tensor, "front back seam batch"] = axes("front", "back", "seam", "batch")
+    text_penalty: Float64[Tensor, "front back seam evaluation_text"] = axes("front", "back", "seam", "evaluation_text")
     fronts: tuple[str, ...]
     seams: tuple[str, ...]
     kind: str
@@ -367,7 +377,7 @@ class StitchGrid(Result):
     def penalty_difference(
         self, stitch: tuple[str, str], other: tuple[str, str], confidence: OpenFraction = 0.95
     ) -> xarray.Dataset:
-        """The penalty of `stitch` minus the penalty of `other` at each stitch point, with its confidence interval over batches.
+        """The penalty of `stitch` minus the penalty of `other` at each stitch point, with its confidence interval over texts.
 
         `("a", "b")` minus `("b", "a")` is the asymmetry of two models: it is above 0 if "b" loses more by the layers of "a"
         than "a" by those of "b". `("a", "b")` minus `("b", "b")` is the penalty without the cost or gain of fitting an adapter
@@ -390,9 +400,7 @@ class StitchGrid(Result):
             if name not in self.fronts:
                 raise LayersimError(f"{name!r} is not a model of this grid; the models are {', '.join(self.fronts)}.")
         (a, b), (c, d) = ((self.fronts.index(one[0]), self.fronts.index(one[1])) for one in (stitch, other))
-        each = [
-            over_batches(sums, self.batch_tokens, confidence) for sums in self.batch_penalty[a, b] - self.batch_penalty[c, d]
-        ]
+        each = [over_texts(sums, self.text_tokens, confidence) for sums in self.text_penalty[a, b] - self.text_penalty[c, d]]
         columns = zip(("difference", "difference_low", "difference_high"), zip(*each, strict=True), strict=True)
         about = {"long_name": "Difference of penalties", "units": f"nats per {self.unit}"}
         return xarray.Dataset({name: ("seam", list(own), about) for name, own in columns}, {"seam": list(self.seams)})
@@ -423,7 +431,7 @@ class StitchGrid(Result):
         words = (declared.title, declared.words)
         fig = stitch_lines(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
         how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
-        evaluation = f"{int(self.batch_tokens.sum()):,} {self.unit}s of evaluation"
+        evaluation = f"{int(self.text_tokens.sum()):,} {self.unit}s of evaluation"
         return with_size(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)
 
     def headline(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -238,7 +239,8 @@ class ResidualStream:
             nonlocal classes
             outputs: list[Any] = []
             with eval_mode(self.module), self.source.settling():
-                residuals = self.residuals(batch, [self.n_layers], lambda: outputs.append(self.call(batch)))
+                run = partial(self.residuals, batch, [self.n_layers], lambda: outputs.append(self.call(batch)))
+                residuals = self.source.watched(run).output
             theirs = logits_of(outputs[0])
             classes = theirs.shape[-1]
             # The forward pass may have shown that the modules are no blocks.

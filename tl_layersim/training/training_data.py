@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.distributed import rank_and_size
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, warn
 from ..core.result_declarations import Provenance
 from ..core.resumable_file import ResumableFile, refuse_other_run
 from ..core.sums import Tally
@@ -24,6 +24,7 @@ from ..data.data import Data
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.non_token_inputs import EMBEDDINGS
 from ..data.row import Row
+from ..data.texts import split_rows
 from ..engine.report_assembly import record
 from ..engine.run_identity import identity_of, refuse_other_ranks
 from ..lens.targets import answers, check_batch_labels, usual_labels
@@ -105,7 +106,7 @@ def open_training_data(
 
     Args:
         data: the training data.
-        eval_data: the held-out data; None for the last tenth of the rows.
+        eval_data: the held-out data; None for about the last tenth of the rows. No text is in both parts.
         labels: the argument `labels` of the caller.
         model: description of the model, with its tokenizer.
         module: the model.
@@ -128,8 +129,16 @@ def open_training_data(
         return rows, TrainingData(replace(batches, data=data.like(eval_data), argument="eval_data"), usual, model, module)
     if len(rows) < 2:
         raise LayersimError(f"`data` has {len(rows)} row with a target; it must have two or more. Or pass eval_data=.")
-    first, last, kept = copy.copy(rows), copy.copy(rows), max(1, len(rows) // HELD_OUT)
-    first.rows, last.rows = rows.rows[:-kept], rows.rows[-kept:]
+    kept = max(1, len(rows) // HELD_OUT)
+    stop_of_training, start_of_held_out = split_rows([row.text for row in rows.rows if row.text is not None], kept)
+    if not stop_of_training:
+        warn(
+            "The held-out rows are of the same text as the training rows, so held-out losses say nothing about new text. Pass "
+            "several texts, or eval_data= with other texts."
+        )
+        stop_of_training = start_of_held_out = len(rows) - kept
+    first, last = copy.copy(rows), copy.copy(rows)
+    first.rows, last.rows = rows.rows[:stop_of_training], rows.rows[start_of_held_out:]
     return first, last
 
 
@@ -186,7 +195,8 @@ def record_of_training(
     trained_on, held_out = rows
     data = trained_on.batches.data
     targets = sum(int((held_out.take([row]).targets != NO_LABEL).sum()) for row in range(len(held_out)))
-    tally = Tally(-(-len(held_out) // data.batch_size), len(held_out), targets, held_out.digest, seconds)
+    texts = len({row.text.unit for row in held_out.rows if row.text is not None})
+    tally = Tally(-(-len(held_out) // data.batch_size), len(held_out), targets, held_out.digest, seconds, texts=texts)
     # Two parts of one data set count once.
     found = found_in(*{id(part.batches): part.batches for part in rows}.values())
     own = {"trained_on": trained_on.digest, "train_rows": len(trained_on)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.row_pools import ROWS, SAMPLES_OF_ROW, PoolKernel
+from ..activations.row_pools import SAMPLES_OF_ROW, TEXTS_OF_POOL, PoolKernel
 from ..activations.view import View, reduce
 from ..analyzers.analyzer import Analyzer
 from ..core.errors import LOG, LayersimError, recorded_warnings, warn
@@ -319,7 +319,7 @@ class LoopProbe(Probe):
         if continued and bool((counts >= SAMPLES_OF_ROW).all()):
             # Further steps would add to the memory alone.
             return True
-        return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
+        return rows >= TEXTS_OF_POOL and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
     def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
         """Make a `DataBlock` of the sums that were computed after one forward pass.
