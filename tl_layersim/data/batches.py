@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core.code_digests import ValueNames
 from ..core.errors import LayersimError, as_argument, in_words
 from .data import MOST_KEPT, Data, KeptRows, Notes
+from .images_of_rows import image_marks
 from .labels import NO_LABEL
 from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
@@ -48,6 +49,10 @@ def row_bytes(batch: Batch, number: int) -> bytes:
     inputs = cut_to_longest({name: values[number : number + 1] for name, values in batch.inputs.items()})
     for name, values in sorted(inputs.items()):
         row = values[0, :length] if name in batch.positional else values[0]
+        if name in batch.images:
+            row = row[: batch.images[name][number]]
+            if not len(row):
+                continue
         # NumPy has no bfloat16.
         plain = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         found += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + plain + b"|"
@@ -124,6 +129,7 @@ class Batch:
         pooled: whether the counted positions of a row become one sample, the mean of their activations.
         inputs: further inputs of the model by name: `batch pos ...` if listed in `positional`, else `batch ...`.
         positional: names of the inputs that have one value for each position.
+        images: for inputs `batch image ...`, with one entry for each image or patch, how many of them each row has.
         has_tokens: whether the rows have token ids.
         rows_at_once: rows in a forward pass; 0 for all.
         whole_texts: whether a forward pass holds all rows of a text, however many they are.
@@ -143,6 +149,7 @@ class Batch:
     pooled: bool = False
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     positional: frozenset[str] = frozenset()
+    images: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     has_tokens: bool = True
     rows_at_once: int = 0
     whole_texts: bool = False
@@ -340,6 +347,7 @@ class Batch:
             origins=tuple(self.origins[number] for number in numbers) if self.origins else (),
             texts=tuple(self.texts[number] for number in numbers) if self.texts else (),
             inputs={name: values[cut] if name in self.positional else values[rows] for name, values in self.inputs.items()},
+            images={name: tuple(counts[number] for number in numbers) for name, counts in self.images.items()},
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
@@ -449,10 +457,11 @@ class Batches:
         tools = (id(own.tokenizer), state_of(own.tokenizer), id(own.processor), state_of(own.processor))
         reading = (self.labelled, self.count_positions is None)
         sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends, own.pixel_axes, own.channels)
+        images = (tuple(own.image_tokens.items()), own.merged_patches)
         names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
         # A list of groups may be changed in place.
         groups = self.data.record()["groups"]
-        return tools, reading, sizes, names, self.data.selection.record(), self.data.skip_first, groups
+        return tools, reading, sizes, images, names, self.data.selection.record(), self.data.skip_first, groups
 
     def record(self) -> dict[str, Any]:
         """A dict of the reading options, tokenizer, processor and main input, for the provenance."""
@@ -555,7 +564,7 @@ class Batches:
             for i, row in enumerate(rows):
                 if row.labels is not None:
                     labels[i, : len(row.labels)] = row.labels
-        inputs, positional = collated(rows, length, self.model)
+        inputs, positional, images = collated(rows, length, self.model)
         batch = Batch(
             tokens,
             attention,
@@ -567,6 +576,7 @@ class Batches:
             pooled=self.data.selection.pooled,
             inputs=inputs,
             positional=positional,
+            images=images,
             has_tokens=rows[0].has_tokens,
         )
         return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
@@ -592,7 +602,8 @@ class Batches:
                 # Their positions are selected once a forward pass has counted them.
                 yield row
                 continue
-            counted = selection.select(row.tokens, row.attention, row.marks)
+            marks = image_marks(selection.rule, row.tokens, self.model) if row.has_tokens else None
+            counted = selection.select(row.tokens, row.attention, row.marks if marks is None else marks)
             row = replace(row, counted=counted)
             if left is not None:
                 if int(counted.sum()) >= left and self.model.reads_rows:

@@ -166,10 +166,10 @@ class Data:
         positions: the measured positions of each row, among the attended positions after `skip_first`: "all", "first", "last"
             or a slice; "mean" for one sample per row, the mean over its positions; a function that takes the token ids of a row
             and returns a mask or indices; the name of a mask column beside `input_ids`; "assistant", the assistant's tokens in
-            chat messages; or "padded", all positions and the masked padding of rows of tokens, to repeat published numbers. A
-            row is a row of the model's input, after `seq_len` and `pack`. Default: the position that a row classifier's head
-            reads ("first" for [CLS], "last" for decoders); "all" for any other model, and for analyzers that take rows as
-            samples. The rule is recorded in the provenance.
+            chat messages; "image" or "text", the image tokens or all others; or "padded", all positions and the masked padding
+            of rows of tokens, to repeat published numbers. A row is a row of the model's input, after `seq_len` and `pack`.
+            Default: the position that a row classifier's head reads ("first" for [CLS], "last" for decoders); "all" for any
+            other model, and for analyzers that take rows as samples. The rule is recorded in the provenance.
         prepend_bos: whether every row that comes from text starts with the tokenizer's BOS, as in TransformerLens.
         chat_template: template that renders chat messages, in place of the tokenizer's own.
         add_generation_prompt: whether each chat ends with the tokens that begin an assistant's answer.

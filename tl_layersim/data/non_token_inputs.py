@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
+from .images_of_rows import padded_images
 from .labels import LABELS, is_missing, number_tensor
 from .padding_masks import as_mask, mask_of
 from .row import ModelInputs, Row
@@ -176,8 +177,12 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
     )
 
 
-def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Join the inputs of rows in a batch, zero-padded to `width`. Also returns the names of `positional` inputs.
+def collated(
+    rows: Sequence[Row], width: int, model: ModelInputs
+) -> tuple[dict[str, Tensor], frozenset[str], dict[str, tuple[int, ...]]]:
+    """Join the inputs of rows in a batch, zero-padded to `width`.
+
+    Also returns the names of `positional` inputs, and for inputs that have one entry for each image, how many each row has.
 
     Inputs of an encoder-decoder's other stack are padded to their own longest row.
 
@@ -186,10 +191,15 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
     """
     names = list(dict.fromkeys(name for row in rows for name in row.inputs))
     along = frozenset(name for row in rows for name in row.positional)
+    of_images = {name for row in rows for name in row.of_images}
     if not names:
-        return {}, along
+        return {}, along, {}
     batch, apart = {}, other_stack(model)
+    images: dict[str, tuple[int, ...]] = {}
     for name in names:
+        if name in of_images:
+            batch[name], images[name] = padded_images([row.inputs.get(name) for row in rows])
+            continue
         parts = [_of_row(row, name, name in along, model) for row in rows]
         if name in along or name in apart:
             longest = width if name in along else max(len(part) for part in parts)
@@ -198,7 +208,7 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
             found = " and ".join(map(str, sorted(shapes)[:2]))
             raise LayersimError(f"`data` has rows with `{name}` of different shapes, such as {found}. Pass `batch_size=1`.")
         batch[name] = torch.stack(parts)
-    return batch, along
+    return batch, along, images
 
 
 def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:

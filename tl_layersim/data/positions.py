@@ -18,20 +18,23 @@ from .labels import number_tensor
 PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
 SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 # Any other text is the name of a mask column of the data.
-RULES = ("all", "first", "last", "mean", "assistant", "padded")
+RULES = ("all", "first", "last", "mean", "assistant", "image", "text", "padded")
+# Rules whose positions the data or the model marks.
+MARKED_RULES = ("assistant", "image", "text")
 
 
 @dataclass(frozen=True)
 class Positions:
     """A rule that selects the measured positions of a row from its attended positions.
 
-    `skip_first` applies first: "first", "last" and slices refer to the attended positions after it. A function, a mask column
-    and "assistant" see the whole row; positions among the first `skip_first` are removed from their selection.
+    `skip_first` applies first: "first", "last" and slices refer to the attended positions after it. A function, a mask column,
+    "assistant", "image" and "text" see the whole row; positions among the first `skip_first` are removed from their selection.
 
     Args:
         rule: "all"; "first" or "last"; a slice; "mean", one sample per row, the mean over all positions; a function that takes
-            the token ids of a row and returns a mask or indices; "assistant" for the tokens that a chat template marks; the
-            name of a mask column of the data; or "padded", all positions of the row, its padding too.
+            the token ids of a row and returns a mask or indices; "assistant" for the tokens that a chat template marks; "image"
+            or "text" for the image tokens of the model, or all others; the name of a mask column of the data; or "padded", all
+            positions of the row, its padding too.
         skip_first: number of attended positions to leave out at the start of each row.
 
     Examples:
@@ -54,8 +57,8 @@ class Positions:
 
     @property
     def marked(self) -> bool:
-        """Whether a mask column or a chat template chooses the counted positions."""
-        return self.column is not None or self.rule == "assistant"
+        """Whether a mask column, a chat template or the model's image tokens choose the counted positions."""
+        return self.column is not None or self.rule in MARKED_RULES
 
     @property
     def column(self) -> str | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, with_article
 from .data import Column, Data, Notes
+from .images_of_rows import split_images
 from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
 from .non_token_inputs import (
     EMBEDDINGS,
@@ -47,6 +48,7 @@ from .non_token_inputs import (
     without_padding,
 )
 from .padding_masks import as_mask, mask_of, masked_warning
+from .recordings import WAVES, cut_warning, masked_recording, without_padded_samples
 from .row import NOTHING, ModelInputs, Row
 from .tokenization import Text, chats_in, is_chat
 
@@ -278,17 +280,21 @@ class Reader:
         masks = _by_row(model.mask_input, as_mask(mask, model.mask_input) if hasattr(mask, "ndim") else mask, count)
         if has_tokens and mask is None:
             masks = self._derived_masks(values)
+        if name == WAVES:
+            values, mask = self._recordings(values, masks), None
         marked = data.get(self.marks) if self.marks else None
         marks, targets = _by_row(self.marks, marked, count), _by_row("labels", labels, count)
         # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
         skipped = (column, name, model.mask_input, *(() if has_tokens else (MASK,)))
         has_patches = name == PIXELS and model.pixel_axes == 2
-        further = rows_of(further_inputs(data, model, skipped), count)
+        columns = further_inputs(data, model, skipped)
+        of_images, tables = split_images(columns, values, alone, model) if has_tokens else (frozenset(), [{} for _ in values])
+        further = rows_of({key: column for key, column in columns.items() if key not in of_images}, count)
         group_of = _by_row(self._group_column, groups, count)
-        each = zip(values, masks, targets, marks, further, group_of, strict=True)
-        for own, own_mask, label, own_marks, others, group in each:
+        each = zip(values, masks, targets, marks, further, tables, group_of, strict=True)
+        for own, own_mask, label, own_marks, others, images, group in each:
             length = len(own) if has_tokens or has_patches or name == EMBEDDINGS else 1
-            inputs = without_padding(others, model)
+            inputs = without_padding(others, model) | images
             if not has_tokens:
                 refuse_integers(name, own)
                 inputs = {name: own} | inputs
@@ -314,10 +320,21 @@ class Reader:
                 marks=None if self.marks is None or marked is None else _row_mask(own_marks, length, self.marks),
                 group=group,
                 inputs=inputs,
-                positional=positional(inputs, length if has_tokens or name == EMBEDDINGS else None, model),
+                positional=positional(inputs, length if has_tokens or name == EMBEDDINGS else None, model) - of_images,
+                of_images=of_images,
                 has_tokens=has_tokens,
             )
             yield whole if len(kept) == length else whole[int(kept[0]) : int(kept[-1]) + 1]
+
+    def _recordings(self, waves: list[Tensor], masks: list[Any]) -> list[Tensor]:
+        """Recordings without padding: that of their masks, or else zeros at their ends."""
+        if any(mask is not None for mask in masks):
+            column = self.model.mask_input
+            return [masked_recording(wave, mask, column) for wave, mask in zip(waves, masks, strict=True)]
+        recordings, count = without_padded_samples(waves)
+        if count:
+            self.notes.once(cut_warning(count, len(waves)))
+        return recordings
 
     def _derived_masks(self, rows: list[Tensor]) -> list[Tensor]:
         """Derive attention masks from padding ids. Rows of equal length are processed together."""

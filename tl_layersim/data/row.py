@@ -49,6 +49,7 @@ class Row:
         counted: `pos`, positions that analyzers measure; None until they are selected.
         inputs: further inputs by name: `pos ...` if listed in `positional`, else any shape.
         positional: names of the inputs that have one value for each position.
+        of_images: names of the inputs with one entry for each image of the row, or for each patch.
         has_tokens: whether the row has token ids.
     """
 
@@ -65,6 +66,7 @@ class Row:
     counted: Tensor | None = None
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     positional: frozenset[str] = frozenset()
+    of_images: frozenset[str] = frozenset()
     has_tokens: bool = True
 
     @property
@@ -132,6 +134,8 @@ class ModelInputs:
     ends: tuple[int, ...] = ()
     pixel_axes: int | None = None
     channels: int | None = None
+    image_tokens: Mapping[str, int] = field(default_factory=dict)
+    merged_patches: int = 1
 
     @property
     def reads_rows(self) -> bool:

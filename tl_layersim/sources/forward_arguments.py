@@ -15,6 +15,7 @@ from ..architectures.output_heads import text_config
 from ..core.errors import LayersimError
 from ..core.wording import first_line
 from ..data.batches import Batch
+from ..data.images_of_rows import joined_images
 from ..data.non_token_inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
 from .model_description import Model
 from .out_of_memory import is_out_of_memory
@@ -104,7 +105,11 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         options[model.mask_input] = batch.attention.long()
     main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS
     for name, values in batch.inputs.items():
-        if name == main or name in model.inputs:
+        if name in batch.images:
+            # Models take no empty table.
+            if any(batch.images[name]):
+                options[name] = _in_dtype(joined_images(values, batch.images[name]), model)
+        elif name == main or name in model.inputs:
             options[name] = _in_dtype(values, model)
         elif name not in EMPTY_IF_ZERO or bool(values.any()):
             takes = ", ".join(dict.fromkeys((model.main_input, *model.inputs)))

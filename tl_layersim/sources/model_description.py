@@ -35,6 +35,7 @@ from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
 from ..core.code_digests import plain_config
 from ..core.errors import LayersimError, without_secrets
+from ..data.images_of_rows import PIXEL_TABLES
 from ..data.non_token_inputs import PIXELS
 from ..data.row import ModelInputs
 from .identity import UNKNOWN, StoredWeights, hooks_on
@@ -72,6 +73,8 @@ class Model(ModelInputs):
         ends: EOS ids in its configuration.
         pixel_axes: number of axes of one row of `pixel_values`: 3 for images, 2 for patches; None if unknown.
         channels: number of channels of an image; None if unknown.
+        image_tokens: id of the token that stands for a part of an image ("image") or of a video ("video").
+        merged_patches: number of patches for which one such token stands.
         changes: changes to the model outside its weights, see `Provenance`.
         stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" if blocks are left out or the
             stream is also read inside blocks, "none" for other sites, "unknown" until a forward pass has tested it.
@@ -242,7 +245,25 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     ids = {"pads": "pad_token_id", "starts": "bos_token_id", "ends": "eos_token_id"}
     more = {key: tuple(_ids(config, text, name)) for key, name in ids.items()} | {"processor": processor_of(module)}
     more |= {"pixel_axes": axes, "channels": _image_channels(module) if axes == 3 else None}
+    more |= {"image_tokens": _image_tokens(config), "merged_patches": _merged_patches(config)}
     return {"inputs": inputs, "main_input": main, "token_input": own[0], "mask_input": own[1]} | more
+
+
+def _image_tokens(config: Any) -> dict[str, int]:
+    """Ids of the tokens that stand for parts of images and of videos, from the configuration."""
+    found = {}
+    for kind in PIXEL_TABLES:
+        for name in (f"{kind}_token_id", f"{kind}_token_index"):
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                found[kind] = token
+    return found
+
+
+def _merged_patches(config: Any) -> int:
+    """Number of patches that are joined to one image token: the square of `spatial_merge_size`."""
+    size = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
+    return size * size if isinstance(size, int) else 1
 
 
 def _image_convolutions(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -77,6 +77,11 @@ class TrainingData:
 
     def take(self, numbers: Sequence[int]) -> TrainingBatch:
         batch = self.batch(numbers)
+        if batch.images:
+            raise LayersimError(
+                f"`{self.batches.argument}` has `{next(iter(batch.images))}` with one entry for each image, and training "
+                "takes inputs with one entry for each row."
+            )
         args, options = forward_arguments(self.module, batch, self.model)
         name = "" if args else next(name for name in (self.model.main_input, EMBEDDINGS) if name in options)
         main = args[0] if args else options.pop(name)
