@@ -368,7 +368,7 @@ class Batch:
 def state_of(tool: Any) -> str:
     """Digest of the settings of a tokenizer or an image processor, which may be changed in place; "" for None.
 
-    The vocabulary counts by its size.
+    Vocabularies and lists of merges count by their size: to read all of them would take seconds.
 
     Args:
         tool: the tokenizer or the processor.
@@ -380,7 +380,19 @@ def state_of(tool: Any) -> str:
     # Steps of a fast tokenizer have their settings as JSON.
     texts = [step.__getstate__() if type(step).__module__.startswith("tokenizers") else step for step in steps]
     size = len(tool) if hasattr(tool, "__len__") else 0
-    return names.digest(f"{type(tool).__qualname__} {size}", [vars(tool) if hasattr(tool, "__dict__") else {}, texts])
+    settings = vars(tool) if hasattr(tool, "__dict__") else {}
+    shortened = {name: _size_if_long(value) for name, value in settings.items()}
+    return names.digest(f"{type(tool).__qualname__} {size}", [shortened, texts])
+
+
+# Number of items from which a setting of a tokenizer is a part of its vocabulary.
+MOST_ITEMS = 1000
+
+
+def _size_if_long(value: Any) -> Any:
+    """A value, or its number of items if it is a mapping, list or set of many."""
+    is_long = isinstance(value, Mapping | list | tuple | set | frozenset) and len(value) > MOST_ITEMS
+    return f"{type(value).__name__} of {len(value)}" if is_long else value
 
 
 @dataclass(frozen=True)
