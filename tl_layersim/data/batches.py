@@ -365,13 +365,12 @@ class Batch:
         return replace(self, tokens=tokens, attention=attention, counted=counted, labels=labels)
 
 
-def state_of(tool: Any) -> str:
+def state_of(tool: Any, with_vocabulary: bool = False) -> str:
     """Digest of the settings of a tokenizer or an image processor, which may be changed in place; "" for None.
-
-    Vocabularies and lists of merges count by their size: to read all of them would take seconds.
 
     Args:
         tool: the tokenizer or the processor.
+        with_vocabulary: whether to read vocabularies and lists of merges, which takes seconds. Else they count by their size.
     """
     if tool is None:
         return ""
@@ -381,8 +380,9 @@ def state_of(tool: Any) -> str:
     texts = [step.__getstate__() if type(step).__module__.startswith("tokenizers") else step for step in steps]
     size = len(tool) if hasattr(tool, "__len__") else 0
     settings = vars(tool) if hasattr(tool, "__dict__") else {}
-    shortened = {name: _size_if_long(value) for name, value in settings.items()}
-    return names.digest(f"{type(tool).__qualname__} {size}", [shortened, texts])
+    if not with_vocabulary:
+        settings = {name: _size_if_long(value) for name, value in settings.items()}
+    return names.digest(f"{type(tool).__qualname__} {size}", [settings, texts])
 
 
 # Number of items from which a setting of a tokenizer is a part of its vocabulary.

@@ -60,7 +60,7 @@ class SweepRecord:
         refuse_unwritable_folder(folder, "checkpoint")
         # Of a stream that `max_tokens` ends, only what the models have read counts.
         self._is_cut = data.max_tokens is not None and _is_stream(data.source)
-        reading = data.record() | {"tokenizer": state_of(data.tokenizer)}
+        reading = data.record() | {"tokenizer": state_of(data.tokenizer, with_vocabulary=True)}
         identity = {
             "analyzers": {name: recipe_of(analyzer) for name, analyzer in analyzers.items()},
             "options": {name: ValueNames().named(value) for name, value in sorted(options.items())} | reading,
