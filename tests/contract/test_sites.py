@@ -250,9 +250,9 @@ def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data
 
     plain = site_selection.site_map
 
-    def mislabelled(module, blocks):
+    def mislabelled(*args):
         """Block 1's site is read at block 0."""
-        known = plain(module, blocks)
+        known = plain(*args)
         places = {site.block: site.point for site in known.sites if site.family == wrong}
 
         def moved(point):

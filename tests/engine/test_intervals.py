@@ -230,7 +230,7 @@ def test_few_blocks_are_reported():
             "logit_lens"
         ]
     # One warning of the blocks, and one of the texts.
-    texts, blocks = ([one for one in told if f"6 {what}" in str(one.message)] for what in ("texts", "jackknife blocks"))
+    texts, blocks = ([one for one in told if f" 6 {what}" in str(one.message)] for what in ("texts", "jackknife blocks"))
     assert len(texts) == len(blocks) == 1
     assert len([one for one in told if "'saturation'" in str(one.message)]) == 2
     assert bool(few.interval("entropy").error.isfinite().all())

@@ -235,12 +235,16 @@ def test_token_classifiers_are_read_at_every_token(family):
     assert found.positions == 19
 
 
-def test_a_head_that_cannot_be_called_as_found_is_refused():
+def test_a_head_that_also_reads_the_pooled_output_gives_the_model_s_own_loss():
     torch.manual_seed(0)
     model = transformers.BertForPreTraining(transformers.BertConfig(**LAYOUTS["Bert"])).eval()
-    with pytest.raises(lsim.LayersimError, match=r"cls\(x\).*pooled_output.*unembed="):
-        lsim.analyze(model, random_tokens(2, 9), lsim.Saturation())
-    assert lsim.analyze(lsim.open_model(model, unembed=["cls.predictions"]), random_tokens(2, 9), lsim.Saturation())
+    tokens = random_tokens(2, 9)
+    with torch.no_grad():
+        logits = model(tokens).prediction_logits.double()
+    own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    for opened in (model, lsim.open_model(model, unembed=["cls.predictions"])):
+        found = lsim.analyze(opened, tokens, lsim.LogitLens())["logit_lens"]
+        np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
 
 
 def test_the_opt_that_projects_out_without_a_norm():

@@ -187,7 +187,24 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
     counts = [name for name in ("num_decoder_layers", "decoder_layers") if isinstance(getattr(inner, name, None), int)]
     for name in counts or ["num_hidden_layers"]:
         setattr(inner, name, n_layers)
+    _cut_stages(inner, len(paths), n_layers)
     return config
+
+
+def _cut_stages(config: Any, blocks: int, n_layers: int) -> None:
+    """Cut the stages of a backbone, such as DINOv2, whose outputs its configuration names: the stem, and one for each block.
+
+    Args:
+        config: the configuration of the shorter model, changed in place.
+        blocks: number of blocks of the whole model.
+        n_layers: number of blocks that are kept.
+    """
+    stages = getattr(config, "stage_names", None)
+    if not isinstance(stages, list) or len(stages) != blocks + 1:
+        return
+    config.stage_names = stages[: n_layers + 1]
+    kept = [name for name in config.out_features if name in config.stage_names]
+    config.set_output_features_output_indices(out_features=kept or config.stage_names[-1:], out_indices=None)
 
 
 def _cut_shared_layers(config: Any, blocks: int, n_layers: int) -> None:
