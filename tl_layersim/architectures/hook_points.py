@@ -92,6 +92,7 @@ class HookPoint:
         channels: evidence on the channel axis if the tensor may be a feature map; None for any other tensor.
         multiplier: factor of the activations, if the model multiplies them outside of any module before it adds them to the
             residual stream.
+        run: which of the module's runs in a forward pass is read, from 0; None for a module that runs once.
     """
 
     name: str
@@ -100,6 +101,11 @@ class HookPoint:
     part: Part | None = None
     channels: Channels | None = None
     multiplier: float = 1.0
+    run: int | None = None
+
+    def is_read_in(self, run: int) -> bool:
+        """Whether the point is read in a run of its module."""
+        return self.run in (None, run)
 
 
 def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:

@@ -7,6 +7,7 @@ import fnmatch
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from .module_sites import module_site_map
 from .transformer_lens import is_transformer_lens, transformer_lens_site_map
 
 At = str | int | Callable[[str], bool]
-_HEAD = re.compile(r"(.+)\[(\d+)\]$")
+# A head of a site of heads, or a run of another module, which may run several times in a forward pass.
+_NUMBERED = re.compile(r"(.+)\[(\d+)\]$")
 
 
 def site_map(module: torch.nn.Module, blocks: Sequence[str], watched: Mapping[str, BlockLayout] | None = None) -> SiteMap:
@@ -65,8 +67,9 @@ def find_points(
         module: the model.
         blocks: module paths of its blocks, as `find_blocks` or `find_stacks` gives them.
         at: the index of a block, whose output is read (negative from the end); a family, such as "attn_out", or
-            "encoder.attn_out" for one stack; a TransformerLens name, with `[5]` for head 5, or a module path; a pattern with
-            `*`; a function that is True for the names to read; or a list of these.
+            "encoder.attn_out" for one stack; a TransformerLens name, with `[5]` for head 5, or a module path; a name with `[1]`
+            for the second run of a module that runs several times; a pattern with `*`; a function that is True for the names to
+            read; or a list of these.
         per_head: whether to return one hook point for each head.
         watched: see `module_site_map`.
 
@@ -134,7 +137,7 @@ def stream_sums(
 
 
 def _by_head(site: Site) -> list[HookPoint]:
-    if site.heads or _HEAD.match(site.point.name):
+    if site.heads or _NUMBERED.match(site.point.name):
         return [site.head(number) for number in range(len(site.heads))] or [site.point]
     raise LayersimError(
         f"`per_head` is True, but {site.point.name} has no heads; `at` must name sites of {', '.join(HEAD_FAMILIES)}, and the "
@@ -171,14 +174,16 @@ def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | No
     """
     other, site = known.by_name(name), sites.get(name)
     if site is None:
-        head = None if other is not None else _HEAD.match(name)
-        whole = None if head is None else _site_called(known, sites, head[1])
-        if head is None or whole is None:
+        numbered = None if other is not None else _NUMBERED.match(name)
+        whole = None if numbered is None else _site_called(known, sites, numbered[1])
+        if numbered is None or whole is None:
             return None if other is None else Site(other, "")
-        last = len(whole.heads) - 1
-        if int(head[2]) <= last:
-            return Site(whole.head(int(head[2])), "")
-        has = f"{head[1]} has heads 0 to {last}" if whole.heads else f"only {', '.join(HEAD_FAMILIES)} have heads"
+        number, last = int(numbered[2]), len(whole.heads) - 1
+        if number <= last:
+            return Site(whole.head(number), "")
+        if not whole.heads and whole.family not in HEAD_FAMILIES:
+            return Site(replace(whole.point, name=name, run=number), "")
+        has = f"{numbered[1]} has heads 0 to {last}" if whole.heads else "the configuration names no number of heads"
         raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {has}.")
     if other is not None and _tensor_of(other) != _tensor_of(site.point):
         raise LayersimError(
@@ -191,7 +196,7 @@ def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | No
 def _tensor_of(point: HookPoint) -> tuple[object, ...]:
     """A key that is equal for two hook points if they read the same tensor."""
     part = point.part
-    return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
+    return point.module, point.incoming, point.run, None if part is None else (part.shape, str(part.index))
 
 
 def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
@@ -313,8 +318,14 @@ def _modules_named(module: torch.nn.Module, items: list[At]) -> list[str] | None
     own = [
         name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
     ]
-    matches = [fnmatch.filter(own, item.removesuffix(".input")) if isinstance(item, str) else [] for item in items]
+    matches = [fnmatch.filter(own, _module_pattern(item)) if isinstance(item, str) else [] for item in items]
     return list(dict.fromkeys(name for found in matches for name in found)) if all(matches) else None
+
+
+def _module_pattern(name: str) -> str:
+    """The path of a module, or a pattern of paths, in the name of its output, of its input or of one of its runs."""
+    numbered = _NUMBERED.match(name)
+    return (name if numbered is None else numbered[1]).removesuffix(".input")
 
 
 def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -> None:

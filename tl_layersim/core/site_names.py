@@ -11,6 +11,8 @@ FINAL_NORM = "ln_final.hook_normalized"
 _SITE = re.compile(
     r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([\w.]*hook_\w+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
 )
+# Ends of the places that have heads; at others, a number in brackets is that of a run of the block.
+_PLACES_OF_HEADS = ("hook_q", "hook_k", "hook_v", "hook_z")
 # Places within a block; others are in parallel.
 _DEPTHS = {"resid_pre": 0, "attn_out": 1, "mixer_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_post": 4}
 
@@ -32,16 +34,18 @@ class SiteParts(NamedTuple):
 
 
 def parse_site(name: str) -> SiteParts | None:
-    """The parts of a TransformerLens name; None for other names.
+    """The parts of a TransformerLens name; None for other names, such as that of one of several runs of a block.
 
     Examples:
-        >>> parse_site("blocks.3.attn.hook_z[5]")
-        SiteParts(stack='', block='3', place='attn.hook_z', head='5')
+        >>> parse_site("blocks.3.attn.hook_z[5]"), parse_site("blocks.3.hook_resid_post[1]")
+        (SiteParts(stack='', block='3', place='attn.hook_z', head='5'), None)
     """
     match = _SITE.fullmatch(name)
     if match is None:
         return None
     stack, block, place, head = match.groups("")
+    if head and not place.endswith(_PLACES_OF_HEADS):
+        return None
     return SiteParts(stack, block, place or FINAL_NORM, head)
 
 

@@ -5,6 +5,7 @@ Hooks are placed on TransformerLens hook points if the model has them. The model
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -160,14 +161,19 @@ class HookedSource(CanReadSites):
     def _collect(self, batch: Batch) -> View:
         points, order = self.reading.points, self.reading.order
         seen, calls = list[int](), list[BlockCall]()
+        runs: dict[int, int] = defaultdict(int)
         keep, (rows, pos) = batch.counted.reshape(-1).nonzero()[:, 0], batch.counted.shape
         buffer = SiteBuffer(self.sites, keep, (rows, pos), batch.pooled, batch.has_positions)
 
         def read(sites: list[int], hidden: Tensor) -> None:
             if self.aside():
                 return
+            run = runs[sites[0]]
+            runs[sites[0]] += 1
             for site in sites:
                 point = points[site]
+                if not point.is_read_in(run):
+                    continue
                 if site in seen:
                     raise self._not_in_order(f"{point.name} (module {point.module}) was reached twice")
                 if order is not None and site != order[len(seen)]:

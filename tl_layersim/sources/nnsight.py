@@ -199,6 +199,16 @@ class NNsightSource(CanReadSites):
     def _events(self) -> tuple[HookPoint, ...]:
         return tuple(HookPoint(path, path, incoming) for path in self.paths for incoming in (True, False))
 
+    def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
+        points = super().hook_points(at, per_head)
+        for point in points:
+            if point.run is not None:
+                raise LayersimError(
+                    f"`at` names {point.name}, one of several runs of a module, and a trace of nnsight reads modules that run "
+                    "once. Measure the torch module itself in this process."
+                )
+        return points
+
     def call(self, batch: Batch) -> Any:
         # Outside nnsight.
         return call_on(device_of(self.module), self.module, *forward_arguments(self.module, batch, self._model))

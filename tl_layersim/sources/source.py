@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -315,19 +316,25 @@ def firing_order(
         pos: number of positions of the one row, if tokens determine it.
 
     Raises:
-        LayersimError: a module runs more than once in a forward pass, or never; or a tensor has other axes than `batch pos`.
+        LayersimError: a module runs more than once in a forward pass and the name of its point has no run, or has fewer runs;
+            or a tensor has other axes than `batch pos`.
     """
     order: list[int] = []
     widths: dict[int, int] = {}
+    runs: dict[int, int] = defaultdict(int)
     together: dict[tuple[str, bool], list[int]] = {}
     for number, point in enumerate(points):
         together.setdefault((point.module, point.incoming), []).append(number)
 
     shape = None if pos is None else (1, pos)
 
-    def see(numbers: list[int], given: Tensor) -> None:
-        if numbers[0] in widths:
-            raise not_once(points[numbers[0]].name, points[numbers[0]].module, "it runs more than once in a forward pass")
+    def see(together: list[int], given: Tensor) -> None:
+        run = runs[together[0]]
+        runs[together[0]] += 1
+        numbers = [number for number in together if points[number].is_read_in(run)]
+        for number in numbers:
+            if number in widths:
+                raise not_once(points[number].name, points[number].module, SEVERAL_RUNS)
         order.extend(numbers)
         for number in numbers:
             point = points[number]
@@ -349,9 +356,14 @@ def firing_order(
         except Exception:
             if len(order) < len(points):
                 raise
-    for number, point in enumerate(points):
-        if number not in widths:
-            raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
+    for numbers in together.values():
+        for number in numbers:
+            point = points[number]
+            if number in widths:
+                continue
+            if point.run is None:
+                raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
+            raise LayersimError(f"`at` names {point.name}, but its module runs {runs[numbers[0]]} times in a forward pass.")
     return tuple(order), tuple(widths[number] for number in range(len(points)))
 
 
@@ -380,6 +392,10 @@ def on_short_row(batch: Batch, check: Callable[[Batch], T]) -> T:
         # The row is too long for the model.
         return found
     return found
+
+
+# The reason of `not_once` for a module that runs several times.
+SEVERAL_RUNS = "it runs more than once in a forward pass. Name its runs by `[0]`, `[1]`, ... behind its name"
 
 
 def not_once(name: str, module: str, why: str) -> LayersimError:

@@ -18,12 +18,6 @@ from ..architectures.output_heads import has_name_of_norm
 from ..core.errors import LayersimError
 from .hooks import in_this_thread, on_leave, on_tensor, temporary_hooks
 
-# How the runs of a block that runs several times can be read.
-RUNS_APART = (
-    " To read its runs, let what each returns pass through a torch.nn.Identity of its own, as a part of the model, and name "
-    "these modules in at=[...] of CKA, Cosine or another measure of any sites."
-)
-
 
 @dataclass
 class WatchedForward:
@@ -90,7 +84,7 @@ class WatchedForward:
                 raise LayersimError(
                     f"The layers of {model} cannot be read: {point.name} (module {point.module}) is reached {reached} in a "
                     "forward pass over one row of this data, and each block must run exactly once."
-                    + (RUNS_APART if self.runs[number] > 1 else "")
+                    + (f" {_of_runs(point.name, self.runs[number])}" if self.runs[number] > 1 else "")
                 )
         for before, number in zip(self.order, self.order[1:], strict=False):
             if number < before:
@@ -113,6 +107,15 @@ class WatchedForward:
         if self.pos is None:
             return len(shape) in (2, 3) and shape[0] == 1
         return shape[:-1] in ((1, self.pos), (self.pos,))
+
+
+def _of_runs(name: str, runs: int) -> str:
+    """How to read the runs of a block."""
+    first, second = (f"'{name}[{run}]'" for run in range(2))
+    return (
+        f"To read its {runs} runs, name them in the order of the forward pass, at=[{first}, {second}, ...], for CKA, Cosine or "
+        "another measure of any sites."
+    )
 
 
 def watch(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from ..data.positions import Positions
 from ..sources.activation_checks import refuse_other_logits
 from ..sources.hooked_module import HookedSource, whole_tensor
 from ..sources.hooks import StopForward, is_unrecorded, on_enter, on_leave, temporary_hooks
-from ..sources.source import not_once
+from ..sources.source import SEVERAL_RUNS, not_once
 
 
 class ProbeHook:
@@ -314,6 +314,8 @@ class Frame:
         # Whether all sites were read in this call.
         self.complete = False
         self.reading: ForwardPass | None = None
+        # Number of runs so far of each module that is read, by its first site.
+        self.runs: dict[int, int] = defaultdict(int)
 
     @property
     def outermost(self) -> Frame:
@@ -583,10 +585,14 @@ class Recorder:
         if self.source.aside() or not self._counts(here):
             return
         frame = here if self.inside else here.outermost
+        run = frame.runs[sites[0]]
+        frame.runs[sites[0]] += 1
         for site in sites:
+            if not self.points[site].is_read_in(run):
+                continue
             if here.level >= 0 and site in here.read_here:
                 if not self.inside:
-                    raise self._not_once(site, "it runs more than once in a forward pass")
+                    raise self._not_once(site, SEVERAL_RUNS)
                 raise LayersimError(
                     f"{self.names[site]} (module {self.points[site].module}) is reached more than once in a forward pass of "
                     f"{self.source.model.name}, and each block must run exactly once. Inside hooks, call model(tokens), not "
