@@ -105,6 +105,17 @@ def _residual_key(places: Mapping[int | str, Any]) -> int | str:
     return next(place for place, value in places.items() if isinstance(value, Tensor))
 
 
+def with_own_residual(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block, with a copy of the residual, to which the block may add in place, and without a cache.
+
+    A cache is filled by the block, and filled once more when it is called again.
+    """
+    places = _places(args, kwargs)
+    key = _residual_key(places)
+    without_caches = {name: None if name in CACHES else value for name, value in places.items()}
+    return _split({**without_caches, key: places[key].clone()})
+
+
 def with_leaf(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arguments of a block, with the residual as a leaf of the autograd graph.
 
@@ -157,7 +168,8 @@ def record_call(
         # The output is copied, because an edit of the next block's input may change it in place.
         graph = as_positions(first_tensor(output).clone())
         return BlockCall(block, args, kwargs, key, graph.detach(), graph)
-    after = first_tensor(output).detach()
+    # A copy, because the next block may add to it in place.
+    after = first_tensor(output).detach().clone()
     if places[key].dim() > 3:
         raise LayersimError(
             f"The block {type(block).__name__} cannot be replayed: its input has shape "
@@ -179,7 +191,8 @@ def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = No
         kwargs: all arguments but the residual, by name; None to use the recorded ones.
     """
     places = _places(call.args, call.kwargs) if kwargs is None else _places((), kwargs)
-    args, named = in_dtype(_split({**places, call.key: hidden}), hidden.dtype)
+    # A copy, because some blocks add to their input in place.
+    args, named = in_dtype(_split({**places, call.key: hidden.clone()}), hidden.dtype)
     # A model on several devices moves the input of a block to the device of its weights, and leaves the output on it.
     return first_tensor(call.block(*args, **named)).to(hidden.device)
 

@@ -116,7 +116,7 @@ class Anatomy:
         unknown = [block for block in self.blocks if not block.sums]
         if not unknown:
             return {block.path: block.layout for block in self.blocks}
-        gap = f", the nearest sum being {unknown[0].gap:.2g} of the norm away" if unknown[0].gap < 1 else ""
+        gap = f", the nearest sum being {unknown[0].gap:.2g} of the norm away" if 1e-6 < unknown[0].gap < 1 else ""
         reason = f"outputs of modules in {unknown[0].path} do not add up to its residual stream{gap}"
         layout = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*SUBLAYER_FAMILIES, "resid_mid"), reason))
         return {block.path: layout for block in self.blocks}

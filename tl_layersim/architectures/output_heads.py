@@ -54,7 +54,10 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
     before = [project] if project in names else []
     parts, reads = _classifier(module, blocks, names)
-    return _scaled(Head(norm, (*before, *parts), reads), module) if parts else None
+    if not parts:
+        return None
+    hides_norm = not norm and not _has_no_final_norm(module, blocks) and any(_may_hide_norm(names[path]) for path in parts)
+    return _scaled(Head(norm, (*before, *parts), reads, hides_norm=hides_norm), module)
 
 
 def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
@@ -69,10 +72,16 @@ def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.n
     return Head(norm, parts, layout.reads, pool=None if layout.pool is None else layout.pool(config))
 
 
+def _has_no_final_norm(module: torch.nn.Module, blocks: list[str]) -> bool:
+    """Whether a norm ends each block, so that none follows the last one."""
+    layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
+    return is_post_norm(module, blocks[0]) if layout is None else "ln_final" in layout.lacks
+
+
 def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
     """Path of the norm beside the list of blocks; "" if there is none."""
     layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
-    if is_post_norm(module, blocks[0]) if layout is None else "ln_final" in layout.lacks:
+    if _has_no_final_norm(module, blocks):
         # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
         return ""
     known = None if layout is None else final_norm(module, blocks[0], layout)

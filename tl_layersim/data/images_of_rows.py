@@ -58,6 +58,18 @@ def split_images(
     return frozenset(names), tables
 
 
+def images_missing(inputs: Mapping[str, Any], rows: Sequence[Tensor], model: ModelInputs) -> str | None:
+    """The warning that rows have image tokens and no images; None if they have none, or images."""
+    for kind, token in model.image_tokens.items():
+        count = sum(int((row == token).sum()) for row in rows)
+        if count and inputs.get(PIXEL_TABLES[kind]) is None:
+            return (
+                f"{count} {kind} tokens in `{model.token_input}` have no {kind}s and are measured as words: the data lacks "
+                f"`{PIXEL_TABLES[kind]}`. datasets.Dataset.from_list leaves out columns that its first row lacks."
+            )
+    return None
+
+
 def _columns_of_grid(
     kind: str, inputs: Mapping[str, Any], rows: Sequence[Tensor], model: ModelInputs
 ) -> dict[str, list[Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, with_article
 from .data import Column, Data, Notes
-from .images_of_rows import split_images
+from .images_of_rows import images_missing, split_images
 from .labels import LABELS, is_missing, labels_in, number_tensor, whole_numbers
 from .non_token_inputs import (
     EMBEDDINGS,
@@ -289,6 +289,8 @@ class Reader:
         has_patches = name == PIXELS and model.pixel_axes == 2
         columns = further_inputs(data, model, skipped)
         of_images, tables = split_images(columns, values, alone, model) if has_tokens else (frozenset(), [{} for _ in values])
+        if has_tokens and (missing := images_missing(columns, values, model)):
+            self.notes.once(missing)
         further = rows_of({key: column for key, column in columns.items() if key not in of_images}, count)
         group_of = _by_row(self._group_column, groups, count)
         each = zip(values, masks, targets, marks, further, tables, group_of, strict=True)

@@ -30,6 +30,8 @@ from .model_description import Model
 POSITIONS = 8
 # Number of samples of a synthetic recording, a quarter of a second in most models.
 SAMPLES = 4000
+# Words that name an MLP in the path of a module.
+MLP_WORDS = frozenset({"mlp", "ff", "ffn", "feedforward"})
 # Largest number of sublayers of a block, and of module outputs among which they are looked for.
 MOST_SUBLAYERS, MOST_CANDIDATES = 4, 24
 # A term is part of a sum only if the error of the sum is below this share of the term.
@@ -638,9 +640,11 @@ class BlockFinder:
         name = " ".join([*names, *(type(part.module).__name__ for part in around)]).lower()
         # Classes of a model such as Lfm2Moe have the name of a mixture of experts, whatever they compute.
         is_mixture = any("moe" in part or "expert" in part for part in names)
-        is_mlp = is_mixture or any(word in name for word in ("mlp", "feedforward", "feed_forward", "ffn"))
+        # The name of the module itself says more than the names around it: `post_attention_ff` is an MLP.
+        is_called_mlp = bool(MLP_WORDS.intersection(names[0].lower().split("_")))
+        is_mlp = is_mixture or is_called_mlp or any(word in name for word in ("mlp", "feedforward", "feed_forward", "ffn"))
         # Before the test of positions: with keys of an earlier block, no position depends on what enters this one at others.
-        if "attn" in name or "attention" in name:
+        if not is_called_mlp and ("attn" in name or "attention" in name):
             crosses = any(word in name for word in ("cross", "encoder_", "encdec"))
             return Kind("cross_attn_out" if crosses else "attn_out", True)
         if is_mlp:

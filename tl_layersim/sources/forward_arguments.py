@@ -46,8 +46,12 @@ def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor
 
 
 def no_cache(module: torch.nn.Module) -> dict[str, bool]:
-    """Keyword arguments that turn off the cache; empty if the configuration has no `use_cache`."""
-    return {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+    """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
+    if not hasattr(getattr(module, "config", None), "use_cache"):
+        return {}
+    accepts = inspect.signature(type(module).forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepts.values())
+    return {"use_cache": False} if takes_any or "use_cache" in accepts else {}
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..activations.block_call import BlockCall, record_call
+from ..activations.block_call import BlockCall, record_call, with_own_residual
 from ..activations.view import SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
@@ -25,11 +25,12 @@ from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Head, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
+from .find_anatomy import synthetic_row
 from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .model_description import describe, describe_transformer_lens
 from .out_of_memory import refusing_out_of_memory
-from .source import CanReadSites
+from .source import CanReadSites, tells_heads_apart
 
 
 def whole_tensor(hidden: Tensor, name: str) -> Tensor:
@@ -207,7 +208,7 @@ class HookedSource(CanReadSites):
         given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
 
         def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given[block] = (args, kwargs)
+            given[block] = with_own_residual(args, kwargs)
 
         def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
             if not self.aside():
@@ -224,8 +225,15 @@ class HookedSource(CanReadSites):
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:
-        assert self.unembed is not None
         row = batch.first_row
+        if not tells_heads_apart(row):
+            # A model of any library may need other inputs than a synthetic row has.
+            with suppress(Exception):
+                return self._gap_on_row(synthetic_row(self.module, self._model))
+        return self._gap_on_row(row)
+
+    def _gap_on_row(self, row: Batch) -> Tensor:
+        assert self.unembed is not None
         seen: list[Tensor] = []
 
         def note(hidden: Tensor) -> None:

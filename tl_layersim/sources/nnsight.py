@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..activations.block_call import first_tensor, gradients, record_call, with_leaf
+from ..activations.block_call import first_tensor, gradients, record_call, with_leaf, with_own_residual
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
 from ..architectures.blocks import find_blocks
@@ -129,7 +129,7 @@ def read_step(
     if step.incoming:
         args, kwargs = step.envoy.inputs
         if step.is_block:
-            given[step.path] = (args, kwargs)
+            given[step.path] = with_own_residual(args, kwargs)
             if differentiated:
                 given[step.path], step.envoy.inputs = with_leaf(args, kwargs)
         value: Any = (*args, *kwargs.values())

@@ -394,6 +394,15 @@ def on_short_row(batch: Batch, check: Callable[[Batch], T]) -> T:
     return found
 
 
+# Number of different tokens in a row from which it tells heads apart.
+DIFFERENT_TOKENS = 4
+
+
+def tells_heads_apart(row: Batch) -> bool:
+    """Whether a row has enough different tokens to test a head on it. Many functions map one token alike."""
+    return not row.has_tokens or len(set(row.tokens.flatten().tolist())) >= DIFFERENT_TOKENS
+
+
 # The reason of `not_once` for a module that runs several times.
 SEVERAL_RUNS = "it runs more than once in a forward pass. Name its runs by `[0]`, `[1]`, ... behind its name"
 
@@ -675,9 +684,10 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             output: output of the model.
             row: the row.
         """
+        allowed = rounding(self._model.torch_dtype, torch.float32)
         for heads in (self._heads, self._watched_heads(row)):
             for head in heads:
-                if self._head_gap(head, hidden, output, row) <= rounding(self._model.torch_dtype, torch.float32):
+                if self._head_gap(head, hidden, output, row) <= allowed and self._gap_on_other_tokens(head, row) <= allowed:
                     self._set_head(head)
                     return
 
@@ -691,6 +701,27 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             gap: float = difference / max(size, 1e-3)
             return gap if gap == gap else float("inf")
         return float("inf")
+
+    def _gap_on_other_tokens(self, head: Head, row: Batch) -> float:
+        """Error of a head on a synthetic row if the row has few different tokens, which many functions map alike; else 0.
+
+        Args:
+            head: the head.
+            row: the row on which the head was tested.
+        """
+        if tells_heads_apart(row) or isinstance(self, OnServer):
+            return 0.0
+        other = synthetic_row(self.module, self._model)
+        try:
+            with torch.no_grad(), kernels_alone(), self.evaluating():
+                recorded = record_forward(self.module, lambda: self.call(other))
+        except Exception as error:
+            # A model of any library may need other inputs than a synthetic row has.
+            if is_out_of_memory(error):
+                raise
+            return 0.0
+        hidden = recorded.of(self.paths[-1])[-1].returned
+        return 0.0 if hidden is None else self._head_gap(head, hidden, recorded.output, other)
 
     def _watched_heads(self, row: Batch) -> Iterator[Head]:
         """The head that a recorded forward pass shows, for a model whose head is none of those that its modules suggest.

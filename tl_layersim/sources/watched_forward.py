@@ -16,7 +16,7 @@ from ..activations.block_call import first_tensor
 from ..architectures.hook_points import HookPoint, to_positions
 from ..architectures.output_heads import has_name_of_norm
 from ..core.errors import LayersimError
-from .hooks import in_this_thread, on_leave, on_tensor, temporary_hooks
+from .hooks import in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks
 
 
 @dataclass
@@ -31,6 +31,7 @@ class WatchedForward:
         shapes: shape of the activations at each point; of a feature map, with its positions on one axis.
         last: the activations at the last point.
         ends_in_norm: for each block, whether its output is the output of a norm inside it.
+        summed: classes of the blocks that add two tensors which the block before returned.
         output: output of the model; None if the forward pass failed after the last block.
     """
 
@@ -41,6 +42,7 @@ class WatchedForward:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     last: Tensor | None = None
     ends_in_norm: list[bool] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
     output: Any = None
 
     def see(self, number: int, hidden: Tensor) -> None:
@@ -93,6 +95,11 @@ class WatchedForward:
                     f"{self.points[number].module}) after {self.points[before].name}. `layers` must name blocks in the order "
                     "in which they run."
                 )
+        if self.summed:
+            raise LayersimError(
+                f"The layers of {model} cannot be read: each {self.summed[0]} returns two tensors, and their sum, which the "
+                "next block computes, is the residual stream. Have each block return the sum."
+            )
         for number, point in enumerate(self.points):
             if not self._has_axes(self.shapes[number]):
                 row = "one row" if self.pos is None else f"one row of {self.pos} positions"
@@ -146,6 +153,7 @@ def watch(
         handles += [on_tensor(modules[point.module], point.incoming, partial(see, n)) for n, point in enumerate(points)]
         for block in blocks:
             handles += _norm_hooks(block, seen.ends_in_norm)
+        handles += _sum_hooks(blocks, seen.summed)
         try:
             seen.output = call()
         except LayersimError:
@@ -154,6 +162,38 @@ def watch(
             if not seen.is_complete:
                 raise
     return seen
+
+
+def _sum_hooks(blocks: Sequence[torch.nn.Module], summed: list[str]) -> list[RemovableHandle]:
+    """Hooks that find blocks which return a branch and the stream apart, and add them in the next block.
+
+    They append the class of a block to a list if a norm inside it reads the sum of two tensors that the block before returned.
+    """
+    returned: list[Tensor] = []
+
+    def leave(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        parts = output if isinstance(output, tuple | list) else ()
+        floats = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+        alike = [part.detach().clone() for part in floats if part.shape == floats[0].shape]
+        returned[:] = alike if len(alike) > 1 else []
+
+    def read(block: str, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        for other in returned[1:]:
+            total = returned[0] + other
+            reads_both = sum(any(_is_same(value, part) for part in (returned[0], other)) for value in given) > 1
+            if reads_both or any(_is_same(value, total) for value in given):
+                summed.append(block)
+
+    handles = [on_leave(block, in_this_thread(leave)) for block in blocks]
+    for block in blocks:
+        seen = in_this_thread(partial(read, type(block).__name__))
+        handles += [on_enter(part, seen) for part in block.modules() if part is not block and has_name_of_norm(type(part))]
+    return handles
+
+
+def _is_same(value: Tensor, other: Tensor) -> bool:
+    return value.shape == other.shape and bool(other.any()) and torch.equal(value, other)
 
 
 def _norm_hooks(block: torch.nn.Module, ends_in_norm: list[bool]) -> list[RemovableHandle]:
