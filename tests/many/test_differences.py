@@ -427,6 +427,7 @@ def test_figures_show_the_difference_and_where_it_is_certain():
         difference_figure(found["number"])
 
 
+@pytest.mark.heavy("many runs")
 def test_five_lines_have_the_bands_that_the_subtitle_names(llama):
     data = lsim.Data(random_tokens(20, 8), batch_size=1)
     first, second = (lsim.analyze(one, data, lsim.Cosine(), intervals=True)["cosine"] for one in (llama, tiny_llama(seed=1)))

@@ -40,7 +40,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.light("right-module", "right-NNsight remote=local", "left-module", "left-NNsight remote=local")
+@pytest.mark.light("right-module", "left-NNsight remote=local")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_sentence_pairs(source, left):
@@ -86,6 +86,7 @@ def test_vectors_of_a_module_of_ones_own(source):
     assert half.provenance.tokens == 7
 
 
+@pytest.mark.light("module", "TransformerBridge")
 @pytest.mark.parametrize("source", [*SOURCES, "TransformerBridge"])
 def test_embeddings_are_read_as_the_tokens_that_they_embed(source):
     model = tiny_llama(dtype=torch.float64)

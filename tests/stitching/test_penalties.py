@@ -103,6 +103,7 @@ def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.heavy("many stitches")
 @pytest.mark.parametrize("fit", ["lstsq", "sgd"])
 def test_fits_read_the_same_activations(fit, monkeypatch):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
@@ -113,6 +114,7 @@ def test_fits_read_the_same_activations(fit, monkeypatch):
     assert float(grid.penalty[0, 1, 0]) == one.penalty
 
 
+@pytest.mark.heavy("many stitches")
 def test_activations_that_do_not_fit_are_computed_anew(monkeypatch, capfd):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
     kept = lsim.stitch_grid(made, rows(), layers=[0], adapter="identity")
