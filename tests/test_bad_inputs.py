@@ -105,6 +105,7 @@ def test_settings(made, valid):
     assert raw_errors(made.__name__, made, {}, measure) == []
 
 
+@pytest.mark.heavy("every method with every wrong value")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("analyzer", [lsim.Cosine(), lsim.LogitLens(), lsim.ExitCurve(), lsim.BlockCoupling(k=2)])
 def test_methods_of_results(analyzer, valid, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_what_a_first_pass_determines_is_held_fixed():
 
 
 def test_intervals_change_no_number():
-    model, data = tiny_llama(), rows(37)
+    model, data = tiny_llama(), rows(21)
     plain = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()])
     report = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()], intervals=True)
     for name in plain:

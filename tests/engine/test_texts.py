@@ -142,6 +142,7 @@ def test_one_group_for_each_row_changes_no_bit(make, model, tokens):
     assert len(found.replicates) == len(plain.replicates)
 
 
+@pytest.mark.light("lsim CKA0", "lsim MutualKNN", "lsim Cosine", "lsim ExitCurve")
 @few_texts
 @pytest.mark.parametrize("make", ANALYZERS)
 def test_the_batch_size_changes_nothing_where_texts_have_several_rows(make, model, tokens):

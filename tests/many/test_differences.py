@@ -186,6 +186,7 @@ def test_the_smaller_of_two_samples_has_at_least_the_error_of_the_larger_one_for
     assert statistics(lsim.difference(alike, many)["number"], "se")[0] == pytest.approx(math.hypot(own, other), rel=1e-9)
 
 
+@pytest.mark.heavy("a simulation")
 def test_few_skewed_texts_do_not_differ_from_many_of_their_kind():
     """Losses of 10 in 5 % of texts: in 44 % of samples of 16 texts none is seen."""
     rng = np.random.default_rng(0)

@@ -72,6 +72,7 @@ def test_images(source):
     assert classes.provenance.options["positions"] == "first"
 
 
+@pytest.mark.light("module")
 @pytest.mark.parametrize("source", SOURCES)
 def test_vectors_of_a_module_of_ones_own(source):
     model, x = VectorModel(), torch.randn(7, 6, dtype=torch.float64)
