@@ -60,7 +60,7 @@ def mark_heavy_cases(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.heavy(HEAVY_FIXTURES[fixture]))
     for name, every_case in tests.items():
         # HookedTransformer is of TransformerLens 3: `make test-tl3` runs its cases, and all others skip them at once.
-        cases = [case for case in every_case if "HookedTransformer" not in _parameters(case).values()]
+        cases = [case for case in every_case if not _is_hooked_transformer(case)]
         if not cases:
             continue
         light = _named_cases(name, cases) if cases[0].get_closest_marker("light") else covering_design([*map(_values, cases)])
@@ -77,6 +77,11 @@ def _fixtures(item: pytest.Item) -> set[str]:
 def _parameters(item: pytest.Item) -> Mapping[str, object]:
     """Names and values of the parameters of a case."""
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _is_hooked_transformer(case: pytest.Item) -> bool:
+    # A value may be an array, which has no single truth.
+    return any(isinstance(value, str) and value == "HookedTransformer" for value in _parameters(case).values())
 
 
 def _named_cases(name: str, cases: list[pytest.Function]) -> set[int]:
