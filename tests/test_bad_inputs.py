@@ -94,7 +94,7 @@ def test_functions(valid, tmp_path, monkeypatch):
     assert [error for name, own in valid.items() for error in raw_errors(name, public[name], own)] == []
 
 
-@pytest.mark.light("AlignedTraining")
+@pytest.mark.heavy("every setting with every wrong value")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("made", [lsim.AlignedTraining, lsim.stitching.StitchTraining, *find_analyzers().values()])
 def test_settings(made, valid):

@@ -176,7 +176,7 @@ def answers(data, tables):
     return of_model
 
 
-@pytest.mark.light("block_coupling-llama")
+@pytest.mark.heavy("every analyzer at every family of sites")
 @each_model
 @pytest.mark.parametrize("key", ANALYZERS)
 def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers):

@@ -70,7 +70,6 @@ def test_names_stand_for_analyzers():
         lsim.analyze(tiny_llama(), random_tokens(), [])
 
 
-@pytest.mark.light("[]")
 @pytest.mark.parametrize("data", [[], torch.empty(0, 5, dtype=torch.long), {"input_ids": [], "attention_mask": []}])
 def test_empty_data_is_refused(data):
     with pytest.raises(lsim.LayersimError, match="`data`"):

@@ -49,6 +49,24 @@ def test_every_input_has_a_change():
     assert {entry for entry, _ in CHANGES.values()} | ELSEWHERE == set(INPUTS)
 
 
+# A change of each input.
+@pytest.mark.light(
+    "one token",
+    "one label",
+    "rule of positions",
+    "an empty row before",
+    "batch size",
+    "other words",
+    "option",
+    "one weight",
+    "entry of the configuration",
+    "hook",
+    "head",
+    "dtype",
+    "autocast",
+    "eager attention",
+    "sites",
+)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_with_another_input_is_refused(name, tmp_path, monkeypatch):
     base, changed = calls_of(CHANGES[name][1])

@@ -79,7 +79,7 @@ ALL = {
 }
 
 
-@pytest.mark.light("one", "some batches without a counted position")
+@pytest.mark.light("some batches without a counted position")
 @pytest.mark.parametrize(("of", "options"), ALL.values(), ids=ALL)
 def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
     model, data = tiny_llama(), list(random_tokens(21 if "positions" in options else 150, 4))

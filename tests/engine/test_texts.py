@@ -130,7 +130,7 @@ ANALYZERS = [
 ]
 
 
-@pytest.mark.light("lsim CKA0", "lsim RSA", "lsim Procrustes", "lsim LinearPredictivity", "lsim ExitCurve")
+@pytest.mark.light("lsim CKA0", "lsim ExitCurve")
 @few_texts
 @pytest.mark.parametrize("make", ANALYZERS)
 def test_one_group_for_each_row_changes_no_bit(make, model, tokens):

@@ -17,6 +17,7 @@ def texts() -> list[str]:
     return [text[:60] for text in lsim.demo_text()[:4]]
 
 
+@pytest.mark.heavy("a grid of stitches")
 class TestGroups:
     @pytest.fixture(scope="class")
     def models(self):
