@@ -22,7 +22,7 @@ def grid():
     models = {name: tiny_llama(layers=2, seed=seed) for seed, name in enumerate("abcd")}
     return lsim.compare_grid(
         models,
-        lsim.Data(random_tokens(64, 8), batch_size=8),
+        lsim.Data(random_tokens(256, 8), batch_size=16),
         lsim.CKA(minibatch=8),
         groups=["x", "y", "x", "y"],
         intervals=True,
