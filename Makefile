@@ -12,6 +12,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint c
 PYTEST := -m pytest -n auto --dist worksteal
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Compiled modules and rewritten tests are kept: many tests start a process that imports the package.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help check demo test test-heavy test-all test-tl3 test-ndif test-oldest mutation lint types docs screenshots pictures examples dist bench format clean

@@ -1,6 +1,7 @@
 """The two levels of tests: `make test` runs the light ones, `make test-all` the heavy ones too.
 
-A test that uses a fixture of `HEAVY_FIXTURES` is heavy. Three markers say it of other tests:
+A test that uses a fixture of `HEAVY_FIXTURES` is heavy, and so is an example of a docstring that runs a model. Three markers
+say it of other tests:
 
     @pytest.mark.heavy("a simulation")  # all of its cases; of a module: pytestmark = pytest.mark.heavy(...)
 
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import pytest
+from _pytest.doctest import DoctestItem
 
 # The fixture, and why the tests that use it are heavy.
 HEAVY_FIXTURES = {
@@ -46,17 +48,19 @@ def covering_design(cases: Sequence[frozenset[Hashable]]) -> set[int]:
 
 
 def mark_heavy_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark tests with a heavy fixture, and the cases that `light` and `covering` leave out, as heavy."""
+    """Mark tests with a heavy fixture, examples that run models, and the cases that `light` and `covering` leave out."""
     tests = defaultdict(list)
     for item in items:
         if item.get_closest_marker("light") or item.get_closest_marker("covering"):
             tests[item.nodeid.partition("[")[0]].append(item)
             continue
+        if isinstance(item, DoctestItem) and any("model" in example.source for example in item.dtest.examples):
+            item.add_marker(pytest.mark.heavy("executed documentation"))
         for fixture in HEAVY_FIXTURES.keys() & _fixtures(item):
             item.add_marker(pytest.mark.heavy(HEAVY_FIXTURES[fixture]))
     for name, every_case in tests.items():
         # HookedTransformer is of TransformerLens 3: `make test-tl3` runs its cases, and all others skip them at once.
-        cases = [case for case in every_case if "HookedTransformer" not in _parameters(case).values()]
+        cases = [case for case in every_case if not _is_hooked_transformer(case)]
         if not cases:
             continue
         light = _named_cases(name, cases) if cases[0].get_closest_marker("light") else covering_design([*map(_values, cases)])
@@ -73,6 +77,11 @@ def _fixtures(item: pytest.Item) -> set[str]:
 def _parameters(item: pytest.Item) -> Mapping[str, object]:
     """Names and values of the parameters of a case."""
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _is_hooked_transformer(case: pytest.Item) -> bool:
+    # A value may be an array, which has no single truth.
+    return any(isinstance(value, str) and value == "HookedTransformer" for value in _parameters(case).values())
 
 
 def _named_cases(name: str, cases: list[pytest.Function]) -> set[int]:

@@ -94,7 +94,7 @@ def test_functions(valid, tmp_path, monkeypatch):
     assert [error for name, own in valid.items() for error in raw_errors(name, public[name], own)] == []
 
 
-@pytest.mark.light("AlignedTraining", "CKA")
+@pytest.mark.heavy("every setting with every wrong value")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("made", [lsim.AlignedTraining, lsim.stitching.StitchTraining, *find_analyzers().values()])
 def test_settings(made, valid):
@@ -105,6 +105,7 @@ def test_settings(made, valid):
     assert raw_errors(made.__name__, made, {}, measure) == []
 
 
+@pytest.mark.heavy("every method with every wrong value")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("analyzer", [lsim.Cosine(), lsim.LogitLens(), lsim.ExitCurve(), lsim.BlockCoupling(k=2)])
 def test_methods_of_results(analyzer, valid, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ def gpu(monkeypatch):
     return module
 
 
+@pytest.mark.heavy("benchmarks")
 def test_every_part_runs_on_a_cpu(gpu, monkeypatch, capsys, tmp_path):
     path = tmp_path / "record.json"
     given = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--minutes", "2", "--json", str(path)]

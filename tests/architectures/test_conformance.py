@@ -8,6 +8,14 @@ from .causal_families import causal_model
 from .conformance import CAPABILITIES, END, START, Reference, outcome, run, write_page
 
 
+@pytest.mark.light(
+    "granite-stream",
+    "granite-sublayers",
+    "lfm2-lens without norm",
+    "falcon_h1-lens",
+    "modernbert-decoder-stream",
+    "modernbert-decoder-sublayers",
+)
 @pytest.mark.parametrize("capability", ["stream", "lens", "lens without norm", "sublayers"])
 @pytest.mark.parametrize("family", ["granite", "lfm2", "falcon_h1", "modernbert-decoder"])
 def test_a_family_that_no_table_names_is_right(family, capability):

@@ -77,7 +77,7 @@ def measured(model, key: str, estimator: str = "exact", **options):
     )
 
 
-@pytest.mark.light("bert classes")
+@pytest.mark.heavy("every source")
 @pytest.mark.parametrize("key", BLOCKS)
 def test_every_source_gives_the_answer_of_a_float64_oracle(key):
     rows = oracle_states(key)

@@ -215,6 +215,7 @@ def test_a_resumed_run_knows_its_modules_too(tmp_path):
     assert again.norm_ratio.isfinite().all()
 
 
+@pytest.mark.heavy("many runs")
 def test_stitching_and_training_of_an_unknown_architecture_look_before_they_start():
     tokens = random_tokens(16)
     good = lsim.stitch(

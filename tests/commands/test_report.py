@@ -65,6 +65,7 @@ def test_merged_shards_are_the_report_of_one_process(tmp_path, monkeypatch):
     assert "1 of 2" in str(run("merge", "parts/part-0*", "--out", "merged").exception)
 
 
+@pytest.mark.light("3", "-1/4")
 @pytest.mark.parametrize("shard", ["3", "a/4", "3/", "-1/4"])
 def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

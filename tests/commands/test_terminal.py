@@ -58,6 +58,7 @@ def test_an_error_is_a_panel_in_a_terminal_and_text_in_a_pipe(capsys, terminal, 
     assert capsys.readouterr().err == f"Error: {error}\n"
 
 
+@pytest.mark.light("report", "compare", "show", "sites")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_ends_with_examples_that_exist(command, terminal):
     shown, _, examples = re.sub(r"\x1b\[[0-9;]*m", "", done(command, "--help").stdout).partition("Examples:")

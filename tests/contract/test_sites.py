@@ -95,6 +95,7 @@ def heads_of(table) -> list[str]:
     return [f"{row.name}[{head}]" for row in table.itertuples(index=False) for head in range(row.heads)]
 
 
+@pytest.mark.light("llama", "bert")
 @each_model
 def test_axis_names_are_verified_by_hooks_of_the_test(name, data, tables):
     model, table, mask = MODELS[name](), tables[name], data["attention_mask"]
@@ -175,7 +176,7 @@ def answers(data, tables):
     return of_model
 
 
-@pytest.mark.light("block_coupling-llama", "cka-llama", "logit_lens-llama")
+@pytest.mark.heavy("every analyzer at every family of sites")
 @each_model
 @pytest.mark.parametrize("key", ANALYZERS)
 def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers):

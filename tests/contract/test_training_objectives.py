@@ -114,6 +114,7 @@ def test_evaluation_has_a_row_of_sums_for_each_layer(name):
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
 
 
+@pytest.mark.light("aligned", "standard")
 @every_objective
 def test_a_resumed_training_has_the_same_bits(name, tmp_path, monkeypatch):
     training, data = settings_of(name, schedule="alternating", eval_every=4), random_tokens(12, 6)

@@ -18,6 +18,7 @@ def call(model: object, layers: Sequence[Layer] | None = None, sizes: list[Posit
     pass
 
 
+@pytest.mark.light("layers-[1, 2.5]-False", "sizes-[3, 4, -5]-True")
 @pytest.mark.parametrize("in_a_terminal", [False, True])
 @pytest.mark.parametrize(("name", "value"), [("layers", [1, 2.5]), ("sizes", [3, 4, -5])])
 def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value, in_a_terminal, monkeypatch):

@@ -77,6 +77,7 @@ def test_a_cross_entropy_is_that_of_float64_arithmetic(dtype, size):
         np.testing.assert_allclose(slopes.detach(), wide.grad, atol=1e-6 if dtype == torch.float32 else 1e-14)
 
 
+@pytest.mark.heavy("a stitch")
 def test_a_stitch_has_the_loss_of_the_logit_lens(wide, tokens):
     found = lsim.stitch(wide, wide, tokens, at=(0, 0), adapter="identity", eval_data=tokens)
     lens = float(lens_losses(wide, tokens)[-1])
@@ -84,6 +85,7 @@ def test_a_stitch_has_the_loss_of_the_logit_lens(wide, tokens):
     assert found.back_loss == pytest.approx(lens, abs=1e-7)
 
 
+@pytest.mark.heavy("a training")
 def test_the_aligned_loss_is_that_of_the_logit_lens(wide, tokens):
     expected = float(lens_losses(wide, tokens).mean())
     # A number of float32: 12 nats to 1e-6.
@@ -92,6 +94,7 @@ def test_the_aligned_loss_is_that_of_the_logit_lens(wide, tokens):
         assert float(lsim.training.aligned_loss(wide, tokens, weights="uniform")) == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.heavy("a training")
 def test_what_a_training_is_judged_by_is_the_logit_lens(wide, tokens):
     import copy
 

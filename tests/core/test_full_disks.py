@@ -54,6 +54,7 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(resumable_file, "SECONDS_BETWEEN_SAVES", 0.0)
 
 
+@pytest.mark.light("analyze")
 @each_call
 def test_a_full_disk_costs_the_checkpoint_and_not_the_result(call, tmp_path, full_disk):
     with warnings.catch_warnings():
@@ -66,6 +67,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_result(call, tmp_path, ful
     assert found.values.equal(plain.values)
 
 
+@pytest.mark.light("analyze")
 @each_call
 @pytest.mark.filterwarnings("ignore:.*(continues without it|Least squares has)")
 def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_disk, monkeypatch):
@@ -119,6 +121,7 @@ def test_a_checkpoint_is_a_file(name, tmp_path):
         analysed(tmp_path / name)
 
 
+@pytest.mark.light("truncate-False", "finetune_aligned-True")
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("save", ["truncate", "finetune_aligned"])
 def test_a_model_is_written_whole_or_not_at_all(save, old, tmp_path, monkeypatch):

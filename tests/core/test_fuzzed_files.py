@@ -64,6 +64,7 @@ def memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.light("report")
 @pytest.mark.parametrize("kind", ["report", "checkpoint", "shard"])
 def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
     path, read = files[kind]

@@ -68,6 +68,7 @@ def equal(found, report):
     return True
 
 
+@pytest.mark.heavy("reports of many analyzers")
 def test_a_report_is_uploaded_and_read_again(hub, report, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     page = report.push_to_hub("me/layers")
@@ -151,6 +152,7 @@ def test_names_in_the_card_are_text(report):
     assert "! [c](javascript:d) &lt;script&gt;e&lt;script&gt; `f` | g &amp;" in page.replace("![", "! [")
 
 
+@pytest.mark.heavy("reports of many analyzers")
 def test_the_table_is_what_the_hub_shows(hub, report, tmp_path):
     report.push_to_hub("me/layers", token=TOKEN)
     (tmp_path / "x.csv").write_bytes(hub.repos["me/layers"]["main"]["report.csv"])

@@ -19,6 +19,13 @@ def simulated(name: str) -> Coverage:
     return coverage_of(name, 1000)
 
 
+@pytest.mark.light(
+    "fraction of .3",
+    "fraction of .001, 64 texts",
+    "normal numbers, 64 texts",
+    "difference of .35 and .3",
+    "losses of 10 in 5 % of texts, 64 texts",
+)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in (*DRIFT, *UNSEEN)])
 def test_intervals_of_hard_statistics_cover_the_true_value(name):
     # The aim is .92, and twice the error of a share of .92 of 1000 simulations is .017.

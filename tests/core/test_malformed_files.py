@@ -107,6 +107,14 @@ def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
     assert os.listdir() == []
 
 
+@pytest.mark.light(
+    "adapters.safetensors",
+    "cosine.safetensors",
+    "generation_quality.safetensors",
+    "logit_lens.safetensors",
+    "saturation.safetensors",
+    "trajectory_pca.safetensors",
+)
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_malformed_result_is_refused_or_works(name, tmp_path):
     header, tensors = file_format.read(FILES / name, ("result", "report"))
@@ -213,6 +221,7 @@ def test_every_result_class_is_mutated():
     assert known - found <= {"CalibratedMatrix", "MinibatchMatrix", "RegressionMetricsResult"}
 
 
+@pytest.mark.light("adapters.checkpoint", "stitch_grid.checkpoint")
 @pytest.mark.parametrize("name", sorted(path.name for path in [*FILES.glob("*.checkpoint"), *FILES.glob("*.run")]))
 def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
     header, tensors = file_format.read(FILES / name, ("checkpoint", "stitches", "training", "remote_run"))

@@ -100,7 +100,7 @@ def test_no_figure_has_a_link(result):
     assert any("&lt;a href" in text for text in texts(figure))
 
 
-@pytest.mark.light("cosine")
+@pytest.mark.heavy("every figure")
 @pytest.mark.parametrize("name", sorted(find_analyzers()))
 def test_no_figure_of_an_analyzer_has_a_link(name, tmp_path):
     """The labels that a file may change: names of sites, and others that are texts."""

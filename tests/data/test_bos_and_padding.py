@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
+from tl_layersim.data.tokenization import adds_specials
 from tl_layersim.sources.model_description import Model
 
 from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -317,3 +319,9 @@ class TestRunsOfAnIdThatNothingNames:
         probe.reset()
         with pytest.raises(lsim.LayersimError, match=r"`with`.*model\.forward\(tokens\)"):
             probe.results()
+
+
+@pytest.mark.parametrize(("specials", "own"), [(0, False), (1, False), (2, True)])
+def test_a_tokenizer_that_adds_two_specials_decides_them_and_one_that_adds_a_bos_does_not(specials, own):
+    tokenizer = SimpleNamespace(bos_token_id=1, cls_token_id=None, num_special_tokens_to_add=lambda: specials)
+    assert adds_specials(tokenizer) == own

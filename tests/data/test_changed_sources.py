@@ -188,6 +188,7 @@ def test_a_rule_of_positions_that_changes_counts_again():
     assert counts == [6 * 8, 6 * 5]
 
 
+@pytest.mark.light("source0", "source5")
 @pytest.mark.parametrize("source", [OLD, OLD.tolist(), OLD.numpy(), {"input_ids": OLD}, WORDS[1], list(OLD)])
 def test_a_source_that_stays_is_tokenised_once(source, monkeypatch):
     read, items = [], Batches._items

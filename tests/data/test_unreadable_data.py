@@ -62,6 +62,7 @@ STRINGS = {
 }
 
 
+@pytest.mark.light("array", "mapping of an array", "data set in NumPy's format", "Series in a mapping")
 @pytest.mark.parametrize("kind", STRINGS)
 def test_texts_in_any_container_are_texts(llama, kind):
     assert torch.equal(analyze(llama, STRINGS[kind]).values, analyze(llama, TEXTS).values)

@@ -50,6 +50,7 @@ def test_accuracy_of_each_block_is_what_the_readme_says(lenses, aligned):
     assert lenses[aligned].accuracy.tolist() == pytest.approx(recorded, abs=0.005)
 
 
+@pytest.mark.heavy("a training")
 def test_aligned_training_helps_shallow_blocks(lenses):
     usual, aligned = (lens.accuracy for lens in lenses)
     assert float(usual[-1]) > 0.9

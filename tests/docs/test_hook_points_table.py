@@ -95,6 +95,7 @@ def test_the_table_of_families_has_every_family_with_its_name_and_module():
         assert module.endswith("(input)" if point.incoming else "(output)"), module
 
 
+@pytest.mark.heavy("every architecture")
 def test_the_table_of_architectures_says_which_families_each_has():
     named = set()
     for row in table("architecture | `resid_pre` `resid_post`"):

@@ -82,6 +82,7 @@ def test_the_chart_of_performance_has_its_rows_in_the_table():
     assert {*TIMES, BLOCKS_ALONE} <= set(seconds)
 
 
+@pytest.mark.heavy("every picture of the documentation")
 def test_pictures_of_tables_draw_every_number():
     for name, picture in pictures_of_tables().items():
         assert (ROOT / "docs/images" / f"{name}.png").exists()

@@ -15,6 +15,7 @@ from .helpers import RULES, classifier, deep, layers_of, naive_exit, ragged
 
 
 class TestLogits:
+    @pytest.mark.light("max-prob", "cosine")
     @pytest.mark.parametrize("rule", RULES)
     def test_language_models(self, rule):
         model = deep()
@@ -43,6 +44,7 @@ class TestLogits:
         last = int((found.exits[0] == 6).nonzero().max()) + 1
         assert found.block_tokens == 3 * 20 + 3 * last
 
+    @pytest.mark.light("bert", "masked")
     @pytest.mark.parametrize("name", ["bert", "vit", "llama", "masked"])
     def test_classifiers(self, name):
         model, inputs, mask = classifier(name)

@@ -50,7 +50,7 @@ def settings_of(model, row: torch.Tensor) -> dict[str, dict]:
 NAMES = list(settings_of(tiny_llama(), random_tokens(1, 6)[0]))
 
 
-@pytest.mark.light("repetition_penalty-tiny_llama", "several-tiny_llama", "min_length-tiny_llama")
+@pytest.mark.light("repetition_penalty-tiny_llama", "several-tiny_llama")
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_generate(make, name):

@@ -56,6 +56,7 @@ def test_tokens_and_exits(rule):
     assert any(a.tolist() != b.tolist() for a, b in zip(shared.tokens, found.tokens, strict=True))
 
 
+@pytest.mark.light("True-final", "False-none")
 @pytest.mark.parametrize("norm", ["final", "none"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_logits_of_a_text(norm, bias):

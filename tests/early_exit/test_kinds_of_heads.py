@@ -40,6 +40,7 @@ def test_rows_exit_with_the_logits_of_their_layer(name):
     assert len(depths) > 1
 
 
+@pytest.mark.light("distilbert", "deit with teacher", "llama")
 @pytest.mark.parametrize("name", [name for name in KINDS if not CASES[name].named])
 def test_a_truncated_copy_has_the_logits_of_the_lens(name, tmp_path):
     case = CASES[name]

@@ -81,6 +81,7 @@ def test_early_exit_by_a_shortlist_has_the_exits_of_float64(sharp):
         assert (early.logits(tokens).exits.numpy() != exits_of(top, threshold)).sum() <= 1
 
 
+@pytest.mark.heavy("many generations")
 def test_generation_exits_where_float64_exits(sharp):
     """Every new token, at the layer where float64 softmax of its logits first passes the threshold."""
     rows = random_tokens(6, 8, seed=3)

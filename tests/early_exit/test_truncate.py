@@ -17,6 +17,7 @@ from .helpers import classifier, layers_of
 
 
 class TestTruncate:
+    @pytest.mark.light("llama", "opt", "gptj")
     @pytest.mark.parametrize("name", ["llama", "gemma3", "neox", "opt", "falcon", "bloom", "gptj"])
     def test_says_what_the_lens_says(self, name):
         model = family(name)

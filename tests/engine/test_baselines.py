@@ -91,6 +91,7 @@ class TestBaseline:
         torch.testing.assert_close(found.untrained[1].values, expected.values, rtol=0, atol=0)
         assert found.distance() < 1e-3 < min(twin.distance() for twin in found.untrained)
 
+    @pytest.mark.heavy("many models")
     def test_a_grid_has_the_distances_of_twins(self, model):
         rows = random_tokens(8, 20)
         grid = lsim.compare_grid({"a": model, "b": tiny_llama(seed=1)}, rows, lsim.CKA(), baseline="untrained")

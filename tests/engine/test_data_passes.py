@@ -87,6 +87,7 @@ def test_data_above_the_limit_is_read_for_each_pass_with_the_same_numbers(no_cac
     assert once["cosine"].provenance.data == twice["cosine"].provenance.data
 
 
+@pytest.mark.light("one pass", "every first pass")
 @pytest.mark.parametrize("analyzers", SOURCES.values(), ids=SOURCES)
 def test_kept_batches_give_the_same_report_as_batches_that_are_read_again(analyzers, monkeypatch):
     model, texts = tiny_llama(), ["w3 w4 w5 w6 w7 w8 w9", "w1 w8 w9", "w5 w6 w7 w3", "w4 w4 w5", "w3 w6 w5 w4 w9 w4"] * 3

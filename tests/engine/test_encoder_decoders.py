@@ -140,6 +140,7 @@ def test_the_last_position_is_that_of_the_stack_that_is_read(key, at):
     assert found.provenance.tokens == 5
 
 
+@pytest.mark.light("T5")
 @each_model
 def test_rows_of_lists_and_of_left_padded_tensors_are_those_of_right_padded_tensors(make):
     model, given = make(), rows()
@@ -163,6 +164,7 @@ def test_rows_of_lists_and_of_left_padded_tensors_are_those_of_right_padded_tens
             torch.testing.assert_close(again.values, values, atol=1e-6, rtol=0)
 
 
+@pytest.mark.light("T5")
 @each_model
 def test_the_lens_gives_the_models_own_loss_at_its_last_layer(make):
     model, given = make(), rows()
@@ -203,6 +205,7 @@ def test_a_bias_of_the_logits_that_the_lens_lacks_is_refused():
         lsim.analyze(model, rows(), lsim.LogitLens())
 
 
+@pytest.mark.light("T5")
 @each_model
 def test_texts_are_read_by_the_encoder_and_refused_for_the_decoder(make):
     model, tokenizer, texts = make(), tiny_tokenizer(), ["a cat sat", "the dog ran far away", "birds"]
@@ -280,6 +283,7 @@ def test_names_patterns_and_module_paths_choose_their_stack():
             lsim.analyze(model, given, TOKEN_CKA, at=[path])
 
 
+@pytest.mark.light("T5")
 @each_model
 def test_layers_of_one_stack_are_named_and_read_as_that_stack(make):
     model, given = make(), rows()

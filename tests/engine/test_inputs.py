@@ -19,6 +19,7 @@ CLASSES = torch.tensor([0, 1, 2, 0, 1, 2] * 2)
 CE = torch.nn.functional.cross_entropy
 
 
+@pytest.mark.light("pairs")
 @pytest.mark.parametrize("kind", ["pairs", "images"])
 def test_the_size_and_the_order_of_batches_change_nothing(kind):
     model, data = (pair_bert(), pair_data(8)) if kind == "pairs" else (image_vit(), {"pixel_values": pixels(8)})
@@ -35,6 +36,7 @@ class Stopped(KeyboardInterrupt):
     pass
 
 
+@pytest.mark.light("pairs")
 @pytest.mark.parametrize("kind", ["pairs", "images"])
 def test_an_interrupted_run_resumes_and_other_inputs_are_refused(kind, tmp_path, monkeypatch):
     model, data = (pair_bert(), pair_data(8)) if kind == "pairs" else (image_vit(), {"pixel_values": pixels(8)})
@@ -113,6 +115,7 @@ def stitched_by_hand(front, back, layer: int, blocks, rows: list[dict[str, torch
     return torch.cat(logits)
 
 
+@pytest.mark.heavy("many stitches")
 def test_stitching_of_models_of_pairs_is_that_of_plain_torch():
     front, back, data = pair_bert(0), pair_bert(1), pair_data(12)
     rows = [alone(data, row) for row in range(12)]
@@ -127,6 +130,7 @@ def test_stitching_of_models_of_pairs_is_that_of_plain_torch():
     assert measured.provenance.tokens == int(data["attention_mask"].sum())
 
 
+@pytest.mark.heavy("many stitches")
 @pytest.mark.filterwarnings("ignore:Least squares has 50 tokens")
 def test_stitching_of_models_of_images_is_that_of_plain_torch():
     front, back, images = image_vit(0), image_vit(1), pixels(12)
@@ -156,6 +160,7 @@ def test_stitching_through_simulated_servers():
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-9)
 
 
+@pytest.mark.heavy("a comparison of trainings")
 @pytest.mark.filterwarnings("ignore:NC1 is not defined at blocks.0.hook_resid_pre")
 @pytest.mark.parametrize("kind", ["pairs", "images"])
 def test_evaluate_layers_measures_what_the_model_is_given(kind):
@@ -191,6 +196,7 @@ def layer_losses(model, blocks, row: dict[str, torch.Tensor], label: torch.Tenso
     return torch.stack(losses).mean()
 
 
+@pytest.mark.light("pairs", "embeddings")
 @pytest.mark.parametrize("kind", ["pairs", "images", "embeddings"])
 def test_one_step_of_a_fine_tune_is_that_of_plain_torch(kind):
     make, blocks = (image_vit, vit_blocks) if kind == "images" else (pair_bert, bert_blocks)

@@ -67,6 +67,7 @@ def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
     assert wide.plot("mean").layout.xaxis.title.text
 
 
+@pytest.mark.heavy("a grid with intervals")
 def test_ones_on_a_diagonal_differ_by_no_finding():
     first, second = (run(lsim.CKA(minibatch=16))["cka"] for _ in range(2))
     rounded = replace(second, values=second.values + 1e-16 * torch.eye(4).double())
@@ -75,6 +76,7 @@ def test_ones_on_a_diagonal_differ_by_no_finding():
     assert float(abs(found.sel(statistic="difference")).max()) == 0
 
 
+@pytest.mark.heavy("a longer run")
 def test_the_time_of_intervals_is_announced(capfd, monkeypatch):
     monkeypatch.setattr(lsim.Procrustes, "compute_seconds", lambda *_: 1.0)
     run(lsim.Procrustes())

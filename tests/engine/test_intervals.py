@@ -48,6 +48,7 @@ def test_a_replicate_is_the_result_of_the_data_without_a_block():
             assert worst(result.replicates[block], expected) < 1e-9
 
 
+@pytest.mark.heavy("many runs")
 def test_a_block_of_a_measure_of_pairs_is_a_pool_of_sixteen_rows():
     model, data = tiny_llama(dtype=torch.float64), rows(16 * 17)
     result = lsim.analyze(model, lsim.Data(data, batch_size=5), lsim.CKA(minibatch=64), intervals=True)["cka"]
@@ -73,7 +74,7 @@ def test_what_a_first_pass_determines_is_held_fixed():
 
 
 def test_intervals_change_no_number():
-    model, data = tiny_llama(), rows(37)
+    model, data = tiny_llama(), rows(21)
     plain = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()])
     report = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()], intervals=True)
     for name in plain:
@@ -154,6 +155,7 @@ def test_a_grid_has_intervals_of_its_distances_and_of_each_pair(tmp_path):
     assert loaded.replicates[3]["a", "b"].values.equal(grid.replicates[3]["a", "b"].values)
 
 
+@pytest.mark.heavy("every analyzer with intervals")
 def test_a_file_keeps_the_intervals(tmp_path):
     report = lsim.analyze(tiny_llama(), lsim.Data(rows(33), batch_size=2), one_pass(), intervals=True)
     loaded = lsim.load(report.save(tmp_path / "report.safetensors"))

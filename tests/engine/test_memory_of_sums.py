@@ -51,7 +51,7 @@ LARGE = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.light("1-exact cka", "8-cca")
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("batch_size", [1, 8])

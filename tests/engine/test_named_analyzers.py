@@ -41,6 +41,7 @@ def alone(analyzer, **options):
     return result
 
 
+@pytest.mark.light("lenses")
 @pytest.mark.parametrize("make", [lenses, similarities], ids=["lenses", "similarities"])
 def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
     report = lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), make(), intervals=True)
@@ -56,6 +57,7 @@ def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.heavy("many runs")
 def test_two_sets_of_labels_do_not_share_a_lens():
     labels = [torch.randint(50, (len(ROWS),), generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
     both = {f"labels_{n}": lsim.LogitLens(labels=own) for n, own in enumerate(labels)}
@@ -64,6 +66,7 @@ def test_two_sets_of_labels_do_not_share_a_lens():
         assert_equal(report, name, alone(analyzer, positions="last"))
 
 
+@pytest.mark.heavy("many runs")
 def test_an_analyzer_of_two_passes_twice():
     both = {"means": lsim.Cosine(), "raw": lsim.Cosine(center="none"), "collapse": "neural_collapse"}
     data = {"input_ids": ROWS, "label": torch.arange(32) % 2}
@@ -143,6 +146,7 @@ def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
         lsim.merge(tmp_path, analyzers={"raw": both["normed"], "normed": both["raw"]})
 
 
+@pytest.mark.heavy("many runs")
 def test_a_checkpoint_resumes_and_refuses_other_names(tmp_path):
     path = tmp_path / "checkpoint"
 

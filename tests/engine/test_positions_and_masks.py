@@ -34,6 +34,7 @@ def test_cka_of_rows_takes_the_token_that_it_is_told_to(pool, estimator):
     assert found.samples == len(lengths)
 
 
+@pytest.mark.light("right")
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_that_is_masked_in_the_model_counts_on_request(side):
     model, tokens = bert(), random_tokens(6, 9)

@@ -19,6 +19,7 @@ class Stopped(KeyboardInterrupt):
     pass
 
 
+@pytest.mark.light("22")
 @pytest.mark.parametrize("at", [1, 14, 22])
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path, monkeypatch):
     """Three batches of four forward passes twice over: the interrupt falls into the first pass or into the second."""

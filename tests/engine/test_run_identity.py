@@ -49,6 +49,24 @@ def test_every_input_has_a_change():
     assert {entry for entry, _ in CHANGES.values()} | ELSEWHERE == set(INPUTS)
 
 
+# A change of each input.
+@pytest.mark.light(
+    "one token",
+    "one label",
+    "rule of positions",
+    "an empty row before",
+    "batch size",
+    "other words",
+    "option",
+    "one weight",
+    "entry of the configuration",
+    "hook",
+    "head",
+    "dtype",
+    "autocast",
+    "eager attention",
+    "sites",
+)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_with_another_input_is_refused(name, tmp_path, monkeypatch):
     base, changed = calls_of(CHANGES[name][1])
@@ -57,7 +75,7 @@ def test_a_run_with_another_input_is_refused(name, tmp_path, monkeypatch):
         changed.run(checkpoint=tmp_path / "run")
 
 
-@pytest.mark.light("one token", "mask", "rule of positions", "row length", "another analyzer", "one weight")
+@pytest.mark.light("one token", "rule of positions", "row length", "one weight")
 @pytest.mark.parametrize("name", CHANGES)
 def test_shards_with_another_input_are_refused(name, tmp_path):
     for number, call in enumerate(calls_of(CHANGES[name][1])):
@@ -66,6 +84,15 @@ def test_shards_with_another_input_are_refused(name, tmp_path):
         lsim.merge(tmp_path)
 
 
+@pytest.mark.light(
+    "the same call",
+    "train mode",
+    "gradient checkpointing on and off",
+    "autocast that is off",
+    "adapter that was merged",
+    "iterable data set",
+    "GPT-2 loaded again",
+)
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_a_run_with_the_same_inputs_continues(name, tmp_path, monkeypatch):
     base, same = calls_of(UNCHANGED[name])
@@ -78,6 +105,7 @@ def test_a_run_with_the_same_inputs_continues(name, tmp_path, monkeypatch):
     assert {found[key].provenance.data for key in found} == {expected[key].provenance.data for key in expected}
 
 
+@pytest.mark.light("the same call", "gradient checkpointing on and off", "adapter that was merged", "GPT-2 loaded again")
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_shards_with_the_same_inputs_are_merged(name, tmp_path):
     base, same = calls_of(UNCHANGED[name])

@@ -79,6 +79,7 @@ ALL = {
 }
 
 
+@pytest.mark.light("some batches without a counted position")
 @pytest.mark.parametrize(("of", "options"), ALL.values(), ids=ALL)
 def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
     model, data = tiny_llama(), list(random_tokens(21 if "positions" in options else 150, 4))
@@ -93,6 +94,7 @@ def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
     assert_same(lsim.merge(parts), alone, tmp_path)
 
 
+@pytest.mark.heavy("many runs")
 def test_two_passes_in_calls_of_their_own_equal_one_call(tmp_path):
     model, data, analyzers = tiny_llama(), list(random_tokens(22, 5)), [lsim.Cosine(), lsim.CKA(minibatch=8)]
     options = {"batch_size": 2, "intervals": True}

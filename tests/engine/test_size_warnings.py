@@ -52,6 +52,7 @@ def test_massive_first_tokens_are_named_once_with_how_many_to_leave_out(by):
     assert not any("tokens decide" in text for text in warned(again).values())
 
 
+@pytest.mark.light("1-20.0", "24-5.0", "24-300.0")
 @pytest.mark.parametrize("first", [1.0, 5.0, 20.0, 300.0])
 @pytest.mark.parametrize("by", [1, 24])
 def test_cosine_warns_where_first_tokens_move_its_mean(first, by):

@@ -55,6 +55,7 @@ BY_FORMULA = {
 }
 
 
+@pytest.mark.light("CKA-1", "exact CKA-4", "RSA-4", "MutualKNN-16")
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_pairs_of_one_text_are_left_out_as_the_formula_says(name, batch_size, model, tokens, states):
@@ -77,6 +78,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.light("sequence", "column of rows")
 @pytest.mark.parametrize("given", GIVEN)
 def test_groups_may_be_a_column_or_a_sequence_of_any_values(given, model, tokens):
     expected = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.CKA(permutations=19), intervals=True)
@@ -128,6 +130,7 @@ ANALYZERS = [
 ]
 
 
+@pytest.mark.light("lsim CKA0", "lsim ExitCurve")
 @few_texts
 @pytest.mark.parametrize("make", ANALYZERS)
 def test_one_group_for_each_row_changes_no_bit(make, model, tokens):
@@ -139,6 +142,7 @@ def test_one_group_for_each_row_changes_no_bit(make, model, tokens):
     assert len(found.replicates) == len(plain.replicates)
 
 
+@pytest.mark.light("lsim CKA0", "lsim MutualKNN", "lsim Cosine", "lsim ExitCurve")
 @few_texts
 @pytest.mark.parametrize("make", ANALYZERS)
 def test_the_batch_size_changes_nothing_where_texts_have_several_rows(make, model, tokens):

@@ -195,7 +195,7 @@ MODELS = {
 
 
 # Scaled down, the blocks of some models add no more than rounding.
-@pytest.mark.covering
+@pytest.mark.light("0.3-pre-norm", "0.3-multiplied branch", "5.0-parallel")
 @pytest.mark.filterwarnings("ignore:Coupling is not defined")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scale", [0.3, 5.0])

@@ -58,7 +58,7 @@ def assert_lens(report: lsim.Report, logits: torch.Tensor, labels: torch.Tensor)
         assert point.accuracy == np.mean([best[row, n] == labels[row] for row, n in enumerate(exits)])
 
 
-@pytest.mark.light("bert", "modernbert", "dinov2", "beit of [CLS]")
+@pytest.mark.light("bert", "dinov2", "beit of [CLS]")
 @pytest.mark.parametrize("name", CASES)
 def test_every_layer_is_read_as_the_model_reads_the_last(name):
     case, logits = CASES[name], own_logits(CASES[name])
@@ -88,6 +88,7 @@ def test_nnsight_reads_the_same_heads(name):
         assert_lens(found, logits, LABELS)
 
 
+@pytest.mark.light("modernbert mean", "clip")
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit", "clip"])
 def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
     case = CASES[name]
@@ -111,6 +112,7 @@ def test_the_lens_without_the_norm_pools_the_residuals_themselves(name):
     np.testing.assert_array_equal(report["saturation"].counts, np.bincount(saturated, minlength=3))
 
 
+@pytest.mark.light("modernbert mean-none", "dinov2-dataset")
 @pytest.mark.parametrize("center", ["none", "dataset"])
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2"])
 def test_the_cosine_of_saturated_rows_is_that_of_pooled_residuals(name, center):
@@ -164,13 +166,7 @@ TOKENS = {
 }
 
 
-@pytest.mark.light(
-    "DistilBertForMaskedLM",
-    "RobertaForMaskedLM",
-    "BertForTokenClassification",
-    "ElectraForTokenClassification",
-    "MPNetForTokenClassification",
-)
+@pytest.mark.light("DistilBertForMaskedLM", "MPNetForTokenClassification")
 @pytest.mark.parametrize("name", TOKENS)
 def test_heads_of_tokens_are_read_at_every_position(name):
     family = name.split("For")[0]
@@ -263,6 +259,7 @@ def test_every_entry_of_the_table_names_classes_of_transformers():
     assert all(hasattr(transformers, name) for name in names)
 
 
+@pytest.mark.light("bert", "llama")
 @pytest.mark.filterwarnings("ignore:NC1 is not defined at blocks.0.hook_resid_pre")
 @pytest.mark.parametrize("name", ["bert", "modernbert mean", "dinov2", "deit with teacher", "llama"])
 def test_collapse_of_what_the_head_reads(name):
@@ -289,6 +286,7 @@ def test_collapse_of_what_a_language_model_reads_is_not_defined():
         lsim.analyze(tiny_llama(), random_tokens(), lsim.NeuralCollapse(labels=torch.zeros(4).long(), pool="head"))
 
 
+@pytest.mark.light("modernbert mean")
 @pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit"])
 def test_skipped_blocks_change_the_classes_of_rows(name):
     case, model = CASES[name], CASES[name].build()

@@ -186,6 +186,7 @@ def test_the_smaller_of_two_samples_has_at_least_the_error_of_the_larger_one_for
     assert statistics(lsim.difference(alike, many)["number"], "se")[0] == pytest.approx(math.hypot(own, other), rel=1e-9)
 
 
+@pytest.mark.heavy("a simulation")
 def test_few_skewed_texts_do_not_differ_from_many_of_their_kind():
     """Losses of 10 in 5 % of texts: in 44 % of samples of 16 texts none is seen."""
     rng = np.random.default_rng(0)
@@ -427,6 +428,7 @@ def test_figures_show_the_difference_and_where_it_is_certain():
         difference_figure(found["number"])
 
 
+@pytest.mark.heavy("many runs")
 def test_five_lines_have_the_bands_that_the_subtitle_names(llama):
     data = lsim.Data(random_tokens(20, 8), batch_size=1)
     first, second = (lsim.analyze(one, data, lsim.Cosine(), intervals=True)["cosine"] for one in (llama, tiny_llama(seed=1)))

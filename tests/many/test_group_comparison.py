@@ -92,6 +92,7 @@ def test_the_given_labels_count_as_one_more_random_relabeling():
     assert (apart.exact, apart.p_value, apart.smallest_p) == (False, 0.01, 0.01)
 
 
+@pytest.mark.heavy("many models")
 def test_groups_far_apart_have_the_smallest_p():
     points = torch.tensor([0.0, 0.1, 0.3, 9.0, 9.2, 9.3], dtype=torch.float64)
     found = lsim.many.compare_groups(table((points[:, None] - points).abs()), [*"aaabbb"])

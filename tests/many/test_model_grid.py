@@ -46,6 +46,7 @@ class TestGrid:
     def grid(self, models):
         return lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), lsim.CKA(minibatch=16), groups=[*"xyxy"])
 
+    @pytest.mark.light("minibatch")
     @pytest.mark.parametrize("cka", CKAS, ids=lambda cka: cka.estimator)
     def test_each_pair_is_what_compare_gives(self, models, cka):
         grid = lsim.compare_grid(models, lsim.Data(text_rows(), batch_size=4), cka)
@@ -73,6 +74,7 @@ class TestGrid:
                 assert float(grid.values[i, j]) == pytest.approx(math.sqrt(sum(angle**2 for angle in angles)), abs=1e-9)
         assert torch.equal(grid.values, grid.values.T)
 
+    @pytest.mark.light("minibatch")
     @pytest.mark.parametrize("cka", [CKAS[0], CKAS[2]], ids=lambda cka: cka.estimator)
     def test_each_model_runs_once_a_batch(self, cka):
         models = two_groups()
@@ -170,6 +172,7 @@ class TestGrid:
         inside = lsim.load(lsim.Report({"many": grid}).save(tmp_path / "report.safetensors"))["many"]
         assert torch.equal(inside["y0", "y1"].effective_samples, grid["y0", "y1"].effective_samples)
 
+    @pytest.mark.heavy("many models")
     def test_a_checkpoint_is_resumed(self, models, grid, tmp_path):
         path, data = tmp_path / "run.safetensors", text_rows()
 

@@ -55,6 +55,7 @@ class Product(Analyzer):
 
 
 class TestOtherAnalyzers:
+    @pytest.mark.heavy("many models")
     def test_a_measure_that_depends_on_the_order(self):
         def first_row(result):
             return result.values[0].abs().mean()

@@ -43,6 +43,7 @@ class TestModels:
         for name in own:
             np.testing.assert_allclose(found[10][name].values, own[name].values, rtol=1e-12)
 
+    @pytest.mark.heavy("many models")
     def test_at_most_one_loaded_model_is_alive(self):
         refs, most = [], []
 
@@ -140,6 +141,7 @@ class TestCheckpoint:
         assert equal(lsim.load(kept), whole[1])
         assert not list((tmp_path / "new").glob("*.partial"))
 
+    @pytest.mark.heavy("many runs")
     def test_an_interrupted_model_continues_from_its_partial_sums(self, tmp_path, models, monkeypatch):
         read, last, run = [], 3, HookedSource.run
 

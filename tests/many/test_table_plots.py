@@ -16,7 +16,7 @@ STEPS = (0, 1, 30, 1000)
 def reports():
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.Trajectory(), lsim.BlockCoupling(k=3)]
     models = {step: tiny_llama(seed=step) for step in (1000, 0, 1, 30)}
-    return lsim.sweep(models, lsim.Data(random_tokens(256, 8), batch_size=16), analyzers, intervals=True)
+    return lsim.sweep(models, lsim.Data(random_tokens(64, 8), batch_size=8), analyzers, intervals=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,7 @@ def test_coupling_has_neighbours_and_random_vectors(reports, table):
     assert float(table["block_coupling"]["mean_coupling_high"].sel(step=1, pair_kind="all pairs")) == float(own.high)
 
 
+@pytest.mark.heavy("many runs")
 def test_a_line_for_each_run_over_shared_sites_or_relative_depth(reports, table, depths):
     over = drawn(lsim.plot(table["trajectory"], "norm", over="residual"))
     assert [line.name for line in over] == ["0", "1", "30", "1,000"]
@@ -106,6 +107,7 @@ def test_a_heat_map_of_layers_by_steps(reports, table):
     assert figure.layout.yaxis.autorange == "reversed"
 
 
+@pytest.mark.heavy("many runs")
 def test_matrices_stand_side_by_side_with_one_colour_scale(reports, table, depths):
     figure = lsim.plot(table["cka"])
     assert len({(trace.zmin, trace.zmax, trace.colorscale) for trace in figure.data}) == 1

@@ -32,7 +32,7 @@ def test_the_grid_says_what_each_layer_says(norm):
     assert grid.saturation_layer.tolist() == [min(k for k in range(3) if (w[k:] == w[-1]).all()) for w in said]
 
 
-@pytest.mark.covering
+@pytest.mark.heavy("every source")
 @pytest.mark.parametrize("wrap", [bridge, nnsight])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 def test_every_source_draws_the_same(make, wrap):
@@ -47,6 +47,7 @@ def test_every_source_draws_the_same(make, wrap):
         )
 
 
+@pytest.mark.heavy("the demo's stories")
 def test_the_demo_knows_its_stories(demo, tmp_path):
     grid = lsim.prompts.prediction_grid(demo, PROMPT)
     assert grid.tokens[0] == "<|endoftext|>"

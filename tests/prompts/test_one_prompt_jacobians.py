@@ -52,6 +52,10 @@ class TestPrompt:
         assert float(off.max()) < 2e-3
         assert bool((off < 3 * near.step_error).all())
 
+    @pytest.mark.light(
+        "depth-{'token': 3}-[(0, 3, 3), (1, 3, 3), (2, 3, 3)]",
+        "fixed-output-{'layers': [2], 'positions': [0, 3, 5]}-[(2, 0, 5), (2, 3, 5), (2, 5, 5)]",
+    )
     @pytest.mark.parametrize(
         ("along", "more", "where"),
         [

@@ -104,7 +104,7 @@ def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
     assert asked == ["/ping"]
 
 
-@pytest.mark.light
+@pytest.mark.heavy("waits for an answer")
 def test_no_server(small):
     [port] = free_ports(1)
     with pytest.raises(lsim.LayersimError, match=rf"http://127\.0\.0\.1:{port}\b(.|\n)*NDIF_HOST"):
@@ -115,7 +115,7 @@ def test_no_server(small):
         lsim.analyze(lsim.open_model(small.model(), remote=small.url + "/elsewhere"), rows(2, 8), QUICK)
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_versions_that_differ_are_named_when_a_request_fails(small):
     @lsim_analyzer
     def broken(view):

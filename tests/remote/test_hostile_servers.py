@@ -337,7 +337,7 @@ def test_results_of_jobs_that_are_not_waited_for_are_checked_too(small, honest):
     assert equal(analysed(small, blocking=False).result(60), honest)
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_a_download_that_was_damaged_once_is_repeated(small, honest, monkeypatch):
     run = analysed(small, blocking=False)
     waited = [time.monotonic()]
@@ -434,6 +434,7 @@ def test_a_running_job_that_is_lost_is_noticed(small, monkeypatch):
         analysed(small)
 
 
+@pytest.mark.heavy("many requests")
 def test_a_model_in_a_folder_is_loaded_where_it_is_needed(tmp_path):
     import nnsight
 

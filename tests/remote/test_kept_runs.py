@@ -141,7 +141,7 @@ def test_a_file_that_is_no_whole_run(small, sent, tmp_path):
             lsim.load_run(path)
 
 
-@pytest.mark.light
+@pytest.mark.heavy("waits")
 def test_waiting_has_an_end(small, sent):
     small.set(faults=["", "silent"])
     run = sent()

@@ -37,7 +37,7 @@ def test_a_key_that_is_not_taken(small, monkeypatch, sent, says):
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_a_key_is_sent_and_turns_up_nowhere(small, key, tmp_path, capfd):
     small.set(key=key)
     path = tmp_path / "run.ckpt"

@@ -105,6 +105,7 @@ def test_an_exception_that_writes_its_text_anew_is_detached():
     assert exceptions(error) == [error]
 
 
+@pytest.mark.light("https://me:secret@host/model")
 @pytest.mark.parametrize("name", ["https://me:secret@host/model", "me:secret@host/model", "https://host/m?token=secret"])
 def test_a_login_in_the_name_of_a_model_stays_out_of_results_and_files(name, tmp_path):
     model = tiny_llama()
@@ -175,6 +176,7 @@ READ = [{"deployments": {"a": 1}}, {"deployments": {"a": {"application_state": [
 READ += [{"deployments": {}, "packages": {"torch": None}}]
 
 
+@pytest.mark.light("[]-False", "{'deployments': []}-False", "{'deployments': {}, 'packages': {'torch': None}}-True")
 @pytest.mark.parametrize(("answer", "readable"), [(a, False) for a in REFUSED] + [(a, True) for a in READ], ids=str)
 def test_a_status_of_another_form_is_refused_or_read(server, answer, readable):
     server[0].answer = b"<html>" if answer == "no JSON" else json.dumps(answer).encode()

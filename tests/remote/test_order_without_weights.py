@@ -29,6 +29,7 @@ def every_point(model):
     return blocks, tuple({point.name: point for point in points}.values())
 
 
+@pytest.mark.light("Llama", "Mixtral", "MPNet")
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_a_model_without_weights_shows_the_order_of_the_model(family):
     model = build(family)

@@ -50,7 +50,7 @@ def test_the_next_request_is_prepared_while_one_runs(run, small, log):
     assert small.set() == {"requests": 5, "completed": 5}
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_halves_take_the_place_of_a_request_that_was_too_long(run, small):
     calm = run()
     small.set(most_batches=1)
@@ -59,7 +59,7 @@ def test_halves_take_the_place_of_a_request_that_was_too_long(run, small):
     assert small.set() == {"requests": 1 + 2 + 8, "completed": 1 + 8}
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_errors_come_after_the_results_before_them(run, small, tmp_path, monkeypatch):
     prepare, prepared = NdifClient.prepare, []
 

@@ -118,6 +118,7 @@ def repeated(times: int) -> list:
     return value
 
 
+@pytest.mark.light("deep")
 @pytest.mark.parametrize("value", [nested(200), repeated(12), [0] * 300_000], ids=["deep", "repeated", "long"])
 def test_containers_have_limits(value):
     with pytest.raises(UnsafeAnswer):

@@ -37,7 +37,7 @@ def test_blocks_are_called_again_where_they_are(small, method):
     assert float(far["block_coupling"].whole_rows.max()) == (method == "finite-difference")
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_blocks_are_skipped_and_sublayers_are_read_where_they_are(small):
     data, analyzers = rows(6, 20), [lsim.SkipEffect(splits=2), lsim.Contribution()]
     far = lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(data, batch_size=4), analyzers)
@@ -55,7 +55,7 @@ def test_pictures_of_blocks_come_back(small):
     torch.testing.assert_close(far.values, near.values, rtol=0, atol=1e-6)
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_how_batches_are_grouped_changes_no_bit(small):
     data = lsim.Data(rows(11, 40), batch_size=1)
     alone, *grouped = (
@@ -144,7 +144,7 @@ def test_options_that_mean_nothing_are_refused(small, tmp_path):
         lsim.analyze(lsim.open_model(model, remote=small.url), rows(2, 8), QUICK, blocking=False, checkpoint=tmp_path / "x")
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_what_cannot_be_added_is_refused_as_here(small):
     data = rows(5, 20)
     # In one request, the server adds the sums; of several requests, this process.

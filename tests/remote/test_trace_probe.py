@@ -38,7 +38,7 @@ def test_traces_on_a_server_equal_a_hooked_model_to_the_last_bit(small, scale):
     assert provenance.options["remote"][0]["server"] == small.url
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_several_traces_heads_and_positions(small):
     model = opened(small)
     analyzers, at = [lsim.Cosine(center="none")], {"at": "z", "per_head": True}

@@ -69,7 +69,7 @@ def test_many_models_in_several_places(small, capfd):
         lsim.compare_grid({"a": here["a"], **far}, data, lsim.CKA(estimator="exact"), distance=depths)
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_pictures_of_one_prompt_are_made_there(small):
     words = "w3 w4 w5 w6 w7"
     here = small.model(dispatch=True, dtype=torch.float32)
@@ -124,7 +124,7 @@ def test_activations_do_not_cross(small):
         open_source(lsim.open_model(small.model(), remote=small.url)).collect(None)
 
 
-@pytest.mark.light
+@pytest.mark.heavy("many requests")
 def test_what_will_cross_is_what_crosses(small):
     cka = lsim.CKA(minibatch=16)
     data = rows(12, 20)

@@ -66,6 +66,7 @@ def test_compatibility_mode_is_recorded_and_changes_the_basis(data):
     assert worst(raw["cosine"], processed["cosine"]) > 1e-4
 
 
+@pytest.mark.light("model.layers.2-attn_out-False", "lm_head-resid_post-local")
 @pytest.mark.parametrize("remote", [False, "local"])
 @pytest.mark.parametrize(
     ("path", "at"), [("model.layers.2", "attn_out"), ("model.layers.0", "attn_out"), ("lm_head", "resid_post")]

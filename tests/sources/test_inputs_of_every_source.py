@@ -40,7 +40,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.light("right-module", "right-NNsight remote=local", "left-module", "left-NNsight remote=local")
+@pytest.mark.light("right-module", "left-NNsight remote=local")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_sentence_pairs(source, left):
@@ -72,6 +72,7 @@ def test_images(source):
     assert classes.provenance.options["positions"] == "first"
 
 
+@pytest.mark.light("module")
 @pytest.mark.parametrize("source", SOURCES)
 def test_vectors_of_a_module_of_ones_own(source):
     model, x = VectorModel(), torch.randn(7, 6, dtype=torch.float64)
@@ -86,6 +87,7 @@ def test_vectors_of_a_module_of_ones_own(source):
     assert half.provenance.tokens == 7
 
 
+@pytest.mark.light("module", "TransformerBridge")
 @pytest.mark.parametrize("source", [*SOURCES, "TransformerBridge"])
 def test_embeddings_are_read_as_the_tokens_that_they_embed(source):
     model = tiny_llama(dtype=torch.float64)

@@ -36,6 +36,7 @@ def gpt2_upper(model, x: torch.Tensor, layer: int) -> torch.Tensor:
 
 
 class TestNumbers:
+    @pytest.mark.light("('blocks.0.hook_resid_pre', 'blocks.0.hook_resid_pre')-(0, 0)", "(-2, -1)-(2, 3)")
     @pytest.mark.parametrize(
         ("at", "blocks"),
         [

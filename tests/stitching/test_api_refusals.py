@@ -184,6 +184,7 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=r"`adapter`.* 48 to 32.* 32, .* 48"):
             lsim.stitch(tiny_llama(), wide, rows(), at=(0, 0), adapter=result.adapter)
 
+    @pytest.mark.heavy("many stitches")
     def test_identity_between_bases_is_warned_of(self):
         bridge = gpt2_of_kind("bridge", 0)
         bridge.enable_compatibility_mode()

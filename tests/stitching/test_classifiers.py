@@ -64,6 +64,7 @@ class TestClassifiers:
         assert result.loss == pytest.approx(float(torch.nn.functional.cross_entropy(stitched, classes)), abs=1e-5)
         assert int(result.text_tokens.sum()) == 30
 
+    @pytest.mark.heavy("many stitches")
     def test_the_class_of_a_row_does_not_need_its_first_positions(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": rows(12, 9), "labels": torch.arange(12) % 3}

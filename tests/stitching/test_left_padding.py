@@ -35,6 +35,7 @@ def stitched(front, back):
 ROWS = [random_tokens(1, length, seed=length)[0] for length in LENGTHS]
 
 
+@pytest.mark.light("gpt2")
 @pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 @pytest.mark.parametrize(
     ("front", "back"),

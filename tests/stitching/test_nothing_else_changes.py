@@ -15,6 +15,7 @@ from .helpers import QUICK, lsim_batches, rows
 
 
 class TestNothingElseChanges:
+    @pytest.mark.light("identity")
     @pytest.mark.parametrize("kind", ["identity", "affine", "affine-norm"])
     def test_no_gradient_reaches_a_weight(self, kind):
         front, back = tiny_llama().train(), tiny_llama(seed=1).train()

@@ -17,6 +17,7 @@ def texts() -> list[str]:
     return [text[:60] for text in lsim.demo_text()[:4]]
 
 
+@pytest.mark.heavy("a grid of stitches")
 class TestGroups:
     @pytest.fixture(scope="class")
     def models(self):
@@ -103,6 +104,7 @@ def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.heavy("many stitches")
 @pytest.mark.parametrize("fit", ["lstsq", "sgd"])
 def test_fits_read_the_same_activations(fit, monkeypatch):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
@@ -113,6 +115,7 @@ def test_fits_read_the_same_activations(fit, monkeypatch):
     assert float(grid.penalty[0, 1, 0]) == one.penalty
 
 
+@pytest.mark.heavy("many stitches")
 def test_activations_that_do_not_fit_are_computed_anew(monkeypatch, capfd):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
     kept = lsim.stitch_grid(made, rows(), layers=[0], adapter="identity")

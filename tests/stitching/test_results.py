@@ -47,6 +47,7 @@ class TestResult:
         header, _ = file_format.read(result.save(tmp_path / "stitch.safetensors"), ("result",))
         assert "join" not in header["fields"]
 
+    @pytest.mark.heavy("many figures")
     def test_tables_and_plots(self, result):
         table = result.to_frame()
         assert list(table.columns) == ["step", "curve"]

@@ -49,6 +49,7 @@ class TestStitchedModel:
         )
         assert torch.equal(made[:, 3:], alone)
 
+    @pytest.mark.light("('gpt2', 'gpt2')")
     @pytest.mark.parametrize("kinds", [("gpt2", "gpt2"), ("gpt2", "llama"), ("llama", "gpt2")])
     def test_left_padding_with_absolute_positions(self, kinds):
         def strong(kind, seed):
@@ -67,6 +68,7 @@ class TestStitchedModel:
         padded = joined.generate(tokens, attention_mask=mask, **options)
         assert torch.equal(padded[0, 5:], joined.generate(tokens[:1, 5:], **options)[0])
 
+    @pytest.mark.heavy("every analyzer of a stitched model")
     def test_one_model_twice_is_measured_above_the_stitch_point(self):
         model, tokens = tiny_llama(), rows(8)
         turn = lsim.stitching.Adapter(
@@ -143,6 +145,7 @@ class TestStitchedModel:
         with pytest.raises(AttributeError, match="generate"):
             result.model.generate(rows(1))
 
+    @pytest.mark.heavy("a bridge")
     def test_a_bridge_generates(self):
         result = lsim.stitch(gpt2_of_kind("bridge", 0), gpt2_of_kind("bridge", 1), rows(4, 8), at=(0, 0), adapter="identity")
         tokens, expected = rows(1, 4), rows(1, 4)

@@ -20,6 +20,7 @@ def test_importing_is_light():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.heavy("a process for each order")
 @pytest.mark.parametrize("first", ["import nnsight", "import transformer_lens"])
 def test_the_order_of_imports_does_not_matter(first):
     script = f"{first}\nimport tl_layersim as lsim\nassert callable(lsim.analyze) and callable(lsim.attach)\n"

@@ -35,6 +35,7 @@ def check(scripts: dict[str, str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.heavy("mypy")
 @pytest.mark.skipif(find_spec("mypy") is None, reason="needs mypy: pip install tl_layersim[dev]")
 def test_a_script_has_the_types_that_it_expects(tmp_path):
     wrong = "import tl_layersim as lsim\nlsim.analyze(None, ['a'], lsim.CKA(), batchsize=2)\nlsim.analyze(None, ['a'], 5)\n"
@@ -43,5 +44,6 @@ def test_a_script_has_the_types_that_it_expects(tmp_path):
     assert errors == {"wrong.py:2", "wrong.py:3"}, found
 
 
+@pytest.mark.heavy("a process")
 def test_the_script_runs():
     assert typed_user.main() == ["cosine", "cka", "cosine"]

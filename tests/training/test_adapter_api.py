@@ -53,6 +53,7 @@ def random_adapters(count, rank=3, seed=0):
     return down, torch.randn(count, D, rank, generator=made, dtype=torch.float64) / 6
 
 
+@pytest.mark.light("1-[0, 1, 2]", "7-[0, 1, 2]", "7-[2]", "10000-[2]")
 @pytest.mark.parametrize("at", [[0, 1, 2], [1], [2]])
 @pytest.mark.parametrize("rows_at_once", [1, 7, 10_000])
 def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeypatch):

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:On held-out data the aligned los
 D, L = 32, 3
 
 
+@pytest.mark.light("False-tiny_llama")
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("remote", [False, "local"])
 def test_applied_in_a_trace_as_by_hooks(make, remote, tmp_path):
@@ -76,6 +77,7 @@ def test_saved_and_loaded_exactly(tmp_path):
     assert found.down.dtype == torch.float32
 
 
+@pytest.mark.heavy("a server")
 @pytest.mark.parametrize("remote", [False, "local"])
 def test_the_simulation_of_a_server_gives_the_same(remote):
     assert equal(train(traced()), train(traced(), remote=remote))

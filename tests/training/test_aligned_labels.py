@@ -51,6 +51,7 @@ def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
     assert lsim.training.aligned_loss(model, tokens, labels).isfinite()
 
 
+@pytest.mark.light("4-data", "-1-data", "-1-labels")
 @pytest.mark.parametrize("argument", ["data", "held out", "eval_data", "labels"])
 @pytest.mark.parametrize("wrong", [4, -1])
 def test_a_class_that_the_head_does_not_have_is_refused_before_the_first_step(argument, wrong):

@@ -51,6 +51,14 @@ class TestWeights:
 
 
 class TestLoss:
+    @pytest.mark.light(
+        "linear-final-tiny_llama",
+        "linear-final-neox",
+        "uniform-none-tiny_llama",
+        "uniform-none-gemma2",
+        "[0.0, 0.25, 0.75]-final-tiny_gpt2",
+        "[0.0, 0.25, 0.75]-final-gemma2",
+    )
     @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, neox, gemma2], ids=lambda f: f.__name__)
     @pytest.mark.parametrize(("weights", "norm"), [("linear", "final"), ("uniform", "none"), ([0.0, 0.25, 0.75], "final")])
     def test_value_and_gradients_are_the_formula(self, make, weights, norm):

@@ -67,6 +67,7 @@ def test_the_collapse_of_a_head_of_rows_is_that_of_its_vectors():
         np.testing.assert_allclose(found.values[number][-1], torch.nn.functional.cross_entropy(logits, labels), rtol=1e-9)
 
 
+@pytest.mark.heavy("a comparison of trainings")
 def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token():
     from transformers import LlamaForSequenceClassification
 

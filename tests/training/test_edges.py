@@ -20,6 +20,7 @@ def finetuned(model):
     return lsim.finetune_aligned(model, lsim.Data(random_tokens(), batch_size=2), SHORT)
 
 
+@pytest.mark.heavy("two trainings")
 @pytest.mark.parametrize("mode", MODES)
 def test_finetune_aligned_gives_the_same_numbers_inside_a_mode_without_gradients(mode):
     plain, inside = tiny_llama(), tiny_llama()

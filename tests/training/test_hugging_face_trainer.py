@@ -123,6 +123,7 @@ class TestTrainersLabels(TestTrainer):
         theirs = Trainer(make(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
         assert ours == pytest.approx(theirs, rel=1e-5)
 
+    @pytest.mark.heavy("a training")
     def test_images(self, tmp_path):
         from transformers import Trainer
 

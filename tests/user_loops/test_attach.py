@@ -13,6 +13,7 @@ from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
 
+@pytest.mark.light("Hugging Face")
 @each_model
 def test_it_sums_what_analyze_sums(make):
     model = make()
@@ -175,6 +176,7 @@ def test_next_tokens_survive_the_gathering_of_views():
     assert runs[0].samples.sum() == sum(int((tokens[:, 1::2] == c).sum()) for c in (3, 4, 5))
 
 
+@pytest.mark.light("Hugging Face")
 @each_model
 def test_the_lens_in_a_loop_equals_the_lens_of_a_run(make):
     tokens = random_tokens(4, 12)

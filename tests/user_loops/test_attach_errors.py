@@ -39,6 +39,7 @@ class Broken(Analyzer):
         raise AssertionError
 
 
+@pytest.mark.light("1")
 @pytest.mark.parametrize("count", [1, 200])
 def test_an_analyzer_that_fails_is_reported_by_results(count):
     """At once, and with the tokens that are gathered before they are reduced."""

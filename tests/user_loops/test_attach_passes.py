@@ -170,7 +170,7 @@ def test_a_probe_measures_the_thread_that_enters_its_block():
     assert worst(found, lsim.analyze(model, tokens, COSINE)["cosine"]) < 1e-6
 
 
-@pytest.mark.light("cosine")
+@pytest.mark.heavy("threads")
 @pytest.mark.parametrize("way", ["cosine", "logit_lens", "block_coupling"])
 def test_analyze_reads_its_own_forward_passes_while_another_thread_runs_the_model(way):
     """Of a Hugging Face model: a TransformerBridge mixes up the forward passes of threads by itself."""

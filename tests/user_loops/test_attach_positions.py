@@ -22,6 +22,7 @@ def attached(model, rule, **options):
     return called(lsim.attach, model, lsim.Cosine(center="none"), positions=rule, **options)
 
 
+@pytest.mark.light("llama-all", "llama-slice", "bert classifier-first", "bert classifier-function")
 @each_rule
 @pytest.mark.parametrize("kind", ["llama", "bert classifier"])
 def test_each_forward_pass_is_measured_at_the_rule_s_positions(kind, rule):

@@ -32,6 +32,7 @@ def transformer_lens_models():
     return {"TransformerBridge": lambda: bridge(tiny_gpt2()), "HookedTransformer": lambda: hooked_transformer(tiny_gpt2())}
 
 
+@pytest.mark.light("run_with_hooks-TransformerBridge", "run_with_cache-TransformerBridge")
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
 @pytest.mark.parametrize("kind", ["TransformerBridge", "HookedTransformer"])
 @pytest.mark.parametrize("way", ["run_with_hooks", "run_with_cache", "forward"])

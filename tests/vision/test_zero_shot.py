@@ -44,6 +44,7 @@ def oracle_logits(model, prompts, blocks: int) -> np.ndarray:
     return float(model.logit_scale.detach().exp()) * images @ np.stack(classes).T
 
 
+@pytest.mark.light("clip", "alt")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_prompt_a_class_gives_the_models_own_logits(kind):
     model = clip_of(kind)

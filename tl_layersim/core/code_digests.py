@@ -94,6 +94,7 @@ def is_of_library(item: Any) -> bool:
     return _is_library(defined_in(item))
 
 
+@functools.cache
 def _is_library(module: str) -> bool:
     root = module.partition(".")[0]
     return root in LIBRARIES or root in sys.stdlib_module_names
