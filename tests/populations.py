@@ -281,7 +281,7 @@ def wandering_documents(
 ) -> lsim.Report:
     """The results of analyzers on documents whose tokens wander, see `latent_of_wandering_documents`.
 
-    Each position of a document has a mean of its own in x and in y, which is the same in all documents: a null that exchanged
+    Each place of each row has a mean of its own in x and in y, which is the same in all documents: a null that exchanged
     positions would take it for similarity.
 
     Args:
@@ -298,8 +298,10 @@ def wandering_documents(
     lengths = [sum(row) for row in rows]
     s, u, v = (latent_of_wandering_documents(lengths, simulations, generator) for _ in range(3))
     a, b = mixtures()
-    place = torch.cat([torch.arange(length) for length in lengths])
-    means_x, means_y = torch.randn(2, max(lengths), 1, WIDTH, generator=generator)
+    longest = max(length for document in rows for length in document)
+    places = [row * longest + torch.arange(length) for document in rows for row, length in enumerate(document)]
+    place = torch.cat(places)
+    means_x, means_y = torch.randn(2, int(place.max()) + 1, 1, WIDTH, generator=generator)
     x = (math.sqrt(shared) * s + math.sqrt(1 - shared) * u) @ a.T + means_x[place]
     y = (math.sqrt(shared) * s + math.sqrt(1 - shared) * v) @ b.T + means_y[place]
     return lsim.analyze(opened(torch.cat([x, y], 1)), data_of_rows(rows, how), analyzers, intervals=intervals)
