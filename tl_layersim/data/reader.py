@@ -188,13 +188,16 @@ class Reader:
         """The values of the group column, which is removed from the columns unless it is also read as something else.
 
         Raises:
-            LayersimError: the data has no such column.
+            LayersimError: the data has no such column, or it has a value for each position.
         """
         name = self._group_column
         if name is None:
             return None
         if name not in data:
             raise LayersimError(f"`groups` is {name!r}, which is no column of the data: it has {', '.join(data)}.")
+        of_positions = (*TOKENS, *OF_TOKENS, self.model.token_input, self.model.main_input, self.model.mask_input, self.marks)
+        if name in of_positions:
+            raise _groups_of_positions(name)
         column = self.data.column
         columns = [column] if isinstance(column, str) else list(column or ())
         read = (*self.model.inputs, self.model.main_input, self.model.token_input, *LABELS, *columns, self.marks)
@@ -285,6 +288,8 @@ class Reader:
         has_patches = name == PIXELS and model.pixel_axes == 2
         further = rows_of(further_inputs(data, model, skipped), count)
         group_of = _by_row(self._group_column, groups, count)
+        if self._group_column in LABELS and any(isinstance(group, list) or getattr(group, "ndim", 0) for group in group_of):
+            raise _groups_of_positions(self._group_column)
         each = zip(values, masks, targets, marks, further, group_of, strict=True)
         for own, own_mask, label, own_marks, others, group in each:
             length = len(own) if has_tokens or has_patches or name == EMBEDDINGS else 1
@@ -354,6 +359,13 @@ def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, lis
             )
         rows += table.long() if table.dim() > 1 else [table.long()]
     return not ragged and table.dim() == 1, rows
+
+
+def _groups_of_positions(name: str) -> LayersimError:
+    return LayersimError(
+        f"`groups` is {name!r}, a column with a value for each position; it must be a column with one value for each row, such "
+        "as the name of its document."
+    )
 
 
 def _by_row(name: str | None, column: Any, count: int | None) -> list[Any]:
