@@ -137,8 +137,8 @@ class LinearPredictivity(CrossProductAnalyzer):
         if train.samples < 2 or test.samples < 2:
             raise LayersimError(
                 f"LinearPredictivity needs two training and two held-out {self.samples_in_words}; the data has {train.samples} "
-                f"training and {test.samples} held-out {self.samples_in_words}, of {amount(run.provenance.texts, 'text')} whose "
-                "rows stay together."
+                f"training and {test.samples} held-out {self.samples_in_words}. It has {amount(run.provenance.texts, 'text')}, "
+                "whose rows stay together."
             )
         warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
         warn_of_few_texts("LinearPredictivity", int(sums["test.texts"]))
