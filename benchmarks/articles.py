@@ -32,7 +32,7 @@ LENGTH = 32
 # Rows of an article from which samples are drawn.
 ROWS = 32
 # Rows of each sampled article, and numbers of articles.
-SAMPLES = ((16, 2), (16, 4), (16, 8), (4, 8), (4, 16), (4, 32), (4, 64))
+SAMPLES = ((16, 2), (16, 4), (16, 8), (4, 32))
 # Articles from which on the interval of CKA has two blocks of 16 texts.
 ARTICLES_FOR_CKA = 32
 # Logit of classes that no token has.

@@ -247,7 +247,8 @@ def lengths_of_documents(kind: str, seed: int) -> list[list[int]]:
         return [torch.randint(2, 34, (count,), generator=generator).tolist() for count in rows]
     rows_of_document = int(kind.split()[0])
     documents_of_kind = {1: 32, 2: 24, 4: 16, 16: 16}[rows_of_document]
-    return [[10] * rows_of_document] * documents_of_kind
+    length = 5 if rows_of_document == 16 else 10
+    return [[length] * rows_of_document] * documents_of_kind
 
 
 def latent_of_wandering_documents(lengths: Sequence[int], simulations: int, generator: torch.Generator) -> Tensor:

@@ -77,6 +77,15 @@ def neighbour_products(
     }
 
 
+def bytes_of_neighbour_products(sites: int) -> int:
+    """Size in bytes of the output of `neighbour_products`, as float64 and int64: two counts, and five sums.
+
+    Args:
+        sites: number of sites of all models.
+    """
+    return 8 * (2 + 5 * sites * DIRECTIONS)
+
+
 def neighbour_correlations_of_texts(sums: Mapping[str, Tensor]) -> Tensor:
     """Correlation between texts that follow each other: the mean over directions, at each `site` where texts differ.
 
