@@ -107,9 +107,10 @@ def fields_of(results: list[Any]) -> list[tuple[str, float, float]]:
 
 
 def prompts(count: int, generator: torch.Generator) -> lsim.Data:
-    """Random prompts of 4 to 12 tokens."""
+    """Random prompts of 4 to 12 tokens, in 16 forward passes: BlockCoupling has no more blocks than forward passes."""
     lengths = torch.randint(4, 13, (count,), generator=generator).tolist()
-    return lsim.Data([torch.randint(3, 90, (length,), generator=generator) for length in lengths], batch_size=64)
+    drawn = [torch.randint(3, 90, (length,), generator=generator) for length in lengths]
+    return lsim.Data(drawn, batch_size=max(1, count // 16))
 
 
 def models(simulations: int, texts: int) -> list[str]:
@@ -130,6 +131,7 @@ def models(simulations: int, texts: int) -> list[str]:
         return lsim.compare(model, edited, data, lsim.InterventionEffect(), intervals=True)
 
     for name, measure in (("BlockCoupling", coupling), ("InterventionEffect", effect)):
+        print(f"{name}: {simulations} simulations", flush=True)
         results = [measure(prompts(texts, generator)) for _ in range(simulations)]
         for field, mean, least in fields_of(results):
             lines.append(f"| {name} | {field} | {mean:.1%} | {least:.1%} |")
