@@ -107,14 +107,19 @@ def fields_of(results: list[Any]) -> list[tuple[str, float, float]]:
 
 
 def prompts(count: int, generator: torch.Generator) -> lsim.Data:
-    """Random prompts of 4 to 12 tokens."""
+    """Random prompts of 4 to 12 tokens, in 16 forward passes: BlockCoupling has no more blocks than forward passes."""
     lengths = torch.randint(4, 13, (count,), generator=generator).tolist()
-    return lsim.Data([torch.randint(3, 90, (length,), generator=generator) for length in lengths], batch_size=64)
+    drawn = [torch.randint(3, 90, (length,), generator=generator) for length in lengths]
+    return lsim.Data(drawn, batch_size=max(1, count // 16))
 
 
 def models(simulations: int, texts: int) -> list[str]:
     """Coverage of the fields of BlockCoupling and of InterventionEffect on a random model."""
-    lines = [f"| measure, {texts} prompts | field | covered | least often |", "| --- | --- | --- | --- |"]
+    error = math.sqrt(0.05 * 0.95 / simulations)
+    lines = [
+        f"| measure, {texts} prompts, {simulations} simulations | field | covered (± {error:.1%}) | least often |",
+        "| --- | --- | --- | --- |",
+    ]
     model, generator = tiny_llama(), torch.Generator().manual_seed(0)
     edited = copy.deepcopy(model)
     edited.model.layers[0].mlp.down_proj.weight.data.mul_(3)
@@ -126,6 +131,7 @@ def models(simulations: int, texts: int) -> list[str]:
         return lsim.compare(model, edited, data, lsim.InterventionEffect(), intervals=True)
 
     for name, measure in (("BlockCoupling", coupling), ("InterventionEffect", effect)):
+        print(f"{name}: {simulations} simulations", flush=True)
         results = [measure(prompts(texts, generator)) for _ in range(simulations)]
         for field, mean, least in fields_of(results):
             lines.append(f"| {name} | {field} | {mean:.1%} | {least:.1%} |")
@@ -164,18 +170,26 @@ def reliabilities(simulations: int, texts: int) -> list[str]:
     return lines
 
 
+PARTS: Mapping[str, Callable[[int, int], list[str]]] = {
+    "relations": lambda simulations, _: relations(10 * simulations),
+    "growth": lambda simulations, _: growth(10 * simulations),
+    "reliabilities": reliabilities,
+    "models": models,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--simulations", type=int, default=200)
     parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    parts = [relations(10 * args.simulations), growth(10 * args.simulations)]
-    parts += [reliabilities(args.simulations, args.texts), models(args.simulations, args.texts)]
+    tables = [PARTS[name](args.simulations, args.texts) for name in args.parts]
     if args.out:
-        args.out.write_text("\n\n".join("\n".join(part) for part in parts) + "\n")
+        args.out.write_text("\n\n".join("\n".join(table) for table in tables) + "\n")
 
 
 if __name__ == "__main__":

@@ -228,3 +228,97 @@ def document_coverage(count: int, rows: int, length: int, simulations: int, seed
         _, low, high, _ = result.interval(name)
         covered[name] = float(((low <= value) & (value <= high)).double().mean())
     return covered
+
+
+def lengths_of_documents(kind: str, seed: int) -> list[list[int]]:
+    """Numbers of tokens of the rows of each document.
+
+    Args:
+        kind: "1 row", "2 rows", "4 rows" or "16 rows" for documents of equal lengths; "1 to 6 rows" for rows of 2 to 33 tokens;
+            "5 to 80 tokens" for documents that are cut into rows of 10 tokens.
+        seed: of the lengths.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "5 to 80 tokens":
+        tokens = torch.randint(5, 81, (24,), generator=generator).tolist()
+        return [[10] * (length // 10) + [length % 10] * (length % 10 > 0) for length in tokens]
+    if kind == "1 to 6 rows":
+        rows = torch.randint(1, 7, (24,), generator=generator).tolist()
+        return [torch.randint(2, 34, (count,), generator=generator).tolist() for count in rows]
+    rows_of_document = int(kind.split()[0])
+    documents_of_kind = {1: 32, 2: 24, 4: 16, 16: 16}[rows_of_document]
+    length = 5 if rows_of_document == 16 else 10
+    return [[length] * rows_of_document] * documents_of_kind
+
+
+def latent_of_wandering_documents(lengths: Sequence[int], simulations: int, generator: torch.Generator) -> Tensor:
+    """Numbers of mean 0 that wander through each document, `token simulation dimension`.
+
+    They are an AR(1) at .9 that runs on from row to row, times a number of the document whose fourth moment is 3 times that of
+    a normal distribution: a chi-squared distribution with 5 degrees of freedom is below it, as in Student's t.
+
+    Args:
+        lengths: number of tokens of each document.
+        simulations: number of simulations.
+        generator: of the numbers.
+    """
+    longest = max(lengths)
+    wandering = torch.randn(longest, len(lengths), simulations, WIDTH, generator=generator)
+    for token in range(1, longest):
+        wandering[token] = 0.9 * wandering[token - 1] + math.sqrt(1 - 0.9**2) * wandering[token]
+    normals = torch.randn(5, len(lengths), simulations, 1, generator=generator)
+    wandering = wandering * normals.square().mean(0).rsqrt()
+    return torch.cat([wandering[:length, number] for number, length in enumerate(lengths)])
+
+
+def wandering_documents(
+    analyzers: Sequence[Analyzer],
+    kind: str,
+    simulations: int,
+    shared: float,
+    seed: int,
+    how: How,
+    intervals: bool = False,
+) -> lsim.Report:
+    """The results of analyzers on documents whose tokens wander, see `latent_of_wandering_documents`.
+
+    Each place of each row has a mean of its own in x and in y, which is the same in all documents: a null that exchanged
+    positions would take it for similarity.
+
+    Args:
+        analyzers: the measures.
+        kind: see `lengths_of_documents`.
+        simulations: that share one run.
+        shared: share of the variance that x and y have in common.
+        seed: of the data.
+        how: see `documents`.
+        intervals: whether to measure intervals.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = lengths_of_documents(kind, seed)
+    lengths = [sum(row) for row in rows]
+    s, u, v = (latent_of_wandering_documents(lengths, simulations, generator) for _ in range(3))
+    a, b = mixtures()
+    longest = max(length for document in rows for length in document)
+    places = [row * longest + torch.arange(length) for document in rows for row, length in enumerate(document)]
+    place = torch.cat(places)
+    means_x, means_y = torch.randn(2, int(place.max()) + 1, 1, WIDTH, generator=generator)
+    x = (math.sqrt(shared) * s + math.sqrt(1 - shared) * u) @ a.T + means_x[place]
+    y = (math.sqrt(shared) * s + math.sqrt(1 - shared) * v) @ b.T + means_y[place]
+    return lsim.analyze(opened(torch.cat([x, y], 1)), data_of_rows(rows, how), analyzers, intervals=intervals)
+
+
+def data_of_rows(rows: Sequence[Sequence[int]], how: How) -> lsim.Data:
+    """The rows of documents of any lengths, whose token ids count through a bank.
+
+    Args:
+        rows: see `lengths_of_documents`; for "cut" all rows of a document but its last have the length of the first row.
+        how: see `documents`.
+    """
+    ids = torch.arange(sum(sum(document) for document in rows))
+    if how == "cut":
+        whole = list(ids.split([sum(document) for document in rows]))
+        return lsim.Data(whole, seq_len=max(document[0] for document in rows), batch_size=64)
+    groups = [number for number, document in enumerate(rows) for _ in document]
+    cut = list(ids.split([length for document in rows for length in document]))
+    return lsim.Data(cut, groups=groups if how == "groups" else None, batch_size=64)

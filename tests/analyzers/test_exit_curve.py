@@ -228,8 +228,19 @@ def test_packed_rows_are_halved_by_their_tokens():
 def test_one_row_has_no_held_out_half():
     found = curve_of(rows=1)
     assert found.threshold_for(agreement=1.0) <= 1
-    assert np.isnan(found.at(1.0, held_out=True).agreement)
+    with pytest.warns(lsim.LayersimWarning, match=r"`held_out` .*\b1 text\b"):
+        assert np.isnan(found.at(1.0, held_out=True).agreement)
+    assert found.at(1.0).agreement == 1
     assert found.finding() == ""
+    assert "its accuracy" not in found.headline()
+
+
+def test_rows_of_one_group_have_no_held_out_half():
+    data = lsim.Data(random_tokens(24, 9), groups=["one"] * 24)
+    found = lsim.analyze(tiny_llama(), data, lsim.ExitCurve())["exit_curve"]
+    with pytest.warns(lsim.LayersimWarning, match=r"`held_out` .*\b1 text\b"):
+        point = found.at(found.threshold_for(agreement=0.6), held_out=True)
+    assert np.isnan([point.agreement, point.accuracy, point.perplexity, point.speedup]).all()
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")

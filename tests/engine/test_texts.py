@@ -102,6 +102,8 @@ WRONG = {
     "no column": ({"groups": "document"}, r"`groups` .*'document'"),
     "missing": ({"groups": [*GROUPS[1:], None]}, r"`groups` .*None.*\b23\b"),
     "not hashable": ({"groups": [*GROUPS[1:], {1}]}, r"`groups` .*\{1\}"),
+    "tensors with axes": ({"groups": [torch.tensor([group, 1]) for group in GROUPS]}, r"`groups` .*\(2,\)"),
+    "objects without equality": ({"groups": [object() for _ in GROUPS]}, r"`groups` .*object"),
     "a number": ({"groups": 3}, r"`groups` .*\b3\b"),
 }
 
@@ -113,9 +115,33 @@ def test_groups_that_do_not_fit_are_refused(name, model, tokens):
         measured(model, lsim.Data(tokens, **options), lsim.Cosine())
 
 
+@pytest.mark.parametrize("column", ["input_ids", "attention_mask", "labels", "chosen"])
+def test_a_column_with_a_value_for_each_position_is_no_column_of_groups(column, model, tokens):
+    columns = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens, "chosen": tokens > 9}
+    for source in (columns, [{name: value[row] for name, value in columns.items()} for row in range(ROWS)]):
+        with pytest.raises(lsim.LayersimError, match=f"`groups` .*'{column}'"):
+            measured(model, lsim.Data(source, groups=column, positions="chosen"), lsim.Cosine())
+
+
+def test_a_class_of_each_row_may_be_its_group(model, tokens):
+    columns = {"input_ids": tokens, "label": torch.tensor(GROUPS)}
+    found = measured(model, lsim.Data(columns, groups="label"), lsim.Cosine())
+    assert found.provenance.texts == 7
+
+
 def test_fewer_than_four_texts_are_refused_by_name(model, tokens):
     with pytest.raises(lsim.LayersimError, match=r"CKA .*\b4 texts.*\b24 rows of 3 texts"):
         measured(model, lsim.Data(tokens, groups=[number % 3 for number in range(ROWS)]), lsim.CKA())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_text_has_no_held_out_part(seed, model, tokens):
+    """The text is either for the fit or held out, by the seed."""
+    data = lsim.Data({"input_ids": tokens, "label": torch.arange(ROWS) % 2}, groups=["one"] * ROWS)
+    with pytest.raises(lsim.LayersimError, match=r"\b120\b.*text or group"):
+        lsim.linear_probe(model, data, lsim.LinearProbe(labels="data", seed=seed))
+    with pytest.raises(lsim.LayersimError, match=r"\b0\b.*\b1 text\b"):
+        measured(model, data, lsim.LinearPredictivity(seed=seed))
 
 
 ANALYZERS = [

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from .block_coupling import alignment, coupling_matrix, miscoupling, oracle_block_coupling, own_jacobian, random_frames
-from .cka import arccos_distance, hsic_0, hsic_1, hsic_of_rows, oracle_cka
+from .cka import arccos_distance, cka_by_tuples, hsic_0, hsic_1, hsic_by_tuples, hsic_of_rows, oracle_cka
 from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, no_null, say, softmax, tokens_of
 from .contribution import oracle_contribution, sublayer_outputs
 from .cosine import oracle_cosine
 from .cross_products import oracle_cca, oracle_linear_predictivity, oracle_procrustes
 from .effective_rank import oracle_effective_rank
+from .exchanged_texts import exchanged_values, p_value, positions_in_common
 from .exit_curve import oracle_exit_curve
 from .intervention_effect import effect, oracle_intervention_effect
 from .linear_probe import ROWS_OF, held_out_rows, oracle_linear_probe, ridge_scores

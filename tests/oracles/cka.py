@@ -47,6 +47,32 @@ def hsic_of_rows(k: np.ndarray, m: np.ndarray, row: np.ndarray) -> tuple[float, 
     return float(first + second / quadruples - 2 * third), int(pairs)
 
 
+def hsic_by_tuples(k: np.ndarray, m: np.ndarray, text: np.ndarray) -> float:
+    """HSIC as three means, over all ordered pairs, triples and quadruples of samples of distinct texts, one after another."""
+    n = len(k)
+    pairs, triples, quadruples = [], [], []
+    for i in range(n):
+        for j in range(n):
+            if text[i] == text[j]:
+                continue
+            pairs.append(k[i, j] * m[i, j])
+            for q in range(n):
+                if text[q] in (text[i], text[j]):
+                    continue
+                triples.append(k[i, j] * m[i, q])
+                for u in range(n):
+                    if text[u] not in (text[i], text[j], text[q]):
+                        quadruples.append(k[i, j] * m[q, u])
+    return float(np.mean(pairs) + np.mean(quadruples) - 2 * np.mean(triples))
+
+
+def cka_by_tuples(x: np.ndarray, y: np.ndarray, text: np.ndarray) -> float:
+    """CKA of two sites, `sample d_model`, from `hsic_by_tuples` of the samples minus their mean."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    k, m = x @ x.T, y @ y.T
+    return hsic_by_tuples(k, m, text) / float(np.sqrt(hsic_by_tuples(k, k, text) * hsic_by_tuples(m, m, text)))
+
+
 def oracle_cka(
     batches: list[np.ndarray],
     others: list[np.ndarray] | None = None,

@@ -143,6 +143,21 @@ class TestLoss:
         expected = model(tokens, labels=labels).loss
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
 
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_labels_at_padding_do_not_count(self, side):
+        model, tokens = tiny_llama().double(), random_tokens(2, 10)
+        mask = torch.ones(2, 10, dtype=torch.long)
+        padding = slice(0, 4) if side == "left" else slice(6, None)
+        mask[1, padding] = 0
+        labels = random_tokens(2, 10, seed=4)
+        without = labels.clone()
+        without[1, padding] = NO_LABEL
+        found = lsim.training.aligned_loss(model, tokens, labels, attention_mask=mask)
+        expected = lsim.training.aligned_loss(model, tokens, without, attention_mask=mask)
+        assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+        with pytest.raises(lsim.LayersimError, match="`labels`"):
+            lsim.training.aligned_loss(model, tokens, torch.where(mask == 1, NO_LABEL, labels), attention_mask=mask)
+
     def test_padding_changes_nothing(self):
         model, tokens = tiny_llama().double(), random_tokens(2, 10)
         mask = torch.ones(2, 10, dtype=torch.long)

@@ -77,24 +77,32 @@ def neighbour_products(
     }
 
 
-def neighbour_correlation_of_texts(sums: Mapping[str, Tensor]) -> float:
-    """Correlation between texts that follow each other: the largest over sites of the mean over directions.
+def bytes_of_neighbour_products(sites: int) -> int:
+    """Size in bytes of the output of `neighbour_products`, as float64 and int64: two counts, and five sums.
 
-    It is near 0 for texts in random order, with a standard deviation of at most 1 / sqrt(number of texts).
+    Args:
+        sites: number of sites of all models.
+    """
+    return 8 * (2 + 5 * sites * DIRECTIONS)
+
+
+def neighbour_correlations_of_texts(sums: Mapping[str, Tensor]) -> Tensor:
+    """Correlation between texts that follow each other: the mean over directions, at each `site` where texts differ.
+
+    It is near 0 for texts in random order, with a standard deviation of at most 1 / sqrt(number of pairs).
 
     Args:
         sums: summed output of `neighbour_products`.
 
     Returns:
-        NaN for fewer than two pairs, or if all texts are alike.
+        float64; empty for fewer than two pairs, or if all texts are alike.
     """
     texts, pairs = int(sums["texts"]), int(sums["pairs"])
+    mean = sums["sum"] / max(texts, 1)
     if pairs < 2:
-        return float("nan")
-    mean = sums["sum"] / texts
+        return mean.new_zeros(0)
     variance = sums["square"] / texts - mean.square()
     together = sums["product"] - mean * (sums["first"] + sums["second"]) + pairs * mean.square()
     differs = variance > 1e-12 * mean.square()
     each = (together / pairs / variance).where(differs, torch.nan).nanmean(1)
-    known = each[~each.isnan()]
-    return float(known.max()) if len(known) else float("nan")
+    return each[~each.isnan()]

@@ -14,11 +14,11 @@ from torch import Tensor
 from ..activations.row_pools import samples_of
 from ..activations.view import Kernel, View, targets
 from ..architectures.unembed import LayerHeads
-from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, without_nan
+from ..core import LayersimError, Result, Sums, ValuesAlias, axes, typed, warn, without_nan
 from ..core.arguments import Probability
 from ..core.intervals import with_margin
 from ..core.result_declarations import Declaration, result_class, texts_of_part
-from ..core.wording import brief
+from ..core.wording import amount, brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
 from ._samples import held_out, text_of
@@ -185,8 +185,8 @@ class ExitCurveResult(Result):
 
         Args:
             threshold: one of `thresholds`.
-            held_out: whether to read the held-out half of the texts, on which `threshold_for` does not choose; NaN if a half
-                has no rows. False reads all rows.
+            held_out: whether to read the held-out half of the texts, on which `threshold_for` does not choose; NaN, with a
+                warning, if all texts are in one half. False reads all rows.
 
         Raises:
             LayersimError: the threshold was not measured.
@@ -196,8 +196,22 @@ class ExitCurveResult(Result):
             raise LayersimError(
                 f"`threshold` is {threshold:g}; the measured thresholds are {', '.join(f'{t:g}' for t in self.thresholds)}."
             )
-        # With one half alone, thresholds are chosen on it.
-        known = math.nan if held_out and bool(self.part_agreement.isnan().any()) else 1.0
+        if held_out and self._in_one_half:
+            warn(
+                f"`held_out` is True, but the numbers are NaN: the {amount(self.provenance.texts, 'text')} of the data, whose "
+                f"rows stay together, {'is' if self.provenance.texts == 1 else 'are'} in one half. Pass more texts, or groups "
+                "of fewer rows."
+            )
+        return self._point(near, held_out)
+
+    @property
+    def _in_one_half(self) -> bool:
+        """Whether one half of the texts is empty. Thresholds are then chosen on all rows, and none are held out."""
+        return bool(self.part_agreement.isnan().any())
+
+    def _point(self, near: int, held_out: bool) -> ExitPoint:
+        """What `at` returns, by the index of the threshold."""
+        known = math.nan if held_out and self._in_one_half else 1.0
         own, part = ("part_", (1, near)) if held_out else ("", (near,))
         exits = self.part_exits[part] if held_out else self.values[part]
         rates = {name: known * float(getattr(self, own + name)[part]) for name in ("accuracy", "agreement", "perplexity")}
@@ -256,8 +270,7 @@ class ExitCurveResult(Result):
 
         They are measured on half of the texts, or on all rows if a half is empty.
         """
-        if bool(self.part_agreement.isnan().any()):
-            # A half is empty.
+        if self._in_one_half:
             return self.agreement, self.accuracy
         return self.part_agreement[0], self.part_accuracy[0]
 
@@ -281,23 +294,24 @@ class ExitCurveResult(Result):
         threshold = self._threshold()
         if threshold is None:
             return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
-        point = self.at(threshold, held_out=True)
+        point = self._point(self.thresholds.index(threshold), held_out=True)
         return without_nan(
             {
                 f"threshold with {100 * self.wanted:g} % agreement": threshold,
                 "its agreement on held-out rows": point.agreement,
                 "its speed-up in blocks": point.speedup,
                 "its accuracy": point.accuracy,
-                f"accuracy at threshold {self.thresholds[-1]:g}": self.at(self.thresholds[-1], held_out=True).accuracy,
+                f"accuracy at threshold {self.thresholds[-1]:g}": self._point(-1, held_out=True).accuracy,
             }
         )
 
     def finding(self) -> str:
         threshold = self._threshold()
-        if threshold is None or math.isnan(self.at(threshold, held_out=True).agreement):
+        if threshold is None or self._in_one_half:
             return ""
-        agreement = with_margin(self, lambda result: result.at(threshold, held_out=True).agreement, percent=True)
-        speedup = with_margin(self, lambda result: result.at(threshold, held_out=True).speedup)
+        near = self.thresholds.index(threshold)
+        agreement = with_margin(self, lambda result: result._point(near, held_out=True).agreement, percent=True)
+        speedup = with_margin(self, lambda result: result._point(near, held_out=True).speedup)
         return (
             f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
             f"with a speed-up in blocks of {speedup}, on the half of the texts that was not used to choose the threshold."

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core import LayersimError, Sums, axes, result_class, typed
 from ..core.arguments import OpenFraction, PositiveFloat
+from ..core.wording import amount
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_samples, warn_of_few_texts
 from ._permutation_null import CalibratedMatrix
 from ._samples import held_out
@@ -136,7 +137,8 @@ class LinearPredictivity(CrossProductAnalyzer):
         if train.samples < 2 or test.samples < 2:
             raise LayersimError(
                 f"LinearPredictivity needs two training and two held-out {self.samples_in_words}; the data has {train.samples} "
-                f"training and {test.samples} held-out {self.samples_in_words}."
+                f"training and {test.samples} held-out {self.samples_in_words}. It has {amount(run.provenance.texts, 'text')}, "
+                "whose rows stay together."
             )
         warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
         warn_of_few_texts("LinearPredictivity", int(sums["test.texts"]))

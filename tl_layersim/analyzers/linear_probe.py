@@ -209,11 +209,17 @@ class ProbeAnalyzer(LabelledAnalyzer):
         known = train.nonzero()[:, 0].tolist()
         many = amount(len(known), "class", "classes")
         given = f"{int(train.sum())} training samples of {many} and {int(test.sum())} held-out samples"
+        if not known and int(test.sum()):
+            raise LayersimError(
+                f"A linear probe needs training samples, but all {int(test.sum())} samples are of held-out texts: rows of one "
+                "text or group stay together. Pass more texts or groups, or test_data=."
+            )
         if len(known) < 2:
             raise LayersimError(f"A linear probe needs training samples of two classes; the data has {given}.")
         if not int(test.sum()):
             raise LayersimError(
-                f"A linear probe needs held-out samples; the data has {given}. Pass a larger test_fraction=, or test_data=."
+                f"A linear probe needs held-out samples; the data has {given}. Rows of one text or group stay together: pass "
+                "more texts, a larger test_fraction=, or test_data=."
             )
         classes = (train + test).nonzero()[:, 0]
         weight, offset = self.fit(first)

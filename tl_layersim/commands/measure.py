@@ -149,11 +149,17 @@ def _print_curve(curve: Any, agreement: float) -> None:
         print(f"No measured threshold reaches an agreement of {agreement:g}. Measure higher thresholds with --thresholds.")
         return
     point = curve.at(chosen, held_out=True)
-    print(
-        f"{MARK} Recommended: threshold {chosen:g}. On one half of the texts, this and all higher thresholds have an agreement "
-        f"of {agreement:g} or more. On the other half, {point.speedup:.3g} times fewer blocks run, with an agreement of "
-        f"{point.agreement:.4g}. The cost of exit checks is not included."
-    )
+    if math.isnan(point.speedup):
+        print(
+            f"{MARK} Recommended: threshold {chosen:g}. This and all higher thresholds have an agreement of {agreement:g} or "
+            "more on the texts on which it was chosen; no other texts were measured. The cost of exit checks is not included."
+        )
+    else:
+        print(
+            f"{MARK} Recommended: threshold {chosen:g}. On one half of the texts, this and all higher thresholds have an "
+            f"agreement of {agreement:g} or more. On the other half, {point.speedup:.3g} times fewer blocks run, with an "
+            f"agreement of {point.agreement:.4g}. The cost of exit checks is not included."
+        )
     if chosen == curve.thresholds[-1] == 1:
         print("At threshold 1 no position exits early, so early exit saves nothing at this agreement.")
 

@@ -20,12 +20,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
+from ..activations.text_order import bytes_of_neighbour_products
 from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, excerpt, in_words
-from ..core.sums import Sums, analyzer_of, first_block_size, most_nodes
+from ..core.sums import TEXT_ORDER, Sums, analyzer_of, first_block_size, most_nodes
 from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
 from ..data.data import Data
@@ -82,8 +83,8 @@ class CostEstimate:
         flops: FLOPs of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer. Matrix products,
             convolutions and attention count; a multiplication and an addition count as two.
         sums_bytes: largest number of bytes of sums held at once, by analyzer. Batches are added in pairs, so up to log2 of the
-            number of batches plus one sums wait; with `intervals=True` the sums of all jackknife blocks are held too. Sums of a
-            first pass are included.
+            number of batches plus one sums wait; with `intervals=True` the sums of all jackknife blocks are held too, and those
+            of "order of texts", the correlation of texts that follow each other. Sums of a first pass are included.
         weights_bytes: bytes of parameters and buffers.
         activations_bytes: largest number of bytes beside the weights that are alive at once on a batch: activations of the
             model, the sites that are read, and intermediate values of kernels.
@@ -223,6 +224,10 @@ def estimate(
     rows = math.ceil(share * len(batch.tokens))
     blocks = math.ceil(rows / first_block_size(rows)) if intervals else 0
     parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, run.sums))]
+    sums_bytes = _bytes_of_sums(run, rows, intervals)
+    if intervals and not opened.on_server and not any(analyzer.by_statistics for analyzer in chosen.values()):
+        pools = math.ceil(rows / TEXTS_OF_POOL)
+        sums_bytes[TEXT_ORDER] = most_nodes(pools, True) * bytes_of_neighbour_products(len(source.sites))
     described = plan.models()
     computing = sum(analyzer.compute_seconds(described[name][0]) for name, analyzer in chosen.items())
     return CostEstimate(
@@ -232,7 +237,7 @@ def estimate(
         sites=len(source.sites),
         passes=run.passes,
         flops={part: flops * share for part in parts if (flops := run.flops.get(part))},
-        sums_bytes=_bytes_of_sums(run, rows, intervals),
+        sums_bytes=sums_bytes,
         weights_bytes=sum(tensor.nbytes for tensor in run.weights),
         activations_bytes=run.peak,
         traffic=_traffic(run, rows, opened.tokens_per_request) if opened.on_server else None,

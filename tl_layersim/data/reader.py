@@ -190,13 +190,16 @@ class Reader:
         """The values of the group column, which is removed from the columns unless it is also read as something else.
 
         Raises:
-            LayersimError: the data has no such column.
+            LayersimError: the data has no such column, or it has a value for each position.
         """
         name = self._group_column
         if name is None:
             return None
         if name not in data:
             raise LayersimError(f"`groups` is {name!r}, which is no column of the data: it has {', '.join(data)}.")
+        of_positions = (*TOKENS, *OF_TOKENS, self.model.token_input, self.model.main_input, self.model.mask_input, self.marks)
+        if name in of_positions:
+            raise _groups_of_positions(name)
         column = self.data.column
         columns = [column] if isinstance(column, str) else list(column or ())
         read = (*self.model.inputs, self.model.main_input, self.model.token_input, *LABELS, *columns, self.marks)
@@ -293,6 +296,8 @@ class Reader:
             self.notes.once(missing)
         further = rows_of({key: column for key, column in columns.items() if key not in of_images}, count)
         group_of = _by_row(self._group_column, groups, count)
+        if self._group_column in LABELS and any(isinstance(group, list) or getattr(group, "ndim", 0) for group in group_of):
+            raise _groups_of_positions(self._group_column)
         each = zip(values, masks, targets, marks, further, tables, group_of, strict=True)
         for own, own_mask, label, own_marks, others, images, group in each:
             length = len(own) if has_tokens or has_patches or name == EMBEDDINGS else 1
@@ -373,6 +378,13 @@ def _token_rows(column: str, values: Any, model: ModelInputs) -> tuple[bool, lis
             )
         rows += table.long() if table.dim() > 1 else [table.long()]
     return not ragged and table.dim() == 1, rows
+
+
+def _groups_of_positions(name: str) -> LayersimError:
+    return LayersimError(
+        f"`groups` is {name!r}, a column with a value for each position; it must be a column with one value for each row, such "
+        "as the name of its document."
+    )
 
 
 def _by_row(name: str | None, column: Any, count: int | None) -> list[Any]:

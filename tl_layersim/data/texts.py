@@ -46,6 +46,11 @@ def group_values(groups: Any) -> list[Any] | None:
 
 
 def _is_hashable(value: Any) -> bool:
+    """Whether equal values have equal hashes, unlike tensors and objects whose class defines no equality."""
+    if isinstance(value, tuple):
+        return all(map(_is_hashable, value))
+    if isinstance(value, Tensor) or getattr(type(value), "__hash__", None) is object.__hash__:
+        return False
     try:
         hash(value)
     except TypeError:

@@ -17,7 +17,7 @@ from ..core.arguments import FilePath, Fraction, Layer, PositiveFloat, PositiveI
 from ..core.cross_entropy import need_classes
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
-from ..data.batches import Batches
+from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
 from ..data.padding_masks import as_mask
 from ..data.right_padding import RightPadding
@@ -426,7 +426,7 @@ class EarlyExit:
             An `ExitLogits`.
 
         Raises:
-            LayersimError: the model does not take these inputs.
+            LayersimError: the model does not take these inputs, or `tokens` has ids outside the vocabulary.
         """
         self._refuse_changed_head()
         split_model, model, reads = self.split_model, self.split_model.model, self.unembed.reads
@@ -442,6 +442,8 @@ class EarlyExit:
         if mask is not None and not bool(mask.any(1).all()):
             row = int(mask.any(1).int().argmin())
             raise LayersimError(f"`attention_mask` has only zeros in row {row}; every row needs a token.")
+        if not pixels:
+            refuse_other_ids(tokens if mask is None else tokens[mask.to(tokens.device)], model, "tokens")
         attended = None if mask is None else mask.to(split_model.device)
         order = RightPadding(attended)
         inputs = {"pixel_values" if pixels else "input_ids": order.moved(tokens.to(split_model.device))}

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, reduce
 from importlib.metadata import PackageNotFoundError, version
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..activations.norms import FIRST_PLACES, LEAST_TOKENS
-from ..activations.text_order import neighbour_correlation_of_texts
+from ..activations.text_order import neighbour_correlations_of_texts
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.intervals import aligned, bounds_of, leave_one_out, neighbour_correlation, with_and_without_blocks
@@ -203,8 +204,25 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     return result.with_replicates(tuple(replicates), tokens)
 
 
-# Above this multiple of 1 / sqrt(texts), the correlation of texts that follow each other is not by chance.
-MOST_DEVIATIONS = 2
+# Below this multiple of its standard deviation, the correlation of texts that follow each other may be by chance.
+LEAST_DEVIATIONS = 2.0
+# Of runs on independent texts, this fraction at most is warned of the largest correlation over sites.
+FALSE_WARNINGS = 0.05
+
+
+def correlation_by_chance(pairs: int, sites: int) -> float:
+    """Largest correlation over sites that pairs of independent texts have by chance: Bonferroni's bound over the sites.
+
+    Args:
+        pairs: number of pairs of texts that follow each other.
+        sites: number of sites.
+
+    Examples:
+        >>> round(correlation_by_chance(100, 1), 3), round(correlation_by_chance(100, 30), 3)
+        (0.2, 0.294)
+    """
+    deviations = NormalDist().inv_cdf(1 - FALSE_WARNINGS / sites)
+    return max(LEAST_DEVIATIONS, deviations) / math.sqrt(pairs)
 
 
 def notes_on_order(sums: Sums, names: Sequence[str]) -> list[Note]:
@@ -217,13 +235,16 @@ def notes_on_order(sums: Sums, names: Sequence[str]) -> list[Note]:
     if not sums or not names:
         return []
     texts = int(sums["texts"])
-    correlation = neighbour_correlation_of_texts(sums.fields)
-    if not correlation > MOST_DEVIATIONS / math.sqrt(texts):
+    correlations = neighbour_correlations_of_texts(sums.fields)
+    if not len(correlations):
         return []
-    by_chance = 1 / math.sqrt(texts)
+    correlation = float(correlations.max())
+    by_chance = correlation_by_chance(int(sums["pairs"]), len(correlations))
+    if not correlation > by_chance:
+        return []
     text = (
         f"Intervals of {', '.join(map(repr, names))} are too narrow: texts that follow each other have a correlation of "
-        f"{correlation:.2f} in their activations, and {texts} independent texts have 0 ± {by_chance:.2f}. If rows belong "
+        f"{correlation:.2f} in their activations, and {texts} independent texts have at most {by_chance:.2f}. If rows belong "
         "together, such as paragraphs of one document, name their documents with Data(groups=...). Otherwise draw the texts at "
         "random from their whole source."
     )

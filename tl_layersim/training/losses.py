@@ -49,7 +49,8 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
 
     Args:
         reads: see `Head`. For "rows", the position is the first of each row.
-        targets: `batch pos`, or `batch` for a head that predicts a class for a row; NO_LABEL for no target.
+        targets: `batch pos`, or `batch` for a head that predicts a class for a row; NO_LABEL for no target. Targets at padding
+            do not count.
         attended: attention mask `batch pos`; None without padding.
         positions: number of positions in a row of the residual stream.
     """
@@ -59,6 +60,8 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
                 f"`labels` has {targets.shape[-1]} labels per row; it must have one for each of the {positions} positions of "
                 "the residual stream. Soft prompts and image patches add positions."
             )
+        if attended is not None:
+            targets = targets.where(attended.to(targets.device) > 0, NO_LABEL)
         flat = targets.flatten()
         index = (flat != NO_LABEL).nonzero()[:, 0]
         return index, flat[index]

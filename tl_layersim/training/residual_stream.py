@@ -318,7 +318,7 @@ def aligned_loss(
             `open_model`, whose `verify` has no effect here.
         tokens: `batch pos`, token ids; of a vision model its `pixel_values`, `batch channel height width`.
         labels: the target of each position, `batch pos`, or `batch` for a classifier; -100 for no target. Labels are not
-            shifted. Default: the next token, if both positions are attended.
+            shifted, and do not count at padding. Default: the next token, if both positions are attended.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
         norm: "final" applies the model's final norm at every layer, "none" only at the last.
         attention_mask: `batch pos`, 0 at padding, which may be on either side.
