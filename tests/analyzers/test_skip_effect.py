@@ -248,3 +248,71 @@ def test_tables_and_figures_name_blocks():
     halves = found.headline()
     assert halves["relative change, first half skipped"] == pytest.approx(float(found.values[:1].nanmean()))
     assert halves["relative change, second half skipped"] == pytest.approx(float(found.values[1:].nanmean()))
+
+
+class Wrapped(torch.nn.Module):
+    """A language model inside a module without a configuration, so that its cache cannot be turned off."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids):
+        return self.inner(input_ids).logits
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_blocks_that_fill_a_cache_are_replayed_without_it(attention):
+    model = tiny_llama()
+    model.set_attn_implementation(attention)
+    tokens = random_tokens(4, 10)
+    effect = lsim.SkipEffect(splits=0)
+    expected = lsim.analyze(model, tokens, effect)["skip_effect"]
+    layers = [f"inner.model.layers.{number}" for number in range(len(blocks_of(model)))]
+    wrapped = lsim.open_model(Wrapped(model), layers=layers, unembed=["inner.model.norm", "inner.lm_head"])
+    found = lsim.analyze(wrapped, tokens, effect)["skip_effect"]
+    np.testing.assert_allclose(found.probability_change, expected.probability_change, rtol=1e-5)
+    np.testing.assert_allclose(found.values, expected.values, rtol=1e-4, equal_nan=True)
+
+
+class Added(torch.nn.Module):
+    """A block of a norm and a matrix, whose output is added in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.mlp = torch.nn.Linear(16, 16)
+        self.in_place = in_place
+
+    def forward(self, x):
+        added = torch.tanh(self.mlp(self.norm(x)))
+        if not self.in_place:
+            return x + added
+        x += added
+        return x
+
+
+class OfAdded(torch.nn.Module):
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(100, 16)
+        self.layers = torch.nn.ModuleList([Added(in_place) for _ in range(3)])
+        self.norm = torch.nn.LayerNorm(16)
+        self.lm_head = torch.nn.Linear(16, 100)
+        self.double().eval()
+
+    def forward(self, input_ids):
+        x = self.words(input_ids)
+        for block in self.layers:
+            x = block(x)
+        return self.lm_head(self.norm(x))
+
+
+def test_blocks_that_add_in_place():
+    tokens = random_tokens(4, 10)
+    found, expected = (
+        lsim.analyze(OfAdded(in_place), tokens, lsim.SkipEffect(splits=0))["skip_effect"] for in_place in (True, False)
+    )
+    np.testing.assert_allclose(found.probability_change, expected.probability_change, rtol=1e-10)
+    assert (expected.probability_change > 0).all()

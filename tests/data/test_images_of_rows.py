@@ -133,3 +133,10 @@ def test_images_of_unequal_numbers_of_tokens_are_refused():
     inputs = llava_inputs()
     with pytest.raises(lsim.LayersimError, match="`pixel_values`"):
         measured(llava(), inputs | {"pixel_values": torch.randn(5, 3, 8, 8)})
+
+
+def test_image_tokens_without_images_are_named():
+    inputs = qwen_inputs()
+    without = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    with pytest.warns(lsim.LayersimWarning, match=r"16 image tokens .*`pixel_values`"):
+        measured(qwen(), without)

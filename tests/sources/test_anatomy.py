@@ -174,3 +174,85 @@ def test_later_blocks_are_no_part_of_a_head():
         logits = model(TOKENS)
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), TOKENS[:, 1:].flatten())
     assert float(lens.cross_entropy[-1]) == pytest.approx(float(expected), rel=1e-5)
+
+
+class Shifted(Stack):
+    """A model whose logits at a position also depend on the position before."""
+
+    def forward(self, input_ids):
+        x = self.words(input_ids)
+        for block in self.layers:
+            x = block(x)
+        return self.head(self.final(x + 0.5 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]))
+
+
+@pytest.mark.parametrize("first", [[7], [7] * 9])
+def test_a_first_row_of_one_token_does_not_verify_a_head(first):
+    rows = lsim.Data([first, *TOKENS.tolist()], batch_size=1)
+    with pytest.raises(lsim.LayersimError, match="differs by"):
+        lsim.analyze(lsim.open_model(Shifted(sequential), unembed=["final", "head"]), rows, lsim.LogitLens())
+    model = Stack(sequential)
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(model(row[None])[0, :-1].double(), row[1:], reduction="sum")
+            for row in (torch.tensor(first), *TOKENS)
+        ]
+    expected = sum(losses) / (len(first) - 1 + TOKENS.numel() - len(TOKENS))
+    found = lsim.analyze(lsim.open_model(model, unembed=["final", "head"]), rows, lsim.LogitLens())["logit_lens"]
+    assert float(found.cross_entropy[-1]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_norm_inside_the_head_is_not_left_out():
+    model = Stack(sequential)
+    model.lm_head = torch.nn.Sequential(model.final, model.head)
+    del model.final, model.head
+    model.forward = lambda input_ids: model.lm_head(model.layers[2](model.layers[1](model.layers[0](model.words(input_ids)))))
+    assert lsim.analyze(model, TOKENS, lsim.LogitLens())
+    with pytest.raises(lsim.LayersimError, match="`norm` is 'none'"):
+        lsim.analyze(model, TOKENS, lsim.LogitLens(norm="none"))
+
+
+class Fused(Sublayers):
+    """A block that returns its last branch and the stream apart."""
+
+    def forward(self, x, stream=None):
+        stream = x if stream is None else stream + x
+        stream = stream + self.attention(self.norm(stream))
+        return self.mlp(self.norm(stream)), stream
+
+
+class FusedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(sequential)
+        self.layers = torch.nn.ModuleList([Fused(16, sequential) for _ in range(3)])
+
+    def forward(self, input_ids):
+        x, stream = self.words(input_ids), None
+        for block in self.layers:
+            x, stream = block(x, stream)
+        return self.head(self.final(x + stream))
+
+
+def test_a_branch_is_not_taken_for_the_stream():
+    with pytest.raises(lsim.LayersimError, match="Fused returns two tensors"):
+        lsim.analyze(FusedStack(), TOKENS, lsim.Cosine())
+
+
+class Misleading(Sublayers):
+    """The MLP is named after what it follows."""
+
+    def __init__(self, width: int, add) -> None:
+        super().__init__(width, add)
+        self.mix, self.post_attention_ff = self.attention, self.mlp
+        del self.attention, self.mlp
+
+    def forward(self, x):
+        x = x + self.mix(self.norm(x))
+        return x + self.post_attention_ff(self.norm(x))
+
+
+def test_the_name_of_a_module_itself_counts_before_what_it_follows():
+    model = Stack(sequential)
+    model.layers = torch.nn.ModuleList([Misleading(16, sequential) for _ in range(3)])
+    for block in anatomy_of(model).blocks:
+        assert [(s.family, s.path) for s in block.sublayers] == [("mixer_out", "mix"), ("mlp_out", "post_attention_ff")]
