@@ -250,7 +250,6 @@ REFUSED = [
     ("llama", ["z", "model.layers.1.mlp"], {"per_head": True}, "`per_head`.*True.*model.layers.1.mlp"),
     ("llama", "blocks.0.attn.hook_z[4]", {}, r"`at` is 'blocks.0.attn.hook_z\[4\]'.* 0 to 3"),
     ("llama", "blocks.0.attn.hook_k[2]", {}, "heads 0 to 1"),
-    ("llama", "blocks.0.hook_mlp_out[0]", {}, "`at` is 'blocks.0.hook_mlp_out.0.'.*q, k, v, z"),
     ("llama", "blocks.9.attn.hook_z[0]", {}, "selects no hook point"),
 ]  # fmt: skip
 

@@ -41,14 +41,10 @@ class TestRefusals:
     def test_ids_outside_the_vocabulary(self):
         early = EarlyExit(tiny_llama(2), threshold=0.5)
         tokens = random_tokens(2, 6)
-        expected = early.logits(tokens, torch.tensor([[1] * 6, [1] * 5 + [0]])).logits
         for wrong in (VOCABULARY, -1):
             tokens[1, 5] = wrong
             with pytest.raises(lsim.LayersimError, match=rf"`tokens` .*{wrong}.*{VOCABULARY - 1}"):
                 early.logits(tokens)
-            # Ids at padding are not read.
-            found = early.logits(tokens, torch.tensor([[1] * 6, [1] * 5 + [0]])).logits
-            assert torch.equal(found[0], expected[0])
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_generation(self):

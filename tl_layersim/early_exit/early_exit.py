@@ -443,7 +443,7 @@ class EarlyExit:
             row = int(mask.any(1).int().argmin())
             raise LayersimError(f"`attention_mask` has only zeros in row {row}; every row needs a token.")
         if not pixels:
-            refuse_other_ids(tokens if mask is None else tokens[mask.to(tokens.device)], model, "tokens")
+            refuse_other_ids(tokens, model, "tokens")
         attended = None if mask is None else mask.to(split_model.device)
         order = RightPadding(attended)
         inputs = {"pixel_values" if pixels else "input_ids": order.moved(tokens.to(split_model.device))}
