@@ -316,5 +316,3 @@ def test_blocks_that_add_in_place():
     )
     np.testing.assert_allclose(found.probability_change, expected.probability_change, rtol=1e-10)
     assert (expected.probability_change > 0).all()
-    with pytest.raises(LayersimError, match="Added"):
-        lsim.analyze(OfAdded(True), tokens, lsim.BlockCoupling())

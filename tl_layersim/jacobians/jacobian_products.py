@@ -5,8 +5,7 @@ This module is serialised by value and runs on NDIF servers too, so it uses only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ..activations.block_call import BlockCall, FewTokens, plain_attention, whole_block
 from ..activations.norms import norms
-from ..core.errors import LayersimError
 
 # Largest relative difference between a block's output and its replay, by dtype of the model. Models in float64 compute
 # norms, rotations and softmax in float32.
@@ -25,27 +23,6 @@ LENGTHENING = 1e4
 # Autograd nodes of views, copies and changes in place, which pass a gradient or parts of it on unchanged.
 VIEWS = ("Alias", "AsStrided", "Index", "IndexPut", "Reshape", "ReshapeAlias", "Select", "Slice", "UnsafeView", "View")
 IDENTITY_NODES = (*VIEWS, "Clone", "CopyBackwards", "CopySlices", "ToCopy")
-
-
-@contextmanager
-def refusing_in_place(block: Any) -> Iterator[None]:
-    """Context manager that names a block whose gradient torch cannot compute, because it changes a tensor in place.
-
-    Args:
-        block: the block.
-
-    Raises:
-        LayersimError: the block changes a tensor in place that its gradient needs.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        raise LayersimError(
-            f"BlockCoupling differentiates blocks, and {type(block).__name__} changes a tensor in place that its gradient "
-            "needs. Write x = x + y in its forward in place of x += y."
-        ) from error
 
 
 def lengthening(x: Tensor) -> Tensor:
@@ -212,14 +189,14 @@ class TokenProducts:
     def transposed(self, u: Tensor) -> Tensor:
         """Products J'u with the block's Jacobian, skip connection included; `sample n d_model`."""
         x, y = self.graph(u.shape[1])
-        with plain_attention(), refusing_in_place(self.few.call.block):
+        with plain_attention():
             [image] = torch.autograd.grad(y, x, u, retain_graph=True)
         return image
 
     def forward(self, v: Tensor) -> Tensor:
         """Products J v by double backward. They are the derivative of J'u with respect to u, applied to v."""
         x, y = self.graph(v.shape[1])
-        with torch.enable_grad(), plain_attention(), refusing_in_place(self.few.call.block):
+        with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(y, requires_grad=True)
             [back] = torch.autograd.grad(y, x, u, create_graph=True)
             [image] = torch.autograd.grad(back, u, v)
@@ -304,7 +281,7 @@ class RowProducts:
 
     def transposed(self, u: Tensor) -> Tensor:
         """Products J'u with the block's Jacobian, skip connection included; `n sample d_model`."""
-        with plain_attention(), refusing_in_place(self.call.block):
+        with plain_attention():
             [image] = torch.autograd.grad(self.y, self.x, u, is_grads_batched=True, retain_graph=True)
         return image
 
@@ -312,7 +289,7 @@ class RowProducts:
         """Products J v, skip connection included; `n sample d_model`."""
         if self.differences:
             return self._by_differences(v)
-        with torch.enable_grad(), plain_attention(), refusing_in_place(self.call.block):
+        with torch.enable_grad(), plain_attention():
             u = torch.zeros_like(self.y, requires_grad=True)
             [back] = torch.autograd.grad(self.y, self.x, u, create_graph=True)
             [image] = torch.autograd.grad(back, u, v, is_grads_batched=True)
