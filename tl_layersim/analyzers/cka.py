@@ -441,16 +441,16 @@ def terms_between_texts(gram: Tensor, text: Tensor) -> tuple[TextTerms, Tensor]:
 
 
 def tuples_of_texts(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
-    """Count ordered pairs, triples and quadruples of samples from different rows.
+    """Count ordered pairs, triples and quadruples of samples from different texts.
 
     Args:
         n: number of samples.
-        squares: sum over rows of (samples in the row)^2.
-        cubes: sum over rows of (samples in the row)^3.
-        fourths: sum over rows of (samples in the row)^4.
+        squares: sum over texts of (samples in the text)^2.
+        cubes: sum over texts of (samples in the text)^3.
+        fourths: sum over texts of (samples in the text)^4.
 
     Examples:
-        Four rows of one sample: 4 * 3, 4 * 3 * 2 and 4 * 3 * 2 * 1.
+        Four texts of one sample: 4 * 3, 4 * 3 * 2 and 4 * 3 * 2 * 1.
 
         >>> tuples_of_texts(4, 4, 4, 4)
         (12, 24, 24)

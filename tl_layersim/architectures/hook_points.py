@@ -6,6 +6,7 @@ servers by value, as source: they use torch and the standard library alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -103,9 +104,18 @@ class HookPoint:
     multiplier: float = 1.0
     run: int | None = None
 
-    def is_read_in(self, run: int) -> bool:
-        """Whether the point is read in a run of its module."""
-        return self.run in (None, run)
+
+def read_in_next_run(points: Sequence[HookPoint], of_module: Sequence[int], runs: Counter[int]) -> list[int]:
+    """Count a run of a module in a forward pass, and return the indices of its points that are read in this run.
+
+    Args:
+        points: all points.
+        of_module: indices of the points at the module.
+        runs: number of runs so far of each module, by the first of these indices; changed in place.
+    """
+    run = runs[of_module[0]]
+    runs[of_module[0]] += 1
+    return [number for number in of_module if points[number].run in (None, run)]
 
 
 def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -201,6 +202,15 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def no_cache(module: torch.nn.Module) -> dict[str, bool]:
+    """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
+    if not hasattr(getattr(module, "config", None), "use_cache"):
+        return {}
+    accepts = inspect.signature(type(module).forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepts.values())
+    return {"use_cache": False} if takes_any or "use_cache" in accepts else {}
+
+
 def logit_scaling(config: Any) -> tuple[float, float | None]:
     """Scale and soft-cap of the logits in a configuration."""
     config = text_config(config)
@@ -295,9 +305,7 @@ class QuietTail:
             norm = self.module.get_submodule(self.norm)
             stand_ins[id(norm)] = _returning(norm, residual)
         tokens = torch.full(residual.shape[:2], self.tail.token, device=x.device)
-        config = getattr(self.module, "config", None)
-        options = {"use_cache": False} if hasattr(config, "use_cache") else {}
-        output = _shadow(self.module, stand_ins)(**{self.tail.token_input: tokens}, **options)
+        output = _shadow(self.module, stand_ins)(**{self.tail.token_input: tokens}, **no_cache(self.module))
         logits = tensor_of(output)
         return logits.reshape(*x.shape[:-1], logits.shape[-1])
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from .labels import number_tensor
 from .row import ModelInputs
 
@@ -92,9 +93,7 @@ def _columns_of_images(
 ) -> dict[str, list[Tensor]]:
     """Split images of one size by row; nothing if each row has an entry with as many image tokens."""
     name = PIXEL_TABLES[kind]
-    values = inputs[name]
-    table = torch.cat([*values]) if isinstance(values, list) and len({value.shape for value in values}) > 1 else values
-    images = number_tensor(table, name)
+    images = number_tensor(inputs[name], name)
     found = [int((row == model.image_tokens[kind]).sum()) for row in rows]
     # With five axes, an entry holds all images of its row.
     if len(images) == len(rows) and (len(set(found)) == 1 or images.dim() > 4):
@@ -104,7 +103,7 @@ def _columns_of_images(
     size, rest = divmod(sum(found), len(images))
     if rest or any(count % size for count in found):
         raise LayersimError(
-            f"`{name}` in the data has {len(images)} {kind}s, but its rows have {_listed(found)} {kind} tokens, which are not "
+            f"`{name}` in the data has {len(images)} {kind}s, but its rows have {brief(found)} {kind} tokens, which are not "
             f"as many for each {kind}. Pass each row with its own {kind}s as a mapping of its own, with `batch_size=1`."
         )
     counts = [count // size for count in found]
@@ -147,17 +146,13 @@ def _images_of_each_row(kind: str, rows: Sequence[Tensor], sizes: list[int], mod
             used += 1
         if left:
             raise LayersimError(
-                f"`{GRIDS[kind]}` in the data has {kind}s of {_listed(sizes)} tokens, which do not add up to the {kind} tokens "
+                f"`{GRIDS[kind]}` in the data has {kind}s of {brief(sizes)} tokens, which do not add up to the {kind} tokens "
                 f"of row {number}."
             )
         counts.append(used - first)
     if used < len(sizes):
         raise LayersimError(f"`{GRIDS[kind]}` in the data has {len(sizes)} {kind}s; the rows have tokens of {used}.")
     return counts
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def image_marks(rule: Any, tokens: Tensor, model: ModelInputs) -> Tensor | None:

@@ -12,6 +12,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
+from ..architectures.output_heads import no_cache
 from ..architectures.site_selection import block_numbers, items_of
 from ..core.arguments import FilePath, Fraction, Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.cross_entropy import need_classes
@@ -23,7 +24,7 @@ from ..data.padding_masks import as_mask
 from ..data.right_padding import RightPadding
 from ..engine.run_arguments import with_tokenizer
 from ..lens.exit_heads import ExitHeads, as_heads
-from ..sources.forward_arguments import no_cache, refusing_failed_forward, with_padding_ids
+from ..sources.forward_arguments import refusing_failed_forward, with_padding_ids
 from ..sources.open_local import OpenedModel
 from .exit_costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for
 from .exit_decisions import ExitCheck, ExitLens, Shortlist, shortlist_ids

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..activations.block_call import first_tensor
+from ..architectures.output_heads import no_cache
 from ..core.errors import LayersimError
-from ..sources.forward_arguments import no_cache
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
 from ..sources.partial_forward import LocalSplitModel
 from .cache import ColumnCache, Columns

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import encoder_and_decoder
+from ..architectures.output_heads import no_cache
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError, excerpt
@@ -22,7 +23,6 @@ from ..data.batches import Batch
 from ..data.non_token_inputs import PIXELS, TOKEN_IDS
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream
-from ..sources.forward_arguments import no_cache
 from ..sources.hooked_module import HookedSource
 from ..sources.open_local import OpenedModel
 from ..sources.out_of_memory import is_out_of_memory

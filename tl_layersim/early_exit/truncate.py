@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
+from ..architectures.output_heads import no_cache
 from ..architectures.unembed import Unembed, rounding
 from ..core.arguments import FilePath, PositiveInt, typed
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError, warn
 from ..core.file_format import replacing_model
 from ..core.wording import first_line
-from ..sources.forward_arguments import no_cache
 from ..sources.identity import refuse_quantised
 from ..sources.open_local import OpenedModel
 from ..sources.out_of_memory import is_out_of_memory

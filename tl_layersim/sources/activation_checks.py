@@ -132,7 +132,7 @@ def need_known_norm(model: Model) -> None:
     """Raise an error if a lens without the final norm is asked of a head whose norm is not known.
 
     Raises:
-        LayersimError: the user named the head, and one of its parts may be or contain the norm.
+        LayersimError: a part of the head may be or contain the norm.
     """
     if model.head is not None and model.head.hides_norm:
         if model.head.tail is not None:
@@ -140,8 +140,8 @@ def need_known_norm(model: Model) -> None:
                 f"`norm` is 'none', but no norm of {model.name} reads the output of its last block; `norm` must be 'final'."
             )
         raise LayersimError(
-            f"`norm` is 'none', but it is not known which part of unembed={list(model.head.modules)} is the final norm to "
-            "leave out. Name the norm as the first path of `unembed`, or use norm='final'."
+            f"`norm` is 'none', but it is not known which part of the head {list(model.head.modules)} is the final norm to "
+            "leave out. Name the norm as the first path of unembed=[...], or use norm='final'."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.output_heads import text_config
+from ..architectures.output_heads import no_cache, text_config
 from ..core.errors import LayersimError
 from ..core.wording import first_line
 from ..data.batches import Batch
@@ -43,15 +43,6 @@ def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor
     """
     given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
     return module(*(value.to(device) for value in args), **given)
-
-
-def no_cache(module: torch.nn.Module) -> dict[str, bool]:
-    """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
-    if not hasattr(getattr(module, "config", None), "use_cache"):
-        return {}
-    accepts = inspect.signature(type(module).forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepts.values())
-    return {"use_cache": False} if takes_any or "use_cache" in accepts else {}
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:

@@ -5,9 +5,9 @@ Hooks are placed on TransformerLens hook points if the model has them. The model
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,13 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import BlockCall, record_call, with_own_residual
 from ..activations.view import SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
-from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
+from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Head, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from .find_anatomy import synthetic_row
 from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .model_description import describe, describe_transformer_lens
@@ -162,19 +161,15 @@ class HookedSource(CanReadSites):
     def _collect(self, batch: Batch) -> View:
         points, order = self.reading.points, self.reading.order
         seen, calls = list[int](), list[BlockCall]()
-        runs: dict[int, int] = defaultdict(int)
+        runs: Counter[int] = Counter()
         keep, (rows, pos) = batch.counted.reshape(-1).nonzero()[:, 0], batch.counted.shape
         buffer = SiteBuffer(self.sites, keep, (rows, pos), batch.pooled, batch.has_positions)
 
         def read(sites: list[int], hidden: Tensor) -> None:
             if self.aside():
                 return
-            run = runs[sites[0]]
-            runs[sites[0]] += 1
-            for site in sites:
+            for site in read_in_next_run(points, sites, runs):
                 point = points[site]
-                if not point.is_read_in(run):
-                    continue
                 if site in seen:
                     raise self._not_in_order(f"{point.name} (module {point.module}) was reached twice")
                 if order is not None and site != order[len(seen)]:
@@ -226,11 +221,8 @@ class HookedSource(CanReadSites):
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         row = batch.first_row
-        if not tells_heads_apart(row):
-            # A model of any library may need other inputs than a synthetic row has.
-            with suppress(Exception):
-                return self._gap_on_row(synthetic_row(self.module, self._model))
-        return self._gap_on_row(row)
+        gap = None if tells_heads_apart(row) else self.on_synthetic_row(self._gap_on_row)
+        return self._gap_on_row(row) if gap is None else gap
 
     def _gap_on_row(self, row: Batch) -> Tensor:
         assert self.unembed is not None

@@ -128,10 +128,10 @@ def read_step(
     """
     if step.incoming:
         args, kwargs = step.envoy.inputs
-        if step.is_block:
+        if step.is_block and differentiated:
+            given[step.path], step.envoy.inputs = with_leaf(args, kwargs)
+        elif step.is_block and calls is not None:
             given[step.path] = with_own_residual(args, kwargs)
-            if differentiated:
-                given[step.path], step.envoy.inputs = with_leaf(args, kwargs)
         value: Any = (*args, *kwargs.values())
     else:
         value = step.envoy.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -17,7 +17,16 @@ from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
 from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import POST_NORM, PRE_NORM, find_stacks, lists_by_stage, nearest_config, stack_of, unknown_blocks
-from ..architectures.hook_points import SITE_NAMES, HookPoint, StreamSum, at_point, channels_at, has_convolution, to_positions
+from ..architectures.hook_points import (
+    SITE_NAMES,
+    HookPoint,
+    StreamSum,
+    at_point,
+    channels_at,
+    has_convolution,
+    read_in_next_run,
+    to_positions,
+)
 from ..architectures.layouts import BlockLayout
 from ..architectures.output_heads import lens_of, text_config
 from ..architectures.site_selection import find_points, items_of, refuse_sharded_sites, stream_sums
@@ -321,17 +330,15 @@ def firing_order(
     """
     order: list[int] = []
     widths: dict[int, int] = {}
-    runs: dict[int, int] = defaultdict(int)
+    runs: Counter[int] = Counter()
     together: dict[tuple[str, bool], list[int]] = {}
     for number, point in enumerate(points):
         together.setdefault((point.module, point.incoming), []).append(number)
 
     shape = None if pos is None else (1, pos)
 
-    def see(together: list[int], given: Tensor) -> None:
-        run = runs[together[0]]
-        runs[together[0]] += 1
-        numbers = [number for number in together if points[number].is_read_in(run)]
+    def see(of_module: list[int], given: Tensor) -> None:
+        numbers = read_in_next_run(points, of_module, runs)
         for number in numbers:
             if number in widths:
                 raise not_once(points[number].name, points[number].module, SEVERAL_RUNS)
@@ -685,11 +692,37 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             row: the row.
         """
         allowed = rounding(self._model.torch_dtype, torch.float32)
+        passes = [(hidden, output, row)]
+        if not tells_heads_apart(row):
+            other = self.on_synthetic_row(self._last_block_and_output)
+            passes += [] if other is None else [other]
         for heads in (self._heads, self._watched_heads(row)):
             for head in heads:
-                if self._head_gap(head, hidden, output, row) <= allowed and self._gap_on_other_tokens(head, row) <= allowed:
+                if all(self._head_gap(head, *one_pass) <= allowed for one_pass in passes):
                     self._set_head(head)
                     return
+
+    def on_synthetic_row(self, run: Callable[[Batch], T]) -> T | None:
+        """Run a function on a synthetic row; None if the model does not take it, or is on a server."""
+        if isinstance(self, OnServer):
+            return None
+        try:
+            with torch.no_grad(), kernels_alone(), self.evaluating():
+                return run(synthetic_row(self.module, self._model))
+        except Exception as error:
+            # A model of any library may need other inputs than a synthetic row has.
+            if is_out_of_memory(error):
+                raise
+            LOG.info("%s does not run on a synthetic row: %s", self._model.name, error)
+            return None
+
+    def _last_block_and_output(self, row: Batch) -> tuple[Tensor, Any, Batch]:
+        """The activations of the last block and the output of a forward pass over a row, with the row."""
+        hidden: list[Tensor] = []
+        with temporary_hooks() as handles:
+            handles.append(on_tensor(self.module.get_submodule(self.paths[-1]), False, hidden.append))
+            output = self.call(row)
+        return hidden[-1], output, row
 
     def _head_gap(self, head: Head, hidden: Tensor, output: Any, row: Batch) -> float:
         """Error of a head at the last block, relative to the norm of the model's logits; infinite if it cannot be called."""
@@ -701,27 +734,6 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             gap: float = difference / max(size, 1e-3)
             return gap if gap == gap else float("inf")
         return float("inf")
-
-    def _gap_on_other_tokens(self, head: Head, row: Batch) -> float:
-        """Error of a head on a synthetic row if the row has few different tokens, which many functions map alike; else 0.
-
-        Args:
-            head: the head.
-            row: the row on which the head was tested.
-        """
-        if tells_heads_apart(row) or isinstance(self, OnServer):
-            return 0.0
-        other = synthetic_row(self.module, self._model)
-        try:
-            with torch.no_grad(), kernels_alone(), self.evaluating():
-                recorded = record_forward(self.module, lambda: self.call(other))
-        except Exception as error:
-            # A model of any library may need other inputs than a synthetic row has.
-            if is_out_of_memory(error):
-                raise
-            return 0.0
-        hidden = recorded.of(self.paths[-1])[-1].returned
-        return 0.0 if hidden is None else self._head_gap(head, hidden, recorded.output, other)
 
     def _watched_heads(self, row: Batch) -> Iterator[Head]:
         """The head that a recorded forward pass shows, for a model whose head is none of those that its modules suggest.
@@ -837,24 +849,20 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     @cached_property
     def anatomy(self) -> Anatomy | None:
         """What a forward pass over a synthetic row shows of the model; None if the pass fails."""
-        try:
-            row = synthetic_row(self.module, self._model)
-            with torch.no_grad(), kernels_alone(), self.evaluating():
-                recorded = record_forward(self.module, lambda: self.call(row))
-                config = nearest_config(self.module, self.paths[0])
-                anatomy = find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
-                hidden = recorded.of(anatomy.blocks[-1].path)[-1].returned
-                for head in (*self._heads, *self._heads_of(recorded, int(row.tokens[0, 0]))):
-                    gap = float("inf") if hidden is None else self._head_gap(head, hidden, recorded.output, row)
-                    if gap <= rounding(self._model.torch_dtype, torch.float32):
-                        return replace(anatomy, head=head, head_gap=gap)
+        return self.on_synthetic_row(self._find_anatomy)
+
+    def _find_anatomy(self, row: Batch) -> Anatomy:
+        recorded = record_forward(self.module, lambda: self.call(row))
+        config = nearest_config(self.module, self.paths[0])
+        anatomy = find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
+        hidden = recorded.of(anatomy.blocks[-1].path)[-1].returned
+        if hidden is None:
             return anatomy
-        except Exception as error:
-            # A model of any library may need other inputs than a synthetic row has.
-            if is_out_of_memory(error):
-                raise
-            LOG.info("%s does not run on a synthetic row, so its sublayers are not known: %s", self._model.name, error)
-            return None
+        for head in (*self._heads, *self._heads_of(recorded, int(row.tokens[0, 0]))):
+            gap = self._head_gap(head, hidden, recorded.output, row)
+            if gap <= rounding(self._model.torch_dtype, torch.float32):
+                return replace(anatomy, head=head, head_gap=gap)
+        return anatomy
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
         # Tested once, and not for each of what may be hundreds of points.

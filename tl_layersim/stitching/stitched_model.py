@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..architectures.blocks import entering, refuse_paths
 from ..architectures.hook_points import HookPoint
+from ..architectures.output_heads import no_cache
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
@@ -22,7 +23,6 @@ from ..data.batches import Batches
 from ..data.data import Data
 from ..data.non_token_inputs import MASK, TOKEN_IDS
 from ..data.right_padding import POSITION_IDS, RightPadding
-from ..sources.forward_arguments import no_cache
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.identity import hooks_on

@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions
-from ..architectures.output_heads import is_detr
+from ..architectures.output_heads import is_detr, no_cache
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
@@ -23,7 +23,7 @@ from ..data.padding_masks import as_mask
 from ..data.right_padding import RightPadding
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_known_norm, need_stream, refuse_other_logits
-from ..sources.forward_arguments import device_of, no_cache, padding_id, with_padding_ids
+from ..sources.forward_arguments import device_of, padding_id, with_padding_ids
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
 from ..sources.model_description import Model

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..activations.block_call import CACHES, first_tensor
 from ..activations.view import SiteBuffer, View
 from ..architectures.blocks import encoder_and_decoder, stack_of
-from ..architectures.hook_points import multiplied, to_positions
+from ..architectures.hook_points import multiplied, read_in_next_run, to_positions
 from ..architectures.output_heads import lens_of
 from ..architectures.transformer_lens import is_transformer_lens, right_padding
 from ..architectures.unembed import Unembed, rounding, tensor_of, unembed_gap
@@ -315,7 +315,7 @@ class Frame:
         self.complete = False
         self.reading: ForwardPass | None = None
         # Number of runs so far of each module that is read, by its first site.
-        self.runs: dict[int, int] = defaultdict(int)
+        self.runs: Counter[int] = Counter()
 
     @property
     def outermost(self) -> Frame:
@@ -585,11 +585,7 @@ class Recorder:
         if self.source.aside() or not self._counts(here):
             return
         frame = here if self.inside else here.outermost
-        run = frame.runs[sites[0]]
-        frame.runs[sites[0]] += 1
-        for site in sites:
-            if not self.points[site].is_read_in(run):
-                continue
+        for site in read_in_next_run(self.points, sites, frame.runs):
             if here.level >= 0 and site in here.read_here:
                 if not self.inside:
                     raise self._not_once(site, SEVERAL_RUNS)
