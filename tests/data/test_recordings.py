@@ -44,6 +44,7 @@ def test_padded_recordings_are_measured_as_without_padding():
     with_mask = measured({"input_values": table, "attention_mask": mask})
     for found in (without_mask, with_mask):
         assert found.provenance.tokens == alone.provenance.tokens
+        assert found.provenance.data == alone.provenance.data
         assert torch.equal(found.values, alone.values)
 
 

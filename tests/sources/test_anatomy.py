@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import nnsight
 import pytest
 import torch
 
@@ -36,21 +37,20 @@ class Shift(torch.nn.Linear):
 class Stack(torch.nn.Module):
     """A language model of such blocks."""
 
-    def __init__(self, add, scale=lambda logits: logits) -> None:
+    def __init__(self, add) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = torch.nn.Embedding(97, 16)
         self.layers = torch.nn.ModuleList([Sublayers(16, add) for _ in range(3)])
         self.final = torch.nn.LayerNorm(16)
         self.head = torch.nn.Linear(16, 97, bias=False)
-        self.scale = scale
         self.eval()
 
     def forward(self, input_ids):
         x = self.words(input_ids)
         for block in self.layers:
             x = block(x)
-        return self.scale(self.head(self.final(x)))
+        return self.head(self.final(x))
 
 
 def sequential(block, x):
@@ -256,3 +256,48 @@ def test_the_name_of_a_module_itself_counts_before_what_it_follows():
     model.layers = torch.nn.ModuleList([Misleading(16, sequential) for _ in range(3)])
     for block in anatomy_of(model).blocks:
         assert [(s.family, s.path) for s in block.sublayers] == [("mixer_out", "mix"), ("mlp_out", "post_attention_ff")]
+
+
+class Multiplied(Stack):
+    """A model that multiplies what its head reads and what its head returns."""
+
+    def __init__(self, before: float, behind: float) -> None:
+        super().__init__(sequential)
+        self.lm_head = self.head
+        del self.head
+        self.before, self.behind = before, behind
+
+    def forward(self, input_ids):
+        x = self.words(input_ids)
+        for block in self.layers:
+            x = block(x)
+        return self.behind * self.lm_head(self.before * self.final(x))
+
+
+@pytest.mark.parametrize("behind", [1.0, 0.25])
+@pytest.mark.parametrize("before", [1.0, 0.5])
+def test_multiples_before_and_behind_the_head_are_found(before, behind):
+    model = Multiplied(before, behind)
+    head = open_local(model).anatomy.head
+    assert head.tail is None
+    assert head.scale == pytest.approx(before * behind)
+    with torch.no_grad():
+        logits = model(TOKENS)
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), TOKENS[:, 1:].flatten())
+    found = lsim.analyze(model, TOKENS, lsim.LogitLens())["logit_lens"].cross_entropy[-1]
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("source", ["attach", "trace"])
+def test_every_reader_multiplies_what_is_added(source):
+    model = causal_model("granite")
+    at = ["blocks.1.hook_mlp_out", "blocks.1.hook_resid_post"]
+    expected = lsim.analyze(model, TOKENS, lsim.Cosine(center="none"), at=at)["cosine"].norm_ratio
+    if source == "attach":
+        with lsim.attach(model, lsim.Cosine(center="none"), at=at) as probe:
+            model(TOKENS)
+        found = probe.results()["cosine"].norm_ratio
+    else:
+        traced = lsim.open_model(nnsight.NNsight(model), remote="local")
+        found = lsim.analyze(traced, TOKENS, lsim.Cosine(center="none"), at=at)["cosine"].norm_ratio
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)

@@ -249,7 +249,7 @@ def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, ari
             return None
     if not parts or current is None or current.shape != logits.shape:
         return None
-    raw = current.double() * scale
+    raw = current.double()
     for cap in (None, *arithmetic.multipliers):
         target = logits.double() if cap is None else cap * torch.atanh((logits.double() / cap).clamp(-1, 1))
         inner = bool(target.isfinite().all())
