@@ -47,6 +47,9 @@ def test_a_truncated_copy_has_the_logits_of_the_lens(name, tmp_path):
     model = case.build()
     short = lsim.truncate(model, 2, save_to=tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=next(model.parameters()).dtype).eval()
+    # The stages of a backbone, which DINOv2 and BEiT name.
+    for name in ("stage_names", "out_features"):
+        assert getattr(short.config, name, None) == getattr(loaded.config, name, None)
     for row in case.rows():
         expected = layer_logits(model, case.paths, row)[1]
         with torch.no_grad():
