@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
@@ -99,6 +100,27 @@ def test_a_head_that_is_replaced_inside_attach_does_not_end_the_loop():
         assert model(tokens).logits.shape == (4, 12, 32)
     with pytest.raises(lsim.LayersimError):
         probe.results()
+
+
+class Quartered(LlamaForCausalLM):
+    """A model that multiplies the output of its head."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 0.25 * output.logits
+        return output
+
+
+def test_a_lens_of_logits_that_the_model_multiplies_is_refused():
+    model, tokens = tiny_llama(), random_tokens(4, 12)
+    model.__class__ = Quartered
+    with lsim.attach(model, lsim.LogitLens()) as probe, torch.no_grad():
+        logits = model(tokens).logits.double()
+    with pytest.raises(lsim.LayersimError, match=r"0\.25 times"):
+        probe.results()
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    found = lsim.analyze(model, tokens, lsim.LogitLens())["logit_lens"].cross_entropy[-1]
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_pass_that_cannot_be_read_does_not_keep_its_activations():
