@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,9 +97,10 @@ def test_a_run_at_other_sites_is_kept_and_sent_again(server, tmp_path, monkeypat
     assert equal(lsim.load_run(path).result(300), waited)
     again = lsim.load_run(path, model=load("tests/llama"))
     # As after a restart of the server, which forgets its jobs.
-    again._jobs[1].id = str(uuid.uuid4())
+    job = again._jobs[1]
+    job.sent = replace(job.sent, id=str(uuid.uuid4()))
     assert equal(again.result(300), waited)
-    assert again._jobs[1].failure is not None
+    assert job.failure is not None
 
 
 def test_two_remote_models_at_other_sites(server):
