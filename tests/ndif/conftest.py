@@ -95,8 +95,8 @@ def hub():
 @pytest.fixture(scope="session")
 def server(hub):
     """A server of float32 models without a limit."""
-    with _started("a") as found:
-        yield found
+    with started("a") as without_limit:
+        yield without_limit
 
 
 @pytest.fixture
@@ -105,16 +105,18 @@ def start(hub):
     running = []
 
     def start(**options) -> Server:
-        running.append(_started(f"b{len(list(ROOT.glob('b*')))}", **options))
+        running.append(started(f"b{len(list(ROOT.glob('b*')))}", **options))
         running[-1].start()
         return running[-1]
 
     yield start
-    for found in running:
-        found.stop()
+    for server in running:
+        assert len(server.processes()) > 5
+        server.stop()
+        assert server.processes() == []
 
 
-def _started(name, **options):
+def started(name, **options):
     folder = ROOT / name
     folder.mkdir()
     return Server(PYTHON, folder, HUB.url, **options)

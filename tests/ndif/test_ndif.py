@@ -20,7 +20,6 @@ from tl_layersim.remote import client as ndif
 
 from ..options import called
 from .client import equal, furthest, load, rows
-from .conftest import ask_for
 
 HERE = Path(__file__).resolve().parents[2]
 RESIDUAL = [lsim.Cosine(), lsim.CKA(minibatch=64), lsim.Trajectory(), lsim.NeuralCollapse()]
@@ -31,25 +30,8 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:U
 # First those with servers of their own: an idle server takes a good part of a core.
 
 
-def test_half_precision_there_is_summed_as_here(start, monkeypatch):
-    server, data = start(dtype="bfloat16"), rows(12, 60)
-    here = lsim.analyze(load("tests/llama", torch.bfloat16), lsim.Data(data, batch_size=4), RESIDUAL + LENS)
-    exact = lsim.analyze(load("tests/llama", torch.float32), lsim.Data(data, batch_size=4), RESIDUAL + LENS)
-    for kind in ("trusted", "sandboxed"):
-        with monkeypatch.context() as patch:
-            ask_for(kind, patch)
-            # A sandbox starts a process for each request: few requests.
-            options = {"remote": server.url, "batch_size": 4, "tokens_per_request": 4000}
-            report = called(lsim.analyze, load("tests/llama"), data, RESIDUAL + LENS, **options)
-        # Equal activations give equal sums only if the sums are not in bfloat16.
-        assert furthest(report, here) < 1e-6
-        assert report["cosine"].provenance.dtype == "torch.bfloat16"
-        assert float((report["cosine"].values - exact["cosine"].values).abs().max()) < 2e-2
-        assert float((report["cka"].values - exact["cka"].values).abs().max()) < 5e-2
-
-
 def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_path):
-    server, data = start(job_limit=4), rows(64, 200)
+    server, data = start(job_limit=4), rows(32, 200)
     options = {"remote": server.url, "batch_size": 2}
     # A request with CKA holds 16 rows or more.
     analyzers = [lsim.Cosine(center="none"), lsim.Trajectory()]
@@ -57,9 +39,9 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_pat
     halved = called(lsim.analyze, load("tests/slow"), data, analyzers, tokens_per_request=100_000, **options)
     assert equal(calm, halved)
     requests = [report["cosine"].provenance.options["remote"][0]["requests"] for report in (calm, halved)]
-    assert requests[0] == 33
+    assert requests[0] == 17
     # Without a halving there would be two requests.
-    assert 2 < requests[1] <= 33
+    assert 2 < requests[1] <= 17
     # Left to itself it stays below the limit.
     assert equal(calm, called(lsim.analyze, load("tests/slow"), data, analyzers, **options))
     with pytest.raises(lsim.LayersimError, match=r"the server's time limit for a job(.|\n)*batch_size="):
@@ -76,7 +58,7 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_pat
 
 
 def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
-    server, data = start(), rows(48, 60)
+    server, data = start(), rows(24, 60)
     analyzers = [lsim.Cosine(), lsim.Trajectory()]
     options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
     undisturbed = called(lsim.analyze, load("tests/llama"), data, analyzers, **options)
@@ -103,13 +85,6 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     assert len(asked) > report["cosine"].provenance.options["remote"][0]["requests"]
     assert equal(report, undisturbed)
     assert report["cosine"].provenance.seconds > undisturbed["cosine"].provenance.seconds + 5
-
-
-def test_nothing_is_left_running(start):
-    server = start()
-    assert len(server.processes()) > 5
-    server.stop()
-    assert server.processes() == []
 
 
 @pytest.mark.parametrize("name", ["tests/llama", "tests/gpt2", "real/stories260K"])
@@ -156,11 +131,11 @@ def run_client(*args: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "tests.ndif.client", *map(str, args)], cwd=HERE, env=dict(os.environ))
 
 
-def test_a_client_that_is_killed_ten_times(server, tmp_path):
+def test_a_client_that_is_killed_five_times(server, tmp_path):
     assert run_client(server.url, "tests/slow", tmp_path / "calm.st").wait() == 0
     draw, killed, lengths = random.Random(0), 0, []
     checkpoint = tmp_path / "run.ckpt"
-    while killed < 10:
+    while killed < 5:
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
         client = run_client(server.url, "tests/slow", tmp_path / "killed.st", checkpoint)
         # Imports take seconds: the clock starts with the first sums of this process.
@@ -173,7 +148,7 @@ def test_a_client_that_is_killed_ten_times(server, tmp_path):
         client.wait()
         killed += 1
         lengths.append(checkpoint.stat().st_size)
-    assert killed == 10, f"the run was over after {killed} kills: it is too short"
+    assert killed == 5, f"the run was over after {killed} kills: it is too short"
     assert run_client(server.url, "tests/slow", tmp_path / "killed.st", checkpoint).wait() == 0
     calm, survived = lsim.load(tmp_path / "calm.st"), lsim.load(tmp_path / "killed.st")
     assert equal(calm, survived)
@@ -264,7 +239,7 @@ def test_the_tutorial_runs_as_it_is_but_for_names(server, hub, tmp_path, monkeyp
 
 def test_stitched_there_as_here(server, trust):
     options = {"at": (1, 1), "adapter": "affine", "fit": "lstsq", "batch_size": 8}
-    data = rows(32, 40)
+    data = rows(16, 40)
     expected = called(lsim.stitch, load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, **options)
     there = [load("tests/llama"), load("tests/gpt2")]
     found = called(lsim.stitch, *there, data, remote=server.url, **options)
