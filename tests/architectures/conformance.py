@@ -314,6 +314,11 @@ CAPABILITIES: dict[str, Callable[[Reference], bool]] = {
 
 def outcome(reference: Reference, capability: str) -> tuple[str, str]:
     """The outcome of a capability on a model, and the reason or error."""
+    return guarded_outcome(CAPABILITIES[capability], reference)
+
+
+def guarded_outcome(check: Callable[[Any], bool], reference: Any) -> tuple[str, str]:
+    """The outcome of a check of a model, and the reason or error. A check that takes too long counts as an error."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"longer than {SECONDS} s")
@@ -323,7 +328,7 @@ def outcome(reference: Reference, capability: str) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            good = CAPABILITIES[capability](reference)
+            good = check(reference)
         return ("right" if good else "wrong"), ""
     except lsim.LayersimError as error:
         return "refused", str(error)
@@ -380,8 +385,8 @@ def summary(found: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     """The number of families with each outcome, for each capability, as rows of a table."""
     columns = ("right", "refused", "wrong", "raw", "unknown")
     rows = [f"| transformers {transformers.__version__} | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
-    for name in next(iter(found.values())):
-        counts = Counter(own[name][0] for own in found.values())
+    for name in dict.fromkeys(name for own in found.values() for name in own):
+        counts = Counter(own[name][0] for own in found.values() if name in own)
         rows.append(f"| {name} | {' | '.join(str(counts[column]) for column in columns)} |")
     return rows
 
@@ -412,10 +417,21 @@ def write_page(found: dict[str, dict[str, tuple[str, str]]], page: Path) -> None
         "| --- | --- |",
         *(f"| {name} | {', '.join(families)} |" for name, families in refused.items()),
     ]
-    text = page.read_text()
-    before, rest = text.split(START)
-    _, after = rest.split(END)
-    page.write_text("\n".join([f"{before}{START}", "", *lines, "", f"{END}{after}"]))
+    write_rows(lines, page, START, END)
+
+
+def write_rows(lines: list[str], page: Path, start: str, end: str) -> None:
+    """Write lines into a page, in place of those between two marks.
+
+    Args:
+        lines: the lines.
+        page: the page.
+        start: the mark before them.
+        end: the mark behind them.
+    """
+    before, old = page.read_text().split(start)
+    _, after = old.split(end)
+    page.write_text("\n".join([f"{before}{start}", "", *lines, "", f"{end}{after}"]))
 
 
 def main(arguments: list[str]) -> None:

@@ -24,6 +24,8 @@ from .out_of_memory import is_out_of_memory
 INNER_MASKS = {"encoder": "pixel_mask", "decoder": "decoder_attention_mask"}
 # Inputs that mean nothing where all of their values are 0, also to a model that does not take them.
 EMPTY_IF_ZERO = ("token_type_ids",)
+# Number of frames of a recording where a model takes any number of them.
+FRAMES = 64
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
@@ -182,9 +184,12 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
         return (getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
     if name == "input_features" and bins is not None and length is not None:
         return (bins, 2 * length)
+    frame_width = getattr(config, "feature_projection_input_dim", None)
+    if name == "input_features" and frame_width is not None:
+        return (FRAMES, frame_width)
     raise LayersimError(
-        f"The size of `{name}` is unknown; the configuration of {model.name} must have image_size, or num_mel_bins and "
-        "max_source_positions."
+        f"The size of `{name}` is unknown; the configuration of {model.name} must have image_size, num_mel_bins and "
+        "max_source_positions, or feature_projection_input_dim."
     )
 
 

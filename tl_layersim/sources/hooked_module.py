@@ -84,6 +84,7 @@ class HookedSource(CanReadSites):
         self._start_reading(points, tuple(range(len(points))))
         self.unembed = lens_of(self.module, self._model.head)
         self._check: Callable[[Batch], None] | None = None
+        self.choose_row_head()
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
         """Set the block paths, the embedding and the description of the model."""

@@ -187,6 +187,7 @@ class NNsightSource(CanReadSites):
         events, place = (*points, *self._events()), {path: number for number, path in enumerate(self.paths)}
         order = sorted(range(len(events)), key=lambda event: (place[events[event].module], not events[event].incoming))
         self._start_reading(points, tuple(order))
+        self.choose_row_head()
 
     def _envoy_at(self, path: str) -> Any:
         """The envoy of the module at a path, even if nnsight renames it."""

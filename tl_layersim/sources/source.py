@@ -50,6 +50,7 @@ from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import Model, settled
 from .out_of_memory import in_parts, is_out_of_memory, joined, reduce_batch, refusing_out_of_memory, release_memory, too_large
+from .row_heads import pooled_head, positions_read
 from .watched_forward import WatchedForward, watch
 
 if TYPE_CHECKING:
@@ -701,6 +702,34 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
                 if all(self._head_gap(head, *one_pass) <= allowed for one_pass in passes):
                     self._set_head(head)
                     return
+
+    def choose_row_head(self) -> None:
+        """Find out, on a synthetic row, which positions the head of a row classifier reads."""
+        head = self._model.head
+        if self._heads and head is not None and head.reads != "every":
+            self.on_synthetic_row(self._find_row_head)
+
+    def _find_row_head(self, row: Batch) -> None:
+        dtype = self._model.torch_dtype
+        recorded = record_forward(self.module, lambda: self.call(row))
+        hidden = recorded.of(self.paths[-1])[-1].returned
+        logits = tensor_of(recorded.output)
+        assert hidden is not None
+        # An image or a recording has as many positions as its activations.
+        every = torch.ones(1, hidden.shape[1], dtype=torch.bool)
+        row = (
+            row
+            if row.has_tokens
+            else replace(row, tokens=torch.zeros_like(every, dtype=torch.int64), attention=every, counted=every)
+        )
+        watched = pooled_head(recorded, self.paths[-1], logits, dtype)
+        for head in (*self._heads, watched):
+            if head is not None and self._head_gap(head, hidden, recorded.output, row) <= rounding(dtype, torch.float32):
+                self._set_head(head)
+                return
+        # No lens is known, but measures of the residual stream read the same positions as the head.
+        reads = positions_read(self.module.get_submodule(self.paths[-1]), lambda: self.call(row), logits, dtype)
+        self._set_head(replace(self._heads[0], reads=reads, pool=None))
 
     def on_synthetic_row(self, run: Callable[[Batch], T]) -> T | None:
         """Run a function on a synthetic row; None if the model does not take it, or is on a server."""

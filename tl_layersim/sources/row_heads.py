@@ -1,0 +1,125 @@
+"""Finds how a model that classifies whole rows pools positions: from one recorded forward pass, verified by its own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..activations.block_call import first_tensor
+from ..architectures.output_heads import is_norm
+from ..architectures.unembed import Head, Pool, rounding, tensor_of
+from .find_anatomy import RecordedForward, tail_runs
+from .hooks import in_this_thread, on_leave, temporary_hooks
+
+# Means over all positions, and over those after one special token.
+MEANS = (0, 1)
+
+
+def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtype: torch.dtype) -> Head | None:
+    """The head of a row classifier as a chain of modules with one pooling over positions; None if it is no such chain.
+
+    Each module reads what the one before returns, or the vector to which its positions are pooled: the first position, the last
+    one, or a mean.
+
+    Args:
+        recorded: a forward pass over one row without padding.
+        last_block: path of the last block.
+        logits: the logits of the row, `1 classes`.
+        dtype: dtype of the weights.
+    """
+    last = recorded.of(last_block)[-1]
+    current = last.returned
+    norm = ""
+    parts: list[str] = []
+    pool: Pool | None = None
+    # A mean over positions passes through a norm or an activation only if it comes after them.
+    is_linear = True
+    for run in tail_runs(recorded, last):
+        if run.given is None or run.returned is None or current is None:
+            return None
+        if not _agree(run.given, current, dtype):
+            pool = None if pool is not None else _pooling(current, run.given, is_linear, dtype)
+            if pool is None:
+                return None
+            pool = Pool(pool.single, pool.mean_from, before_norm=not norm)
+        current = run.returned
+        if run.returned.shape == run.given.shape and torch.equal(run.returned, run.given):
+            # Dropout.
+            continue
+        if not parts and not norm and is_norm(run.module):
+            norm = run.path
+            continue
+        is_linear = is_linear and isinstance(run.module, torch.nn.Linear)
+        parts.append(run.path)
+    if not parts or current is None:
+        return None
+    if pool is None:
+        pool = _pooling(current, logits, is_linear, dtype)
+    elif not _agree(current, logits, dtype):
+        return None
+    if pool is None:
+        return None
+    if pool.single:
+        return Head(norm, tuple(parts), "first" if pool.single == (0,) else "last")
+    return Head(norm, tuple(parts), "rows", pool=pool if norm else Pool(mean_from=pool.mean_from))
+
+
+def _pooling(states: Tensor, vector: Tensor, is_linear: bool, dtype: torch.dtype) -> Pool | None:
+    """The pooling over positions (`1 pos width`) that gives a vector (`1 width` or `1 1 width`); None if it is another one."""
+    if states.dim() != 3 or states.shape[1] < 2 or vector.numel() != states.shape[2]:
+        return None
+    for pool in _poolings(is_linear):
+        place = pool.single[0] if pool.single else None
+        pooled = states[:, pool.mean_from :].mean(1) if place is None else states[:, place]
+        if _agree(vector, pooled, dtype):
+            return pool
+    return None
+
+
+def _poolings(is_linear: bool) -> Iterator[Pool]:
+    """Poolings over positions: a single one, and means if the modules before the pooling are linear."""
+    yield Pool((0,))
+    yield Pool((-1,))
+    if is_linear:
+        for start in MEANS:
+            yield Pool(mean_from=start)
+
+
+def positions_read(
+    block: torch.nn.Module, call: Callable[[], Any], logits: Tensor, dtype: torch.dtype
+) -> Literal["first", "last", "rows"]:
+    """The positions of the last block's output that the logits of a row depend on; "rows" for several.
+
+    Args:
+        block: the last block.
+        call: runs the forward pass over the row.
+        logits: the logits of the row.
+        dtype: dtype of the weights.
+    """
+    if _depends_on_one(block, call, logits, dtype, 0):
+        return "first"
+    return "last" if _depends_on_one(block, call, logits, dtype, -1) else "rows"
+
+
+def _depends_on_one(block: torch.nn.Module, call: Callable[[], Any], logits: Tensor, dtype: torch.dtype, place: int) -> bool:
+    """Whether the logits stay as they are if the vectors at all other positions change."""
+
+    def change_others(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        states = first_tensor(output)
+        vector = states[:, place].clone()
+        states.copy_(states.flip(-1))
+        states[:, place] = vector
+
+    with temporary_hooks() as handles, torch.no_grad():
+        handles.append(on_leave(block, in_this_thread(change_others)))
+        return _agree(tensor_of(call()), logits, dtype)
+
+
+def _agree(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors hold the same numbers up to rounding, whatever their axes of length 1."""
+    ours = tensor.double().flatten()
+    theirs = other.double().flatten()
+    return ours.shape == theirs.shape and float((ours - theirs).norm()) <= rounding(dtype) * float(theirs.norm())
