@@ -749,7 +749,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def _heads_of(self, recorded: RecordedForward, token: int) -> Iterator[Head]:
         """The head of a recorded forward pass as a chain of modules, then as the rest of the pass on a token id."""
-        last = recorded.of(self.paths[-1])[-1]
+        last = recorded.runs_of(self.paths[-1])[-1]
         if any(type(run.module) is type(last.module) for run in tail_runs(recorded, last)):
             # `layers` leaves out later blocks, which are no part of a head.
             return
@@ -855,7 +855,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         recorded = record_forward(self.module, lambda: self.call(row))
         config = nearest_config(self.module, self.paths[0])
         anatomy = find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
-        hidden = recorded.of(anatomy.blocks[-1].path)[-1].returned
+        hidden = recorded.runs_of(anatomy.blocks[-1].path)[-1].output
         if hidden is None:
             return anatomy
         for head in (*self._heads, *self._heads_of(recorded, int(row.tokens[0, 0]))):
