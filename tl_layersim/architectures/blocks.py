@@ -38,7 +38,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
             raise unsupported_blocks(module, f"its modules are {[name for name, _ in module.named_children()][:6]}")
         return blocks
     paths = existing_paths(module, layers, "layers")
-    numbers = _numbers(module, paths)
+    numbers = _block_numbers(module, paths)
     for place, (previous_path, path) in enumerate(pairwise(paths), start=1):
         is_repeated = path in paths[:place]
         is_out_of_order = numbers is not None and numbers[place] < numbers[place - 1]
@@ -101,7 +101,7 @@ def locate(
         named: whether the user named them.
     """
     stack = stack_of(module, paths)
-    numbers = _numbers(module, paths) if named else list(range(len(paths)))
+    numbers = _block_numbers(module, paths) if named else list(range(len(paths)))
     if numbers is not None:
         names = tuple(f"{stack}.{name}" if stack else name for name in block_sites(numbers))
         # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
@@ -242,7 +242,7 @@ def has_both_towers(module: torch.nn.Module) -> bool:
     return all(hasattr(module, child) for child in TOWER_MODULES.values())
 
 
-def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
+def _block_numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
     """Indices of blocks from their paths; None if a path is not a known block."""
     blocks = _blocks_of(module, stack_of(module, paths))
     if not set(paths) <= set(blocks):

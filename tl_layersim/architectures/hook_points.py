@@ -363,24 +363,24 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
     if not has_convolution(module):
         return None
     submodule = module.get_submodule(path)
-    axis = _axis_of(submodule)
+    axis = _channel_axis_of(submodule)
     if axis is not None:
         return Channels(axis)
-    first, last = _sizes(submodule)
+    first, last = _channel_counts(submodule)
     if first or last:
-        return Channels(None, first, last, not last and _may_move(submodule)) if first else None
+        return Channels(None, first, last, not last and _may_move_channel_axis(submodule)) if first else None
     parent_path, _, name = path.rpartition(".")
     parent = module.get_submodule(parent_path)
     # Names of the modules that run before this one in a Sequential.
     earlier_names: list[str] = []
     if isinstance(parent, torch.nn.Sequential):
         earlier_names = list(takewhile(lambda sibling: sibling != name, parent._modules))
-    if _keeps(submodule):
+    if _keeps_channel_axis(submodule):
         if earlier_names:
             return channels_at(module, f"{parent_path}.{earlier_names[-1]}".lstrip("."))
         return channels_at(module, parent_path)
     for earlier_name in reversed(earlier_names):
-        first, last = _sizes(parent.get_submodule(earlier_name), outputs=True)
+        first, last = _channel_counts(parent.get_submodule(earlier_name), outputs=True)
         if first or last:
             return Channels(None, first, last, moved=True)
     channels = channels_at(module, parent_path)
@@ -394,7 +394,7 @@ def has_convolution(module: torch.nn.Module) -> bool:
     return any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules())
 
 
-def _keeps(module: torch.nn.Module) -> bool:
+def _keeps_channel_axis(module: torch.nn.Module) -> bool:
     """Whether a module keeps the channel axis of its input, like an activation function."""
     if isinstance(module, torch.nn.MultiheadAttention):
         return False
@@ -403,13 +403,13 @@ def _keeps(module: torch.nn.Module) -> bool:
     return any(cls.__module__ in KEEPING_FILES for cls in type(module).__mro__)
 
 
-def _may_move(module: torch.nn.Module) -> bool:
+def _may_move_channel_axis(module: torch.nn.Module) -> bool:
     """Whether a module contains a leaf module that may move the channel axis."""
     leaves = [submodule for submodule in module.modules() if not submodule._modules]
-    return any(_axis_of(leaf) is None and not _keeps(leaf) for leaf in leaves)
+    return any(_channel_axis_of(leaf) is None and not _keeps_channel_axis(leaf) for leaf in leaves)
 
 
-def _axis_of(module: torch.nn.Module) -> int | None:
+def _channel_axis_of(module: torch.nn.Module) -> int | None:
     """The channel axis that a module decides itself: 1 or -1; None if it decides none."""
     if any(cls.__module__ in CHANNELS_FIRST for cls in type(module).__mro__) or isinstance(module, torch.nn.GroupNorm):
         return 1
@@ -418,7 +418,7 @@ def _axis_of(module: torch.nn.Module) -> int | None:
     return -1 if isinstance(module, torch.nn.Linear | torch.nn.Embedding) else None
 
 
-def _sizes(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _channel_counts(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Channel counts of convolutions in a module, and widths of its linear layers and norms.
 
     Args:

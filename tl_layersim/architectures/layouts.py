@@ -613,10 +613,16 @@ HEADS_BY_CLASS = (
 # Why models of a class have no head that could be applied to every layer.
 NO_HEAD = {
     **dict.fromkeys(
-        [
-            f"{name}ForSequenceClassification"
-            for name in ("Bart", "MBart", "PLBart", "Mvp", "BigBirdPegasus", "T5", "MT5", "UMT5")
-        ],
+        (
+            "BartForSequenceClassification",
+            "MBartForSequenceClassification",
+            "PLBartForSequenceClassification",
+            "MvpForSequenceClassification",
+            "BigBirdPegasusForSequenceClassification",
+            "T5ForSequenceClassification",
+            "MT5ForSequenceClassification",
+            "UMT5ForSequenceClassification",
+        ),
         "its head reads the decoder at the place where the encoder's input has its last end-of-text token, which the decoder's "
         "own inputs do not give",
     ),

@@ -8,7 +8,7 @@ import torch
 
 from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_blocks, module_sites, nearest_config
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, site_name
-from .layouts import BlockLayout, ModuleTensor, input_of, output_of
+from .layouts import BlockLayout, ModuleTensor, Term, input_of, output_of
 
 UNKNOWN = "its architecture is not in the table of hook points; name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"
@@ -33,7 +33,7 @@ def module_site_map(
     lists: dict[str, list[str]] = {}
     for block in blocks:
         lists.setdefault(block.rpartition(".")[0], []).append(block)
-    layouts = {list_path: _layout(module, paths) for list_path, paths in lists.items()}
+    layouts = {list_path: _common_layout(module, paths) for list_path, paths in lists.items()}
     lacks: dict[str, str] = {}
     sites: list[Site] = []
     sums: list[StreamSum] = []
@@ -78,7 +78,7 @@ def module_site_map(
     )
 
 
-def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
+def _common_layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
     """The layout of all blocks in a list; None if it is unknown or the blocks differ."""
     layouts = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
     are_numbered = all(path.rpartition(".")[2].isdecimal() for path in blocks)
@@ -132,11 +132,21 @@ def stack_sites(
         for total, terms in layout.sums:
             families = {term for term in (total, *terms) if isinstance(term, str)}
             if points.keys() >= families:
-                total_point, *term_points = [
-                    points[term] if isinstance(term, str) else _point("", path, term) for term in (total, *terms)
-                ]
-                sums.append(StreamSum(total_point, tuple(term_points)))
+                total_point = _point_of_term(total, path, points)
+                term_points = tuple(_point_of_term(term, path, points) for term in terms)
+                sums.append(StreamSum(total_point, term_points))
     return sites, sums
+
+
+def _point_of_term(term: Term, path: str, points: Mapping[str, HookPoint]) -> HookPoint:
+    """The hook point of a term of a sum in a block.
+
+    Args:
+        term: a family, or a tensor that belongs to none.
+        path: path of the block.
+        points: the hook points of the block, by family.
+    """
+    return points[term] if isinstance(term, str) else _point("", path, term)
 
 
 def point_at(module: torch.nn.Module, name: str) -> HookPoint | None:

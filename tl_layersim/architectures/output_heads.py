@@ -42,12 +42,12 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     """
     names = dict(module.named_modules())
     if unembed is not None:
-        return _scaled(_named_head(module, unembed, names), module)
+        return _with_logit_scaling(_named_head(module, unembed, names), module)
     head = _head_in_table(module, blocks, names)
     if head is not None:
-        return _scaled(head, module)
-    norm = _norm_beside(module, blocks, names)
-    parts, reads = _classifier(module, blocks, names)
+        return _with_logit_scaling(head, module)
+    norm = _norm_beside_blocks(module, blocks, names)
+    parts, reads = _modules_to_logits(module, blocks, names)
     if not parts:
         return None
     hides_norm = False
@@ -57,14 +57,14 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     projection = ".".join([*blocks[0].split(".")[:-2], "project_out"])
     if projection in names:
         parts = [projection, *parts]
-    return _scaled(Head(norm, tuple(parts), reads, hides_norm=hides_norm), module)
+    return _with_logit_scaling(Head(norm, tuple(parts), reads, hides_norm=hides_norm), module)
 
 
 def _named_head(module: torch.nn.Module, unembed: list[str], names: dict[str, torch.nn.Module]) -> Head:
     """The head whose paths the user names."""
     paths = existing_paths(module, unembed, "unembed")
     first_path = paths[0]
-    starts_with_norm = has_name_of_norm(type(names[first_path])) or _is_norm(first_path, names)
+    starts_with_norm = has_name_of_norm(type(names[first_path])) or _is_norm_by_name(first_path, names)
     if len(paths) > 1 and starts_with_norm:
         return Head(first_path, tuple(paths[1:]))
     return Head("", tuple(paths), hides_norm=any(_may_hide_norm(names[path]) for path in paths))
@@ -78,7 +78,7 @@ def _head_in_table(module: torch.nn.Module, blocks: list[str], names: dict[str, 
         if not classes.intersection(layout.classes) or not layout.when(config):
             continue
         base: Any = getattr(module, "base_model_prefix", "")
-        norm = _norm_beside(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
+        norm = _norm_beside_blocks(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
         parts = tuple(norm if part == "{norm}" else part for part in layout.parts)
         pool = None if layout.pool is None else layout.pool(config)
         return Head(norm, parts, layout.reads, pool=pool)
@@ -91,7 +91,7 @@ def _has_no_final_norm(module: torch.nn.Module, blocks: list[str]) -> bool:
     return is_post_norm(module, blocks[0]) if layout is None else "ln_final" in layout.lacks
 
 
-def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
+def _norm_beside_blocks(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
     """Path of the norm beside the list of blocks; "" if there is none."""
     layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
     if _has_no_final_norm(module, blocks):
@@ -104,7 +104,7 @@ def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, to
     for depth in range(blocks[0].count(".") - 1, -1, -1):
         parent = ".".join(blocks[0].split(".")[:depth])
         paths = [f"{parent}.{name}".lstrip(".") for name, _ in names[parent].named_children()]
-        norms = [path for path in paths if _is_norm(path, names) and _has_width_of_stream(names[path], module)]
+        norms = [path for path in paths if _is_norm_by_name(path, names) and _has_width_of_stream(names[path], module)]
         if norms:
             return norms[-1]
     return ""
@@ -162,7 +162,7 @@ def is_detr(config: Any) -> bool:
     return getattr(config, "model_type", None) == "detr"
 
 
-def _scaled(head: Head, module: torch.nn.Module) -> Head:
+def _with_logit_scaling(head: Head, module: torch.nn.Module) -> Head:
     """Add logit scale and soft-cap to a head that predicts tokens."""
     if head.classifies:
         return head
@@ -175,7 +175,7 @@ def _scaled(head: Head, module: torch.nn.Module) -> Head:
     return replace(head, scale=scale, soft_cap=soft_cap)
 
 
-def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
+def _modules_to_logits(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
     """Paths of the modules from the final norm to the logits, and the positions they read (`Head.reads`)."""
     get_output_embeddings: Any = getattr(module, "get_output_embeddings", lambda: None)
     output_embeddings = get_output_embeddings()
@@ -207,7 +207,7 @@ def is_norm(module: torch.nn.Module) -> bool:
     return has_name_of_norm(type(module)) and all(weight.dim() < 2 for weight in module.parameters())
 
 
-def _is_norm(path: str, names: dict[str, torch.nn.Module]) -> bool:
+def _is_norm_by_name(path: str, names: dict[str, torch.nn.Module]) -> bool:
     """Whether a module is a norm by its name or its class, and not the norm of an embedding."""
     name = path.split(".")[-1].lower()
     if "embed" in name:
@@ -309,7 +309,7 @@ class Quiet:
 
 def without_hooks(module: torch.nn.Module) -> torch.nn.Module:
     """A copy of a module without hooks, in evaluation mode, which shares its parameters and buffers."""
-    return _shadow(module, {})
+    return _copy_without_hooks(module, {})
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class QuietTail:
             norm = self.module.get_submodule(self.norm)
             stand_ins[id(norm)] = _constant_module(norm, residual)
         tokens = torch.full(residual.shape[:2], self.tail.token, device=x.device)
-        model = _shadow(self.module, stand_ins)
+        model = _copy_without_hooks(self.module, stand_ins)
         output = model(**{self.tail.token_input: tokens}, **no_cache(self.module))
         logits = tensor_of(output)
         return logits.reshape(*x.shape[:-1], logits.shape[-1])
@@ -354,7 +354,7 @@ def _constant_module(module: torch.nn.Module, value: Any) -> torch.nn.Module:
     return stand_in
 
 
-def _shadow(module: torch.nn.Module, shadows: dict[int, torch.nn.Module]) -> torch.nn.Module:
+def _copy_without_hooks(module: torch.nn.Module, shadows: dict[int, torch.nn.Module]) -> torch.nn.Module:
     """Copy a module without hooks, in evaluation mode; parameters and buffers are shared.
 
     Args:
@@ -376,7 +376,7 @@ def _shadow(module: torch.nn.Module, shadows: dict[int, torch.nn.Module]) -> tor
             attributes[name] = functools.partial(value.func, *args, **value.keywords)
     children: dict[str, torch.nn.Module | None] = {}
     for name, child in module._modules.items():
-        children[name] = None if child is None else _shadow(child, shadows)
+        children[name] = None if child is None else _copy_without_hooks(child, shadows)
     attributes["_modules"] = children
     attributes["_forward_hooks"] = OrderedDict()
     attributes["_forward_pre_hooks"] = OrderedDict()

@@ -100,7 +100,10 @@ def find_points(
             selected += sites.of_families(families)
     points: list[HookPoint] = []
     for site in selected:
-        points += _by_head(site) if per_head else [site.point]
+        if per_head:
+            points += _by_head(site)
+        else:
+            points.append(site.point)
     # A family and a pattern may select the same site.
     return distinct_points(points)
 
@@ -186,10 +189,10 @@ def _sites_matching(sites: SiteMap, item: str | Callable[[str], bool]) -> list[S
         for name in names:
             site = _site_called(sites, site_by_name, name) if matches(name) else None
             if site is not None:
-                by_tensor[_tensor_of(site.point)] = site
+                by_tensor[_tensor_key(site.point)] = site
         if by_tensor:
             return list(by_tensor.values())
-    raise _unknown(sites, site_by_name, item)
+    raise _unknown_name(sites, site_by_name, item)
 
 
 def _site_called(sites: SiteMap, site_by_name: dict[str, Site], name: str) -> Site | None:
@@ -209,7 +212,7 @@ def _site_called(sites: SiteMap, site_by_name: dict[str, Site], name: str) -> Si
         return Site(hook_point, "")
     if site is None:
         return _numbered_site(sites, site_by_name, name)
-    if hook_point is not None and _tensor_of(hook_point) != _tensor_of(site.point):
+    if hook_point is not None and _tensor_key(hook_point) != _tensor_key(site.point):
         raise LayersimError(
             f"`at` is {name!r}; this hook point of the {sites.model} and the family {site.family!r} are different tensors. "
             f"Use at={site.family!r} for the family, which is read at {site.point.module}."
@@ -241,13 +244,13 @@ def _numbered_site(sites: SiteMap, site_by_name: dict[str, Site], name: str) -> 
     raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {reason}.")
 
 
-def _tensor_of(point: HookPoint) -> tuple[object, ...]:
+def _tensor_key(point: HookPoint) -> tuple[object, ...]:
     """A key that is equal for two hook points if they read the same tensor."""
     part = point.part
     return point.module, point.incoming, point.run, None if part is None else (part.shape, str(part.index))
 
 
-def _unknown(sites: SiteMap, site_by_name: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
+def _unknown_name(sites: SiteMap, site_by_name: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
     """The error for a name, pattern or function that selects no hook point."""
     families = ", ".join(sites.families())
     if not isinstance(item, str):

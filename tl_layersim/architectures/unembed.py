@@ -232,9 +232,9 @@ class Unembed:
             spare: memory `token vocabulary` for the logits; None to allocate it.
         """
         if spare is None or self.linear is None:
-            logits = self._through(self.parts, x, normed)
+            logits = self._apply_parts(self.parts, x, normed)
             return logits.reshape(*x.shape[:-1], logits.shape[-1])
-        features = self._through(self.parts[:-1], x, normed)
+        features = self._apply_parts(self.parts[:-1], x, normed)
         features = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
         weight = self.linear.weight.T
         bias = self.linear.bias
@@ -252,10 +252,10 @@ class Unembed:
             x: residuals `... d_model`.
             normed: whether the final norm is applied.
         """
-        out = self._through(self.parts[:-1], x, normed)
+        out = self._apply_parts(self.parts[:-1], x, normed)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
-    def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
+    def _apply_parts(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
         """Apply some parts of the head to residuals, in the dtype of the head."""
         if normed:
             x = self.normed(x)

@@ -175,9 +175,10 @@ class ExitHeads:
         layers_below = model.layers[1:-1]
         if self.layers != layers_below:
             count = f"{len(self)} heads"
-            wrong_layer = next((ours for ours, theirs in zip(self.layers, layers_below, strict=False) if ours != theirs), "")
-            if wrong_layer:
-                count += f", one of them for {wrong_layer}"
+            for head_layer, model_layer in zip(self.layers, layers_below, strict=False):
+                if head_layer != model_layer:
+                    count += f", one of them for {head_layer}"
+                    break
             examples = ", ".join(layers_below[:2]) + (", ..." if len(layers_below) > 2 else "")
             raise LayersimError(
                 f"`heads` has {count}; this model needs {len(layers_below)}, one for each layer below the last: {examples}."

@@ -119,7 +119,7 @@ def read_lens(
     Raises:
         LayersimError: the head has one output, or a target is not one of its ids.
     """
-    key = f"{_key_of(normed, heads)} target={key}"
+    key = f"{_memo_key(normed, heads)} target={key}"
     if key in view.memo and view.memo[key]["ranked"] >= ranked:
         cached: dict[str, Tensor] = view.memo[key]["lens"]
         return cached
@@ -135,8 +135,8 @@ def read_lens(
     for name in ("best", "before"):
         statistics[name] = torch.zeros(layers, tokens, dtype=torch.int64, device=x.device)
     # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
-    read = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=normed, heads=heads)
-    for span, [z] in _chunks([(view.unembed, x, read)], memory_mb):
+    to_logits = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=normed, heads=heads)
+    for span, [z] in _chunks([(view.unembed, x, to_logits)], memory_mb):
         z = on_float64_device(z)
         chunk = _read_chunk(z, target[span].to(z.device), ranked)
         for name, values in chunk.items():
@@ -318,7 +318,7 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
     return (~(lens["best_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)
 
 
-def _key_of(normed: bool, heads: LayerHeads | None) -> str:
+def _memo_key(normed: bool, heads: LayerHeads | None) -> str:
     """Start of the key of a logit lens in the cache `view.memo`: its norm and heads."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
@@ -336,7 +336,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
     """
     for key, cached in view.memo.items():
         # A logit lens of any target has the predictions.
-        if key.startswith(f"{_key_of(normed, heads)} "):
+        if key.startswith(f"{_memo_key(normed, heads)} "):
             lens = cached["lens"]
             return first_final(lens["best"]), bad_logits(lens)
     assert view.unembed is not None
@@ -387,8 +387,8 @@ def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Ten
     for view in (first, second):
         assert view.unembed is not None
         x, needs_norm = head_input(view, view.activations[1:], True)
-        read = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=True)
-        sides.append((view.unembed, x, read))
+        to_logits = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=True)
+        sides.append((view.unembed, x, to_logits))
     _, first_x, _ = sides[0]
     layers, tokens = first_x.shape[:2]
     device = on_float64_device(first_x).device
@@ -432,14 +432,14 @@ def _top_ids(
     unembed = view.unembed
     assert unembed is not None
 
-    def read(rows: Tensor, spare: Tensor | None) -> Tensor:
+    def to_logits(rows: Tensor, spare: Tensor | None) -> Tensor:
         if heads is None:
             return unembed(rows, normed, spare)
         return heads.logits(unembed, rows, layer, normed)
 
     top_ids = torch.empty(len(x), dtype=torch.int64, device=x.device)
     bad = torch.tensor(0, device=x.device)
-    for span, [z] in _chunks([(unembed, x, read)], memory_mb):
+    for span, [z] in _chunks([(unembed, x, to_logits)], memory_mb):
         top, ids = z.max(-1)
         top_ids[span] = ids.to(x.device)
         bad += (~top.isfinite()).sum().to(x.device)
@@ -463,7 +463,7 @@ def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, li
     spares: list[Tensor | None] = [None] * len(sides)
     while start < tokens:
         span = slice(start, start + step)
-        logits = [read(x[..., span, :], spare=spare) for (_, x, read), spare in zip(sides, spares, strict=True)]
+        logits = [to_logits(x[..., span, :], spare=spare) for (_, x, to_logits), spare in zip(sides, spares, strict=True)]
         for z in logits:
             need_classes(z.shape[-1])
         yield span, logits

@@ -72,7 +72,7 @@ def computation_of(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
         "autocast": sorted(autocast_dtypes),
         "default_dtype": str(torch.get_default_dtype()),
         "settings": dict(sorted(_changed_settings(devices))),
-        "attention": _attention(submodules),
+        "attention": _kinds_of_attention(submodules),
         "libraries": {package: version for package, version in versions.items() if version},
     }
 
@@ -114,7 +114,7 @@ def _changed_settings(devices: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield "fast path of attention", "off"
 
 
-def _attention(submodules: Iterable[torch.nn.Module]) -> list[str]:
+def _kinds_of_attention(submodules: Iterable[torch.nn.Module]) -> list[str]:
     """Kinds of attention, then of experts, in the configurations of modules, with names of functions of the user."""
     texts: list[str] = []
     for name in IMPLEMENTATIONS:

@@ -265,7 +265,7 @@ def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, ari
     parts: list[str] = []
     scale = 1.0
     for run in tail_runs(recorded, last_block_run):
-        factor = None if run.input is None or hidden is None else _multiple(run.input, hidden, arithmetic)
+        factor = None if run.input is None or hidden is None else _factor_between(run.input, hidden, arithmetic)
         if factor is None or run.output is None:
             return None
         scale *= factor
@@ -287,7 +287,7 @@ def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, ari
         # Logits at or above a cap have no finite inverse, so that it is not the cap of the model.
         if not bool(uncapped.isfinite().all()):
             continue
-        factor = _multiple(uncapped, raw_logits, arithmetic)
+        factor = _factor_between(uncapped, raw_logits, arithmetic)
         if factor is not None:
             return Head(norm, tuple(parts), scale=scale * factor, soft_cap=soft_cap)
     return None
@@ -314,7 +314,7 @@ def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: Model, 
     return Head(norm, parts, hides_norm=not norm and any(is_norm(run.module) for run in runs), tail=tail)
 
 
-def _multiple(multiple: Tensor, base: Tensor, arithmetic: Arithmetic) -> float | None:
+def _factor_between(multiple: Tensor, base: Tensor, arithmetic: Arithmetic) -> float | None:
     """The factor by which one tensor is a multiple of another; None if it is none."""
     if multiple.numel() != base.numel():
         return None
@@ -400,12 +400,12 @@ class Arithmetic:
         if not gap <= rounding(self.dtype):
             return False, gap
         if self.is_half:
-            return scale == 1.0 and _reproduces(total, base, terms, multipliers), gap
+            return scale == 1.0 and _is_exact_sum(total, base, terms, multipliers), gap
         smallest_term = min(float(term.norm()) for term in scaled_terms)
         return error <= SHARE_OF_TERM * smallest_term, gap
 
 
-def _reproduces(total: Tensor, base: Tensor, terms: Sequence[Tensor], multipliers: Sequence[float]) -> bool:
+def _is_exact_sum(total: Tensor, base: Tensor, terms: Sequence[Tensor], multipliers: Sequence[float]) -> bool:
     """Whether some order of additions in the model's dtype gives a total to the last bit."""
     scaled_terms: list[Tensor] = []
     for term, multiplier in zip(terms, multipliers, strict=True):
@@ -469,18 +469,18 @@ class BlockFinder:
         if entering is None or leaving is None or entering.shape != leaving.shape or not leaving.is_floating_point():
             return BlockAnatomy(self.block.path, self.runs)
         ends_in_norm = any(_equal(norm.output, leaving) for norm in self._norms())
-        additions = self._additions(leaving, ModuleTensor("", False), self.block.end)
+        additions = self._find_additions(leaving, ModuleTensor("", False), self.block.end)
         if not additions:
             return BlockAnatomy(self.block.path, self.runs, norms="stream" if ends_in_norm else "none", gap=self.nearest)
         terms: list[ModuleRun] = []
         for addition in additions:
             terms += addition.runs
-        families = self._families(terms)
+        families = self._family_names(terms)
         sublayers: list[Sublayer] = []
         sums: list[BlockSum] = []
         parallel = False
         for addition in additions:
-            streams = self._streams(addition)
+            streams = self._streams_of_terms(addition)
             assert streams is not None
             parallel |= len(streams) > 1 and set(streams) == {addition.base}
             names = families[len(sublayers) : len(sublayers) + len(streams)]
@@ -488,7 +488,7 @@ class BlockFinder:
             for name, run, multiplier, stream in zip(names, addition.runs, addition.multipliers, streams, strict=True):
                 added_sublayers.append(Sublayer(name, self._path_in_block(run), multiplier, stream))
             sublayers += added_sublayers
-            sums += _sums(addition, added_sublayers)
+            sums += _block_sums(addition, added_sublayers)
         return BlockAnatomy(
             self.block.path,
             self.runs,
@@ -499,7 +499,7 @@ class BlockFinder:
             gap=max(addition.gap for addition in additions),
         )
 
-    def _additions(self, total: Tensor, place: ModuleTensor, end: int) -> list[Addition]:
+    def _find_additions(self, total: Tensor, place: ModuleTensor, end: int) -> list[Addition]:
         """The additions that lead from the stream that enters the block to a total, the earliest first; empty if unknown.
 
         The stream of most blocks is one sum. That of post-norm blocks continues from the output of each norm.
@@ -511,7 +511,7 @@ class BlockFinder:
         """
         entering = self.block.input
         assert entering is not None
-        addition = self._addition(total, place, entering, ModuleTensor("", True), 0, end)
+        addition = self._find_addition(total, place, entering, ModuleTensor("", True), 0, end)
         if addition is not None:
             return [addition]
         for norm in reversed([run for run in self._norms() if run.end <= end and run.input is not None]):
@@ -521,17 +521,17 @@ class BlockFinder:
             path = self._path_in_block(norm)
             onto_norm: list[Addition] = []
             if not torch.equal(norm.output, total):
-                addition = self._addition(total, place, norm.output, ModuleTensor(path, False), norm.end, end)
+                addition = self._find_addition(total, place, norm.output, ModuleTensor(path, False), norm.end, end)
                 if addition is None:
                     continue
                 onto_norm = [addition]
             if torch.equal(norm.input, entering):
                 return onto_norm
-            up_to_norm = self._additions(norm.input, ModuleTensor(path, True), norm.start)
+            up_to_norm = self._find_additions(norm.input, ModuleTensor(path, True), norm.start)
             return [*up_to_norm, *onto_norm] if up_to_norm else []
         return []
 
-    def _addition(
+    def _find_addition(
         self, total: Tensor, place: ModuleTensor, base: Tensor, base_place: ModuleTensor, start: int, end: int
     ) -> Addition | None:
         """The addition of the fewest module outputs, run after `start` and before `end`, that leads from a base to a total."""
@@ -544,25 +544,25 @@ class BlockFinder:
         # Multiples of the outputs.
         for count in range(1, most + 1):
             choices = torch.combinations(torch.arange(len(candidates)), count)
-            for choice, fitted in _fitted(outputs, missing, choices):
+            for choice, fitted in _best_multiples(outputs, missing, choices):
                 multipliers = [self.arithmetic.named(factor) for factor in fitted]
                 runs = tuple(candidates[number] for number in choice)
-                holds, gap = self._holds(total, base, runs, multipliers, 1.0)
+                holds, gap = self._try_sum(total, base, runs, multipliers, 1.0)
                 addition = Addition(place, base_place, runs, tuple(multipliers), 1.0, gap)
-                if holds and self._streams(addition) is not None:
+                if holds and self._streams_of_terms(addition) is not None:
                     return addition
         # A multiple of the whole sum.
         for count in range(1, most + 1):
             choices = torch.combinations(torch.arange(len(candidates)), count)
-            for choice, scale in _scaled(outputs, total.double().flatten(), base.double().flatten(), choices):
+            for choice, scale in _best_scales(outputs, total.double().flatten(), base.double().flatten(), choices):
                 runs = tuple(candidates[number] for number in choice)
-                holds, gap = self._holds(total, base, runs, [1.0] * count, scale)
+                holds, gap = self._try_sum(total, base, runs, [1.0] * count, scale)
                 addition = Addition(place, base_place, runs, (1.0,) * count, scale, gap)
-                if holds and self._streams(addition) is not None:
+                if holds and self._streams_of_terms(addition) is not None:
                     return addition
         return None
 
-    def _holds(
+    def _try_sum(
         self, total: Tensor, base: Tensor, runs: Sequence[ModuleRun], multipliers: Sequence[float], scale: float
     ) -> tuple[bool, float]:
         terms = [self._as_stream(run.output, total) for run in runs]
@@ -570,7 +570,7 @@ class BlockFinder:
         self.nearest = min(self.nearest, gap)
         return holds, gap
 
-    def _streams(self, addition: Addition) -> list[ModuleTensor] | None:
+    def _streams_of_terms(self, addition: Addition) -> list[ModuleTensor] | None:
         """The stream to which each term of an addition is added; None if one of them reads another stream than that.
 
         Between two terms that read the same stream, as in a parallel block, there is none.
@@ -583,12 +583,12 @@ class BlockFinder:
             place_of_sum = self._place_of(partial_sum)
             if place_of_sum is not None:
                 place = place_of_sum
-            elif not self._reads(self._source(next_run), self._tensor_at(place)):
+            elif not self._reads_stream(self._source_run(next_run), self._tensor_at(place)):
                 return None
             streams.append(place)
         return streams
 
-    def _reads(self, run: ModuleRun, stream: Tensor) -> bool:
+    def _reads_stream(self, run: ModuleRun, stream: Tensor) -> bool:
         """Whether a module reads a stream, directly or behind a norm."""
         if run.input is None or run.input.numel() != stream.numel():
             return False
@@ -657,14 +657,14 @@ class BlockFinder:
                     return ModuleTensor(self._path_in_block(run), incoming)
         return None
 
-    def _source(self, run: ModuleRun) -> ModuleRun:
+    def _source_run(self, run: ModuleRun) -> ModuleRun:
         """The run that computes what norms, dropouts and scales behind it pass on."""
-        while is_norm(run.module) or _passes_on(run.module):
-            input_sources = [
-                earlier for earlier in self.inner_runs if earlier.end < run.start and _equal(earlier.output, run.input)
-            ]
+        while is_norm(run.module) or _has_no_matrix(run.module):
+            earlier_runs = [earlier for earlier in self.inner_runs if earlier.end < run.start]
+            input_sources = [earlier for earlier in earlier_runs if _equal(earlier.output, run.input)]
             if not input_sources:
                 return run
+            # The outermost of them.
             run = min(input_sources, key=lambda source: source.path.count("."))
         return run
 
@@ -675,7 +675,7 @@ class BlockFinder:
             terms: the runs whose outputs are added to the stream.
         """
         norms_after = any(is_norm(run.module) for run in terms)
-        norms_before = any(self._reads_norm(self._source(run)) for run in terms)
+        norms_before = any(self._reads_norm(self._source_run(run)) for run in terms)
         if norms_before and norms_after:
             return "both"
         if norms_before:
@@ -686,9 +686,9 @@ class BlockFinder:
         """Whether a module reads the output of a norm in the block."""
         return any(_equal(run.input, norm.output) for norm in self._norms())
 
-    def _families(self, terms: list[ModuleRun]) -> list[str]:
+    def _family_names(self, terms: list[ModuleRun]) -> list[str]:
         """Names of sublayers in TransformerLens; "" for those of which a block has several."""
-        sources = [self._source(run) for run in terms]
+        sources = [self._source_run(run) for run in terms]
         kinds: list[Kind] = []
         for source in sources:
             other_sublayers = [run for run in sources if run is not source]
@@ -740,7 +740,7 @@ def _depth_and_start(run: ModuleRun) -> tuple[int, int]:
     return run.path.count("."), run.start
 
 
-def _fitted(outputs: Tensor, missing: Tensor, choices: Tensor) -> list[tuple[list[int], list[float]]]:
+def _best_multiples(outputs: Tensor, missing: Tensor, choices: Tensor) -> list[tuple[list[int], list[float]]]:
     """The choices of outputs whose multiples come nearest to a vector, with the fitted multipliers.
 
     Args:
@@ -759,7 +759,7 @@ def _fitted(outputs: Tensor, missing: Tensor, choices: Tensor) -> list[tuple[lis
     return list(zip(choices[best].tolist(), fitted[best].tolist(), strict=True))
 
 
-def _scaled(outputs: Tensor, total: Tensor, base: Tensor, choices: Tensor) -> list[tuple[list[int], float]]:
+def _best_scales(outputs: Tensor, total: Tensor, base: Tensor, choices: Tensor) -> list[tuple[list[int], float]]:
     """The choices of outputs whose sum with a base comes nearest to a multiple of a total, with the factor of the sum."""
     sums = base + outputs[choices].sum(1)
     squared_norms = (sums * sums).sum(-1).clamp(min=1e-30)
@@ -769,7 +769,7 @@ def _scaled(outputs: Tensor, total: Tensor, base: Tensor, choices: Tensor) -> li
     return list(zip(choices[best].tolist(), factors[best].tolist(), strict=True))
 
 
-def _passes_on(module: torch.nn.Module) -> bool:
+def _has_no_matrix(module: torch.nn.Module) -> bool:
     """Whether a module has no parts and no matrix, like a dropout or a scale."""
     return not list(module.children()) and all(weight.dim() < 2 for weight in module.parameters())
 
@@ -808,7 +808,7 @@ def _output_on(module: torch.nn.Module, run: ModuleRun, tensor: Tensor) -> Tenso
     return _first_tensor(module(*run.args, **run.kwargs))
 
 
-def _sums(addition: Addition, sublayers: Sequence[Sublayer]) -> list[BlockSum]:
+def _block_sums(addition: Addition, sublayers: Sequence[Sublayer]) -> list[BlockSum]:
     """The sums of an addition, one for each stream between its sublayers that a module reads."""
     sums: list[BlockSum] = []
     place = addition.base

@@ -111,7 +111,7 @@ def hooks_on(module: torch.nn.Module) -> str:
     changes: list[tuple[str, Any]] = []
     for path, kind, hook in _hooks_in(paths):
         function = _user_function(hook)
-        if not _is_own(function):
+        if not _is_of_known_package(function):
             changes.append((f"{kind} of {path}", function))
     for submodule, path in paths.items():
         for method, function in _replaced_methods(submodule).items():
@@ -246,12 +246,12 @@ def _replacement(module: torch.nn.Module, name: str) -> Any:
         captured = inspect.getclosurevars(function).nonlocals
         function = captured.get("forward", function)
     function = inspect.unwrap(function, stop=is_replacement)
-    if is_from_class(function) or (_is_own(function) and not is_of_another_module(function)):
+    if is_from_class(function) or (_is_of_known_package(function) and not is_of_another_module(function)):
         return None
     return function
 
 
-def _is_own(function: Any) -> bool:
+def _is_of_known_package(function: Any) -> bool:
     return f"{defined_in(function)}.".startswith(OWN_PACKAGES)
 
 
@@ -259,7 +259,7 @@ def _is_wrapper(function: Any) -> bool:
     """Whether a function is a wrapper of a library that leaves the numbers as they are. Autocast changes them."""
     plain = getattr(function, "__func__", function)
     is_autocast = isinstance(plain, FunctionType) and any(isinstance(value, torch.autocast) for value in closure_of(plain))
-    return _is_own(function) and not is_autocast
+    return _is_of_known_package(function) and not is_autocast
 
 
 def _with_unknown_values(change: str, names: ValueNames) -> str:

@@ -41,7 +41,7 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
     import transformers
 
     place = {"device_map": "auto"} if device == "auto" else {}
-    with _refusing(name, trust_remote_code, option) as options:
+    with _loading_options(name, trust_remote_code, option) as options:
         cls = _model_class(transformers.AutoConfig.from_pretrained(name, **options), trust_remote_code)
         loading = {"dtype": getattr(torch, dtype), "output_loading_info": True}
         model, loading_info = cls.from_pretrained(name, **loading, **options, **place)
@@ -75,7 +75,7 @@ def load_for_server(name: str, dtype: str | None, trust_remote_code: bool, optio
     from nnsight import TransformersModel
 
     loading = {} if dtype is None else {"dispatch": True, "dtype": getattr(torch, dtype)}
-    with _refusing(name, trust_remote_code, option) as options:
+    with _loading_options(name, trust_remote_code, option) as options:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         return TransformersModel(
             name, task="text-generation", tokenizer=tokenizer, trust_remote_code=trust_remote_code, **loading
@@ -95,7 +95,7 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
     """
     import transformers
 
-    with _refusing(name, trust_remote_code, option) as options, torch.device("meta"):
+    with _loading_options(name, trust_remote_code, option) as options, torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(name, **options)
         return _new_model(_model_class(config, trust_remote_code), config, trust_remote_code)
 
@@ -169,7 +169,7 @@ def _warn_of_unknown_fields(config_fields: Mapping[str, Any], cls: Any) -> None:
 
 
 @contextmanager
-def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
+def _loading_options(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
     """A context manager that yields keyword arguments of `from_pretrained`. Errors inside it name `option`."""
     try:
         # Passed to each call: transformers asks at the terminal where it is not.

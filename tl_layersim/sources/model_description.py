@@ -214,7 +214,7 @@ def describe(
         context=_context(text),
         tokenizer=tokenizer,
         calls="gradients",
-        attention=_attention(module, text),
+        attention=_head_sizes(module, text),
         basis=basis if names[0].endswith(".hook_resid_pre") else MODULES,
         layers=names,
         stream=stream,
@@ -244,7 +244,7 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     text = text_config(config)
     # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
-    names = _forward_names(module, block)
+    names = _input_names(module, block)
     main_input = _main_input(module)
     token_input = "input_ids"
     mask_input = "attention_mask"
@@ -269,9 +269,9 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
         "main_input": main_input,
         "token_input": token_input,
         "mask_input": mask_input,
-        "pads": tuple(_ids(config, text, "pad_token_id")),
-        "starts": tuple(_ids(config, text, "bos_token_id")),
-        "ends": tuple(_ids(config, text, "eos_token_id")),
+        "pads": tuple(_token_ids(config, text, "pad_token_id")),
+        "starts": tuple(_token_ids(config, text, "bos_token_id")),
+        "ends": tuple(_token_ids(config, text, "eos_token_id")),
         "processor": processor_of(module),
         "pixel_axes": axes,
         "channels": _image_channels(module) if axes == 3 else None,
@@ -347,7 +347,7 @@ def processor_of(model: Any) -> Any:
     return getattr(processor, "image_processor", processor)
 
 
-def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
+def _input_names(module: torch.nn.Module, block: str) -> list[str]:
     """Argument names of the model's forward, and of inner modules that get its keyword arguments."""
     path = block.split(".")
     names: dict[str, None] = {}
@@ -365,7 +365,7 @@ def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
     return [name for name in names if name not in HANDLED and "label" not in name]
 
 
-def _ids(config: Any, text: Any, name: str) -> list[int]:
+def _token_ids(config: Any, text: Any, name: str) -> list[int]:
     """A list of the token ids under a name in a configuration; empty if there are none."""
     ids = getattr(text, name, None)
     if ids is None:
@@ -374,7 +374,7 @@ def _ids(config: Any, text: Any, name: str) -> list[int]:
     return [token for token in candidates if isinstance(token, int) and token >= 0]
 
 
-def _attention(module: torch.nn.Module, config: Any) -> str:
+def _head_sizes(module: torch.nn.Module, config: Any) -> str:
     """Head width and rotary dimensions as text, see `Provenance`.
 
     Args:
@@ -455,6 +455,6 @@ def describe_transformer_lens(model: Any) -> Model:
         tokenizer=model.tokenizer,
         head=head_of(model),
         calls="gradients",
-        attention=_attention(model, cfg),
+        attention=_head_sizes(model, cfg),
         **inputs,
     )

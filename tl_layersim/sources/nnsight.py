@@ -168,7 +168,7 @@ class NNsightSource(CanReadSites):
         # Functions of this package and of a user's analyzers are shipped by value: the server does not have them.
         nnsight.register("tl_layersim")
         self.envoy = model
-        self.where = _where(model, remote)
+        self.where = _trace_options(model, remote)
         self._remote = remote
         self._in_this_process = remote in (False, "local")
         if not getattr(model, "dispatched", True) and self._in_this_process:
@@ -285,10 +285,10 @@ class NNsightSource(CanReadSites):
             # Blocks are called again inside the trace.
             self.refuse_dependent_rows(batch)
             with refusing_out_of_memory(batch, f"a forward pass{self._indivisible()}"):
-                return self._traced(batch, kernels)
+                return self._run_trace(batch, kernels)
         return super().run(batch, kernels)
 
-    def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+    def _run_trace(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         args, options = forward_arguments(self.module, batch, self._model)
         return _trace(self.reader(), batch, (args, self.where | options), shippable(kernels), self.calling)
 
@@ -315,7 +315,7 @@ class NNsightSource(CanReadSites):
         return replace(super().collect(batch), unembed=lens)
 
     def _collect(self, batch: Batch) -> View:
-        not_finite, out = self._traced(batch, {"view": whole_view})
+        not_finite, out = self._run_trace(batch, {"view": whole_view})
         rows = f"rows {batch.first} to {batch.first + len(batch.tokens) - 1}"
         refuse_not_finite([count.cpu() for count in not_finite], [self.sites], rows)
         fields: dict[str, Any] = out["view"]
@@ -354,7 +354,7 @@ def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return counted_positions, token_fields
 
 
-def _where(model: Any, remote: bool | str) -> dict[str, Any]:
+def _trace_options(model: Any, remote: bool | str) -> dict[str, Any]:
     """Keyword arguments of a trace in this process or in the local simulation."""
     from nnsight.intervention.backends.local import LocalSimulationBackend
     from nnsight.modeling.mixins.remotable import Remotable

@@ -69,12 +69,12 @@ class OpenedModel:
                 f"`{self.argument.split(' ')[0]}` comes from torch.compile; its original module {type(original).__name__} is "
                 "used, because compiled graphs have no place for hooks."
             )
-            self._enter(original, "_orig_mod.")
+            self._replace_by_inner(original, "_orig_mod.")
         base = adapted_model(self.model)
         if base is not None:
-            self._enter(base, "base_model.model.")
+            self._replace_by_inner(base, "base_model.model.")
 
-    def _enter(self, inner: torch.nn.Module, prefix: str) -> None:
+    def _replace_by_inner(self, inner: torch.nn.Module, prefix: str) -> None:
         """Put a module inside the model in place of the model, whose paths begin with `prefix`."""
         object.__setattr__(self, "model", inner)
         for name in ("layers", "unembed"):

@@ -87,7 +87,7 @@ class WatchedForward:
                 raise LayersimError(
                     f"The layers of {model} cannot be read: {point.name} (module {point.module}) is reached {reached} in a "
                     "forward pass over one row of this data, and each block must run exactly once."
-                    + (f" {_of_runs(point.name, self.runs[number])}" if self.runs[number] > 1 else "")
+                    + (f" {_how_to_read_runs(point.name, self.runs[number])}" if self.runs[number] > 1 else "")
                 )
         for previous, number in itertools.pairwise(self.order):
             if number < previous:
@@ -117,7 +117,7 @@ class WatchedForward:
         return shape[:-1] in ((1, self.pos), (self.pos,))
 
 
-def _of_runs(name: str, runs: int) -> str:
+def _how_to_read_runs(name: str, runs: int) -> str:
     """How to read the runs of a block."""
     return (
         f"To read its {runs} runs, name them in the order of the forward pass, at=['{name}[0]', '{name}[1]', ...], for CKA, "
@@ -183,11 +183,12 @@ def _sum_hooks(blocks: Sequence[torch.nn.Module], summed: list[str]) -> list[Rem
         for second in returned[1:]:
             first = returned[0]
             total = first + second
+            terms_read = 0
+            for value in inputs:
+                if _is_nonzero_and_equal(value, first) or _is_nonzero_and_equal(value, second):
+                    terms_read += 1
             # A norm that adds the two itself has both among its inputs.
-            terms_read = [
-                value for value in inputs if _is_nonzero_and_equal(value, first) or _is_nonzero_and_equal(value, second)
-            ]
-            if len(terms_read) > 1 or any(_is_nonzero_and_equal(value, total) for value in inputs):
+            if terms_read > 1 or any(_is_nonzero_and_equal(value, total) for value in inputs):
                 summed.append(block)
 
     handles = [on_leave(block, in_this_thread(leave)) for block in blocks]

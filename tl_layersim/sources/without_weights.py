@@ -81,21 +81,21 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
         if name == "_local_scalar_dense":
             [number] = tensors
             if number.dtype == torch.bool:
-                return _fraction(number) > 0
+                return _fraction_true(number) > 0
             return 1.0 if number.dtype.is_floating_point else 1
         if name == "_to_copy" and "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if name == "index":
             return self._index(func, *args)
         if name == "nonzero":
-            return args[0].new_empty(_true_in(args[0]), args[0].dim(), dtype=torch.int64)
+            return args[0].new_empty(_count_true(args[0]), args[0].dim(), dtype=torch.int64)
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         if name == "bincount":
             bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
             return args[0].new_empty(bins, dtype=torch.int64)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.dtype == torch.bool:
-            fraction = min((_fraction(tensor) for tensor in tensors if tensor.dtype == torch.bool), default=1.0)
+            fraction = min((_fraction_true(tensor) for tensor in tensors if tensor.dtype == torch.bool), default=1.0)
             if name in ("bitwise_not", "logical_not"):
                 fraction = 1.0 - fraction
             elif name == "any":
@@ -115,10 +115,10 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
                 meta_indices.append(index.to("meta"))
             else:
                 # A mask is as many integer indices as it has axes.
-                count = _true_in(index) if index.is_meta else int(index.sum())
+                count = _count_true(index) if index.is_meta else int(index.sum())
                 meta_indices += [torch.empty(count, dtype=torch.int64, device="meta")] * index.dim()
         out: Tensor = func(x.to("meta"), meta_indices)
-        return _with_fraction(out, _fraction(x)) if x.dtype == torch.bool else out
+        return _with_fraction(out, _fraction_true(x)) if x.dtype == torch.bool else out
 
 
 def _with_fraction(mask: Tensor, fraction: float) -> Tensor:
@@ -127,9 +127,9 @@ def _with_fraction(mask: Tensor, fraction: float) -> Tensor:
     return mask
 
 
-def _fraction(mask: Tensor) -> float:
+def _fraction_true(mask: Tensor) -> float:
     return float(getattr(mask, "fraction_true", 1.0))
 
 
-def _true_in(mask: Tensor) -> int:
-    return round(_fraction(mask) * mask.numel())
+def _count_true(mask: Tensor) -> int:
+    return round(_fraction_true(mask) * mask.numel())
