@@ -10,12 +10,12 @@ from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, site_name
 from .layouts import BlockLayout, ModuleTensor, Term, input_of, output_of
 
-UNKNOWN = "its architecture is not in the table of hook points; name its modules by their paths"
+NOT_IN_TABLE = "its architecture is not in the table of hook points; name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"
 
 
 # Of blocks without a row in the table.
-UNKNOWN_LAYOUT = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys(SITE_NAMES, UNKNOWN))
+UNKNOWN_LAYOUT = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys(SITE_NAMES, NOT_IN_TABLE))
 
 
 def module_site_map(
@@ -43,7 +43,7 @@ def module_site_map(
         sites.append(Site(HookPoint(input_name, blocks[0], True), "resid_pre", first=True))
         for name, path in zip(output_names, blocks, strict=True):
             sites.append(Site(HookPoint(name, path), "resid_post"))
-        lacks = dict.fromkeys(SITE_NAMES, UNKNOWN)
+        lacks = dict.fromkeys(SITE_NAMES, NOT_IN_TABLE)
         lists = {}
     for list_path, paths in lists.items():
         table_layout = layouts[list_path]

@@ -84,7 +84,7 @@ KINDS_OF_HOOKS = {
 }
 # Words of the description of a change: its kind, and its end if it cannot be compared with a later run.
 EDIT = "nnsight edit"
-UNKNOWN = "whose contents are unknown"
+UNKNOWN_CONTENTS = "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
@@ -98,7 +98,7 @@ def hooks_on(module: torch.nn.Module) -> str:
         module: the model.
 
     Returns:
-        "" if there are none. `UNKNOWN` marks a hook that is not a function, or holds objects that cannot be named
+        "" if there are none. `UNKNOWN_CONTENTS` marks a hook that is not a function, or holds objects that cannot be named
         (`ValueNames`).
 
     Examples:
@@ -146,7 +146,7 @@ def edits_of(model: Any) -> str:
         model: an nnsight model.
 
     Returns:
-        "" if there are none. `UNKNOWN` marks an edit that holds objects that cannot be named (`ValueNames`).
+        "" if there are none. `UNKNOWN_CONTENTS` marks an edit that holds objects that cannot be named (`ValueNames`).
     """
     from nnsight.intervention.serialization import reduce_block
 
@@ -267,7 +267,7 @@ def _with_unknown_values(change: str, names: ValueNames) -> str:
     if not names.unknown:
         return change
     unknown_values = ", ".join(dict.fromkeys(names.unknown))
-    return f"{change} with {unknown_values}, {UNKNOWN}"
+    return f"{change} with {unknown_values}, {UNKNOWN_CONTENTS}"
 
 
 class StoredWeights:

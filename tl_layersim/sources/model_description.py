@@ -38,7 +38,7 @@ from ..core.errors import LayersimError, without_secrets
 from ..data.images_of_rows import PIXEL_TABLES
 from ..data.non_token_inputs import PIXELS
 from ..data.row import ModelInputs
-from .identity import UNKNOWN, StoredWeights, hooks_on
+from .identity import UNKNOWN_CONTENTS, StoredWeights, hooks_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Model(ModelInputs):
         Raises:
             LayersimError: the model has a change that cannot be compared with a later run.
         """
-        unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
+        unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN_CONTENTS)]
         if unknown and argument is not None:
             raise LayersimError(
                 f"`{argument}` needs a model that a later run can recognise, but {', '.join(unknown)} cannot be compared. "
