@@ -65,13 +65,20 @@ class BlockAnatomy:
     @property
     def layout(self) -> BlockLayout:
         """The families of hook points that the block has, and why it lacks others."""
-        tensors = {sublayer.family: sublayer.tensor for sublayer in self.sublayers if sublayer.family}
-        streams = {sublayer.family: sublayer.stream for sublayer in self.sublayers}
-        before_mlp, before_cross = streams.get("mlp_out"), streams.get("cross_attn_out")
-        if before_mlp is not None and before_mlp.path:
-            tensors["resid_mid" if "cross_attn_out" not in streams else "resid_mid_cross"] = before_mlp
-        if before_cross is not None and before_cross.path:
-            tensors["resid_mid"] = before_cross
+        tensors: dict[str, ModuleTensor] = {}
+        streams: dict[str, ModuleTensor | None] = {}
+        for sublayer in self.sublayers:
+            streams[sublayer.family] = sublayer.stream
+            if sublayer.family:
+                tensors[sublayer.family] = sublayer.tensor
+        # Streams without a path are the input of the block itself.
+        mlp_stream = streams.get("mlp_out")
+        if mlp_stream is not None and mlp_stream.path:
+            has_cross_attention = "cross_attn_out" in streams
+            tensors["resid_mid_cross" if has_cross_attention else "resid_mid"] = mlp_stream
+        cross_stream = streams.get("cross_attn_out")
+        if cross_stream is not None and cross_stream.path:
+            tensors["resid_mid"] = cross_stream
         lacks = dict.fromkeys(SUBLAYER_FAMILIES, "no such module adds to the residual stream of its blocks")
         if self.parallel:
             lacks["resid_mid"] = NO_MID
@@ -81,11 +88,13 @@ class BlockAnatomy:
             lacks |= dict.fromkeys((*SUBLAYER_FAMILIES, "resid_mid"), reason)
         families = {tensor: family for family, tensor in tensors.items()}
 
-        def named(term: Term) -> Term:
+        def family_of(term: Term) -> Term:
             return families.get(term, term) if isinstance(term, ModuleTensor) else term
 
-        sums = tuple((named(total), tuple(named(term) for term in terms)) for total, terms in self.sums)
-        return BlockLayout((), tensors, sums=sums, final=(), lacks=lacks)
+        sums: list[BlockSum] = []
+        for total, terms in self.sums:
+            sums.append((family_of(total), tuple(family_of(term) for term in terms)))
+        return BlockLayout((), tensors, sums=tuple(sums), final=(), lacks=lacks)
 
 
 @dataclass(frozen=True)
@@ -113,10 +122,12 @@ class Anatomy:
     @property
     def layouts(self) -> Mapping[str, BlockLayout]:
         """The layout of each block, by its path. If one block's sums were not verified, no block has families of sublayers."""
-        unknown = [block for block in self.blocks if not block.sums]
-        if not unknown:
+        unverified = [block for block in self.blocks if not block.sums]
+        if not unverified:
             return {block.path: block.layout for block in self.blocks}
-        gap = f", the nearest sum being {unknown[0].gap:.2g} of the norm away" if 1e-6 < unknown[0].gap < 1 else ""
-        reason = f"outputs of modules in {unknown[0].path} do not add up to its residual stream{gap}"
+        block = unverified[0]
+        reason = f"outputs of modules in {block.path} do not add up to its residual stream"
+        if 1e-6 < block.gap < 1:
+            reason += f", the nearest sum being {block.gap:.2g} of the norm away"
         layout = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*SUBLAYER_FAMILIES, "resid_mid"), reason))
         return {block.path: layout for block in self.blocks}

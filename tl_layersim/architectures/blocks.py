@@ -38,11 +38,14 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
             raise unsupported_blocks(module, f"its modules are {[name for name, _ in module.named_children()][:6]}")
         return blocks
     paths = existing_paths(module, layers, "layers")
-    numbers = _numbers(module, paths)
-    for place, (before, path) in enumerate(pairwise(paths), start=1):
-        if path in paths[:place] or (numbers is not None and numbers[place] < numbers[place - 1]):
+    numbers = _block_numbers(module, paths)
+    for place, (previous_path, path) in enumerate(pairwise(paths), start=1):
+        is_repeated = path in paths[:place]
+        is_out_of_order = numbers is not None and numbers[place] < numbers[place - 1]
+        if is_repeated or is_out_of_order:
             raise LayersimError(
-                f"`layers` has {path!r} after {before!r}; name different modules, in the order in which the model runs them."
+                f"`layers` has {path!r} after {previous_path!r}; name different modules, in the order in which the model runs "
+                "them."
             )
     return paths
 
@@ -59,7 +62,10 @@ def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     """
     lists = lists_of_blocks(module)
     if layers is None and len(lists) > 1:
-        return [block for path in lists.values() for block in blocks_in(module, path)]
+        blocks: list[str] = []
+        for path in lists.values():
+            blocks += blocks_in(module, path)
+        return blocks
     return find_blocks(module, layers)
 
 
@@ -95,31 +101,40 @@ def locate(
         named: whether the user named them.
     """
     stack = stack_of(module, paths)
-    numbers = _numbers(module, paths) if named else list(range(len(paths)))
+    numbers = _block_numbers(module, paths) if named else list(range(len(paths)))
     if numbers is not None:
-        whole = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and not _has_convolution_between(module, paths)
         names = tuple(f"{stack}.{name}" if stack else name for name in block_sites(numbers))
         # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
-        trusted = hasattr(module, "base_model_prefix")
-        return names, ("whole" if whole else "parts") if trusted else "unknown"
-    inside = any(path.startswith(f"{block}.") for path in paths for block in _blocks_of(module, stack))
+        is_hugging_face = hasattr(module, "base_model_prefix")
+        if not is_hugging_face:
+            return names, "unknown"
+        is_consecutive = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        return names, "whole" if is_consecutive and not _has_convolution_between(module, paths) else "parts"
+    prefixes_of_blocks = tuple(f"{block}." for block in _blocks_of(module, stack))
+    lies_in_block = any(path.startswith(prefixes_of_blocks) for path in paths)
     # The input and the output of a single module cannot show a stream.
-    return module_sites(paths), "none" if inside or len(paths) < 2 else "unknown"
+    return module_sites(paths), "none" if lies_in_block or len(paths) < 2 else "unknown"
 
 
 def _block_list(module: torch.nn.Module) -> str | None:
     """Path of the list of blocks in a model with one stack; None if unknown."""
     names = dict(module.named_modules())
     prefix = getattr(module, "base_model_prefix", "")
+    bases = [prefix, "model", ""]
     # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
-    tower = [name for name in TOWER_MODULES.values() if name in names]
-    for base in (prefix, "model", "", *(tower if len(tower) == 1 else ())):
-        for path in BLOCKS:
-            full = f"{base}.{path}" if base else path
-            blocks = names.get(full)
-            if isinstance(blocks, torch.nn.ModuleList) and len(blocks):
-                return full
+    towers = [name for name in TOWER_MODULES.values() if name in names]
+    if len(towers) == 1:
+        bases += towers
+    for base in bases:
+        for list_path in BLOCKS:
+            path = f"{base}.{list_path}" if base else list_path
+            if _is_filled_list(names.get(path)):
+                return path
     return None
+
+
+def _is_filled_list(module: torch.nn.Module | None) -> bool:
+    return isinstance(module, torch.nn.ModuleList) and len(module) > 0
 
 
 def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
@@ -131,15 +146,20 @@ def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
     """
     sides = two_sides(module)
     if sides:
-        inner = {side: _block_list(module.get_submodule(path)) for side, path in sides.items()}
-        return {side: f"{sides[side]}.{path}" for side, path in inner.items() if path is not None}
+        lists: dict[str, str] = {}
+        for side, side_path in sides.items():
+            path_in_side = _block_list(module.get_submodule(side_path))
+            if path_in_side is not None:
+                lists[side] = f"{side_path}.{path_in_side}"
+        return lists
     path = _block_list(module)
     if path is None:
         return {}
-    names, stages = dict(module.named_modules()), [f"{stage}.blocks" for stage in blocks_in(module, path)]
-    if not all(isinstance(names.get(one), torch.nn.ModuleList) and len(names[one]) for one in stages):
+    names = dict(module.named_modules())
+    lists_in_stages = [f"{stage}.blocks" for stage in blocks_in(module, path)]
+    if not all(_is_filled_list(names.get(list_path)) for list_path in lists_in_stages):
         return {"": path}
-    return {f"stages.{number}": one for number, one in enumerate(stages)}
+    return {f"stages.{number}": list_path for number, list_path in enumerate(lists_in_stages)}
 
 
 def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
@@ -150,7 +170,11 @@ def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
 def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
     """Names of the stacks that contain at least one module of `paths`."""
     roots = two_sides(module) or lists_of_blocks(module)
-    return [stack for stack, root in roots.items() if any(f"{path}.".startswith(f"{root}.") for path in paths)]
+    stacks: list[str] = []
+    for stack, root in roots.items():
+        if any(f"{path}.".startswith(f"{root}.") for path in paths):
+            stacks.append(stack)
+    return stacks
 
 
 def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
@@ -161,7 +185,8 @@ def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
 
 def is_last_stack(module: torch.nn.Module, paths: list[str]) -> bool:
     """Whether the model's final norm and head read the output of these blocks."""
-    stack, stages = stack_of(module, paths), list(lists_by_stage(module))
+    stack = stack_of(module, paths)
+    stages = list(lists_by_stage(module))
     return stack == stages[-1] if stages else stack != "encoder"
 
 
@@ -179,15 +204,22 @@ def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
     """Paths of encoder and decoder in a Hugging Face model; empty without both."""
     if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return {}
-    names = {id(sub): name for name, sub in module.named_modules() if name}
-    found: dict[str, str] = {}
+    names = {id(submodule): name for name, submodule in module.named_modules() if name}
+    paths: dict[str, str] = {}
     for side in ("encoder", "decoder"):
         with suppress(AttributeError, NotImplementedError):
             stack = getattr(module, f"get_{side}")()
             # Models without the stack return themselves.
-            found |= {side: names[id(stack)]} if id(stack) in names else {}
-    first, second = (f"{found.get(side, '')}." for side in ("encoder", "decoder"))
-    return found if len(found) == 2 and not first.startswith(second) and not second.startswith(first) else {}
+            if id(stack) in names:
+                paths[side] = names[id(stack)]
+    if len(paths) < 2:
+        return {}
+    encoder = f"{paths['encoder']}."
+    decoder = f"{paths['decoder']}."
+    # One inside the other is no pair of stacks.
+    if encoder.startswith(decoder) or decoder.startswith(encoder):
+        return {}
+    return paths
 
 
 def in_both_stacks(module: torch.nn.Module) -> LayersimError:
@@ -210,46 +242,55 @@ def has_both_towers(module: torch.nn.Module) -> bool:
     return all(hasattr(module, child) for child in TOWER_MODULES.values())
 
 
-def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
+def _block_numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
     """Indices of blocks from their paths; None if a path is not a known block."""
     blocks = _blocks_of(module, stack_of(module, paths))
-    return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
+    if not set(paths) <= set(blocks):
+        return None
+    return [blocks.index(path) for path in paths]
 
 
 def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
     """Whether a convolution lies between block 0 and block 1, as in the largest DeBERTa-v2."""
-    blocks, _, number = paths[0].rpartition(".")
-    beside = module.get_submodule(blocks.rpartition(".")[0]) if blocks else module
-    is_first = number == "0" and len(paths) > 1
-    return is_first and type(getattr(beside, "conv", None)).__name__ == "ConvLayer"
+    list_path, _, number = paths[0].rpartition(".")
+    parent = module.get_submodule(list_path.rpartition(".")[0]) if list_path else module
+    reads_both = number == "0" and len(paths) > 1
+    return reads_both and type(getattr(parent, "conv", None)).__name__ == "ConvLayer"
 
 
 def _blocks_of(module: torch.nn.Module, stack: str = "") -> list[str]:
     """Paths of the blocks in a stack, by default the decoder or the last stage; empty if unknown."""
     lists = lists_of_blocks(module)
-    path = lists.get(stack or ("decoder" if encoder_and_decoder(module) else next(reversed(lists), "")))
+    if not stack:
+        stack = "decoder" if encoder_and_decoder(module) else next(reversed(lists), "")
+    path = lists.get(stack)
     return [] if path is None else blocks_in(module, path)
 
 
-def unsupported_blocks(module: torch.nn.Module, given: str) -> LayersimError:
+def unsupported_blocks(module: torch.nn.Module, reason: str) -> LayersimError:
     """The error for a model whose blocks are unknown.
 
     Args:
         module: the model.
-        given: the reason.
+        reason: the reason.
     """
-    # A tower of a CLIP, or a detector inside a model of segments.
-    towers = list(TOWER_MODULES.values()) if has_both_towers(module) else []
-    inside = towers or [name for name, part in module.named_children() if two_sides(part)]
-    lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1]
-    return LayersimError(
-        f"The layers of {type(module).__name__} {'lie in two towers' if towers else 'are not known'} (`model`): {given}. "
-        + (
-            f"Pass {' or '.join(f'model.{name}' for name in inside)}."
-            if inside
-            else f"Name its blocks: layers=[f'{(lists or ['path'])[0]}.{{i}}' for i in range(n)]."
-        )
-    )
+    is_clip = has_both_towers(module)
+    if is_clip:
+        models_inside = list(TOWER_MODULES.values())
+    else:
+        # A detector inside a model of segments.
+        models_inside = [name for name, child in module.named_children() if two_sides(child)]
+    if models_inside:
+        remedy = f"Pass {' or '.join(f'model.{name}' for name in models_inside)}."
+    else:
+        example = "path"
+        for name, submodule in module.named_modules():
+            if isinstance(submodule, torch.nn.ModuleList) and len(submodule) > 1:
+                example = name
+                break
+        remedy = f"Name its blocks: layers=[f'{example}.{{i}}' for i in range(n)]."
+    where = "lie in two towers" if is_clip else "are not known"
+    return LayersimError(f"The layers of {type(module).__name__} {where} (`model`): {reason}. {remedy}")
 
 
 def refuse_positions_first(module: torch.nn.Module, blocks: list[str]) -> None:
@@ -265,12 +306,12 @@ def refuse_positions_first(module: torch.nn.Module, blocks: list[str]) -> None:
         LayersimError: positions are the first axis.
     """
     block = module.get_submodule(blocks[0])
-    layers = torch.nn.TransformerEncoderLayer | torch.nn.TransformerDecoderLayer
-    first = isinstance(block, layers) and not block.self_attn.batch_first
-    if first or getattr(nearest_config(module, blocks[0]), "model_type", None) in POSITIONS_FIRST:
+    torch_layers = torch.nn.TransformerEncoderLayer | torch.nn.TransformerDecoderLayer
+    is_torch_layer = isinstance(block, torch_layers) and not block.self_attn.batch_first
+    if is_torch_layer or getattr(nearest_config(module, blocks[0]), "model_type", None) in POSITIONS_FIRST:
+        remedy = ", as with batch_first=True" if is_torch_layer else ""
         raise LayersimError(
-            f"The blocks of {type(module).__name__} return pos x batch x width; blocks must return batch x pos x width"
-            + (", as with batch_first=True." if first else ".")
+            f"The blocks of {type(module).__name__} return pos x batch x width; blocks must return batch x pos x width{remedy}."
         )
 
 
@@ -283,12 +324,19 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
     names = dict(module.named_modules())
     for path in paths or [""]:
         is_list = argument == "layers" and isinstance(names.get(path), torch.nn.ModuleList)
-        if not path or path not in names or is_list:
-            near = [f"{path}.0"] if is_list else difflib.get_close_matches(path, names, n=3) or list(names)[1:4]
-            raise LayersimError(
-                f"`{argument}` is {brief(paths)}, but {path!r} is {'a list of modules' if is_list else 'no module'} in "
-                f"{type(module).__name__}. Use a path such as {', '.join(map(repr, near))}."
-            )
+        if is_list:
+            kind = "a list of modules"
+            examples = [f"{path}.0"]
+        elif not path or path not in names:
+            kind = "no module"
+            # Without the path of the model itself, which is the first.
+            examples = difflib.get_close_matches(path, names, n=3) or list(names)[1:4]
+        else:
+            continue
+        raise LayersimError(
+            f"`{argument}` is {brief(paths)}, but {path!r} is {kind} in {type(module).__name__}. Use a path such as "
+            f"{', '.join(map(repr, examples))}."
+        )
     return list(paths)
 
 
@@ -304,8 +352,13 @@ def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
 def nearest_config(module: torch.nn.Module, path: str) -> Any:
     """The configuration of a module, or of its nearest parent with a configuration."""
     parts = path.split(".")
-    around = [module.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) - 1, -1, -1)]
-    return next((config for one in around if (config := getattr(one, "config", None)) is not None), None)
+    # From the nearest parent to the model itself.
+    for depth in range(len(parts) - 1, -1, -1):
+        parent = module.get_submodule(".".join(parts[:depth]))
+        config = getattr(parent, "config", None)
+        if config is not None:
+            return config
+    return None
 
 
 def setting(config: Any, *names: str) -> Any:
@@ -328,8 +381,10 @@ def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
         block: a block of transformers, or of a class derived from one.
         config: its configuration.
     """
+    if config is None:
+        return None
     classes = {cls.__name__ for cls in type(block).__mro__}
-    for layout in LAYOUTS if config is not None else ():
+    for layout in LAYOUTS:
         # Other libraries have blocks of the same name.
         if not classes.isdisjoint(layout.classes) and layout.when(block, config):
             with suppress(AttributeError):
@@ -342,7 +397,11 @@ def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
 
 def unknown_blocks(module: torch.nn.Module, paths: Sequence[str]) -> list[str]:
     """Paths of the blocks whose layout is missing in the table `LAYOUTS`."""
-    return [path for path in paths if layout_of(module.get_submodule(path), nearest_config(module, path)) is None]
+    unknown: list[str] = []
+    for path in paths:
+        if layout_of(module.get_submodule(path), nearest_config(module, path)) is None:
+            unknown.append(path)
+    return unknown
 
 
 def is_post_norm(module: torch.nn.Module, path: str) -> bool:
@@ -354,17 +413,17 @@ def is_post_norm(module: torch.nn.Module, path: str) -> bool:
         module: the model.
         path: path of one of its blocks.
     """
-    block, config = module.get_submodule(path), nearest_config(module, path)
+    block = module.get_submodule(path)
+    config = nearest_config(module, path)
     layout = layout_of(block, config)
     if layout is not None:
         return bool(layout.sums) and all(total != "resid_post" for total, _ in layout.sums)
     # Blocks with the modules of BERT's end in a layer norm. Other models have norms before attention and MLP, or in the branch.
-    before = getattr(config, "do_layer_norm_before", None)
-    return (
-        hasattr(getattr(block, "output", None), "LayerNorm")
-        or before is False
-        or getattr(config, "model_type", None) in OTHER_POST_NORM
-    )
+    if hasattr(getattr(block, "output", None), "LayerNorm"):
+        return True
+    if getattr(config, "do_layer_norm_before", None) is False:
+        return True
+    return getattr(config, "model_type", None) in OTHER_POST_NORM
 
 
 def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str | None:
@@ -377,10 +436,16 @@ def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str 
     """
     if "ln_final" in layout.lacks:
         return None
-    names, parts = dict(module.named_modules()), block.split(".")[:-2]
-    paths = [".".join([*parts[:depth], name]) for depth in range(len(parts), -1, -1) for name in layout.final]
-    # A BEiT that averages patches has no norm here, and a module of this name that changes nothing.
-    return next((path for path in paths if path in names and not isinstance(names[path], torch.nn.Identity)), None)
+    modules = dict(module.named_modules())
+    # The path of what holds the list of blocks.
+    parts = block.split(".")[:-2]
+    for depth in range(len(parts), -1, -1):
+        for name in layout.final:
+            path = ".".join([*parts[:depth], name])
+            # A BEiT that averages patches has no norm here, and a module of this name that changes nothing.
+            if path in modules and not isinstance(modules[path], torch.nn.Identity):
+                return path
+    return None
 
 
 def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[int, int]:
@@ -395,8 +460,8 @@ def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[in
         return 0, 0
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return heads, 1
-    fewer = setting(config, "num_key_value_heads", "num_kv_heads")
-    return heads, fewer or heads
+    key_value_heads = setting(config, "num_key_value_heads", "num_kv_heads")
+    return heads, key_value_heads or heads
 
 
 @typed
@@ -417,7 +482,9 @@ def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
         >>> block_sites([1, 3])
         ('blocks.1.hook_resid_pre', 'blocks.1.hook_resid_post', 'blocks.3.hook_resid_post')
     """
-    return (f"blocks.{numbers[0] if numbers else 0}.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in numbers))
+    first = numbers[0] if numbers else 0
+    outputs = [f"blocks.{number}.hook_resid_post" for number in numbers]
+    return (f"blocks.{first}.hook_resid_pre", *outputs)
 
 
 def entering(name: str) -> str:

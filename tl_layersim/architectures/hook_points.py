@@ -105,17 +105,18 @@ class HookPoint:
     run: int | None = None
 
 
-def read_in_next_run(points: Sequence[HookPoint], of_module: Sequence[int], runs: Counter[int]) -> list[int]:
+def read_in_next_run(points: Sequence[HookPoint], points_of_module: Sequence[int], runs: Counter[int]) -> list[int]:
     """Count a run of a module in a forward pass, and return the indices of its points that are read in this run.
 
     Args:
         points: all points.
-        of_module: indices of the points at the module.
+        points_of_module: indices of the points at the module.
         runs: number of runs so far of each module, by the first of these indices; changed in place.
     """
-    run = runs[of_module[0]]
-    runs[of_module[0]] += 1
-    return [number for number in of_module if points[number].run in (None, run)]
+    module_key = points_of_module[0]
+    run = runs[module_key]
+    runs[module_key] += 1
+    return [number for number in points_of_module if points[number].run in (None, run)]
 
 
 def distinct_points(points: Iterable[HookPoint]) -> tuple[HookPoint, ...]:
@@ -130,8 +131,10 @@ def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPo
         names: names of the residual layers.
         blocks: module paths of the blocks.
     """
-    first = HookPoint(names[0], blocks[0], incoming=True)
-    return (first, *(HookPoint(name, path) for name, path in zip(names[1:], blocks, strict=True)))
+    points = [HookPoint(names[0], blocks[0], incoming=True)]
+    for name, path in zip(names[1:], blocks, strict=True):
+        points.append(HookPoint(name, path))
+    return tuple(points)
 
 
 def multiplied(hidden: Tensor, multiplier: float) -> Tensor:
@@ -155,8 +158,10 @@ def at_point(
     Raises:
         LayersimError: the tensor has other axes.
     """
-    if hidden.dim() == 2 and (shape is None or shape[0] * shape[1] == hidden.shape[0]):
-        hidden = hidden[:, None] if shape is None else hidden.reshape(*shape, -1)
+    if hidden.dim() == 2 and shape is None:
+        hidden = hidden[:, None]
+    elif hidden.dim() == 2 and shape is not None and shape[0] * shape[1] == hidden.shape[0]:
+        hidden = hidden.reshape(*shape, -1)
     if hidden.dim() < 3 or (shape is not None and tuple(hidden.shape[:2]) != tuple(shape)):
         raise LayersimError(
             f"The activations at {name or 'this site'} are not batch x pos x width: their shape is "
@@ -168,7 +173,8 @@ def at_point(
         hidden = hidden.flatten(2)
     if part is None:
         return hidden
-    return hidden.reshape(*hidden.shape[:2], *part.shape)[(slice(None), slice(None), *part.index)].flatten(2)
+    split = hidden.reshape(*hidden.shape[:2], *part.shape)
+    return split[(slice(None), slice(None), *part.index)].flatten(2)
 
 
 def site_name(family: str, block: int, prefix: str = "") -> str:
@@ -183,7 +189,9 @@ def site_name(family: str, block: int, prefix: str = "") -> str:
         >>> site_name("mlp_out", 3), site_name("ln_final", 0, "decoder.")
         ('blocks.3.hook_mlp_out', 'decoder.ln_final.hook_normalized')
     """
-    return f"{prefix}{SITE_NAMES[family]}" if family == "ln_final" else f"{prefix}blocks.{block}.{SITE_NAMES[family]}"
+    if family == "ln_final":
+        return f"{prefix}{SITE_NAMES[family]}"
+    return f"{prefix}blocks.{block}.{SITE_NAMES[family]}"
 
 
 @dataclass(frozen=True)
@@ -258,8 +266,9 @@ class SiteMap:
         chosen = set(families)
 
         def is_chosen(site: Site) -> bool:
-            own = (site.family, "resid_post") if site.first else (site.family,)
-            return any(name in chosen or f"{site.stack}{name}" in chosen for name in own)
+            # The family `resid_post` begins with the input of the first block.
+            site_families = (site.family, "resid_post") if site.first else (site.family,)
+            return any(name in chosen or f"{site.stack}{name}" in chosen for name in site_families)
 
         return [site for site in self.sites if is_chosen(site)]
 
@@ -270,8 +279,8 @@ class SiteMap:
 
     def families(self) -> list[str]:
         """Families of hook points that the model has, such as attn_out."""
-        have = {site.family for site in self.sites}
-        return [family for family in SITE_NAMES if family in have]
+        present = {site.family for site in self.sites}
+        return [family for family in SITE_NAMES if family in present]
 
 
 def fused_parts(kind: str, family: str, heads: int, key_heads: int) -> tuple[Part, tuple[Part, ...]]:
@@ -293,23 +302,34 @@ def fused_parts(kind: str, family: str, heads: int, key_heads: int) -> tuple[Par
     number = "qkv".index(family)
     count = heads if family == "q" else key_heads
     shape: tuple[int, ...]
-    whole: tuple[Index, ...]
-    each: list[tuple[Index, ...]]
+    all_heads: tuple[Index, ...]
+    by_head: list[tuple[Index, ...]]
     if kind == "qkv heads":
-        shape, whole, each = (3, heads, -1), (number,), [(number, head) for head in range(count)]
+        shape = (3, heads, -1)
+        all_heads = (number,)
+        by_head = [(number, head) for head in range(count)]
     elif kind == "heads qkv":
-        shape, whole, each = (heads, 3, -1), (slice(None), number), [(head, number) for head in range(count)]
+        shape = (heads, 3, -1)
+        all_heads = (slice(None), number)
+        by_head = [(head, number) for head in range(count)]
+    elif kind == "groups" and family == "q":
+        # A group has its queries first, then one key and one value.
+        size = heads // key_heads
+        shape = (key_heads, size + 2, -1)
+        all_heads = (slice(None), slice(0, size))
+        by_head = [(head // size, head % size) for head in range(count)]
     elif kind == "groups":
         size = heads // key_heads
         shape = (key_heads, size + 2, -1)
-        place: Index = slice(0, size) if family == "q" else size + number - 1
-        whole = (slice(None), place)
-        each = [(head // size, head % size) if family == "q" else (head, size + number - 1) for head in range(count)]
+        place = size + number - 1
+        all_heads = (slice(None), place)
+        by_head = [(head, place) for head in range(count)]
     else:
         start = (0, heads, heads + key_heads)[number]
-        shape, whole = (heads + 2 * key_heads, -1), (slice(start, start + count),)
-        each = [(start + head,) for head in range(count)]
-    return Part(shape, whole), tuple(Part(shape, index) for index in each)
+        shape = (heads + 2 * key_heads, -1)
+        all_heads = (slice(start, start + count),)
+        by_head = [(start + head,) for head in range(count)]
+    return Part(shape, all_heads), tuple(Part(shape, index) for index in by_head)
 
 
 # Files of torch whose modules work on `batch channel ...`.
@@ -342,23 +362,31 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
     """
     if not has_convolution(module):
         return None
-    own = module.get_submodule(path)
-    axis = _axis_of(own)
+    submodule = module.get_submodule(path)
+    axis = _channel_axis_of(submodule)
     if axis is not None:
         return Channels(axis)
-    first, last = _sizes(own)
+    first, last = _channel_counts(submodule)
     if first or last:
-        return Channels(None, first, last, not last and _may_move(own)) if first else None
-    parent, _, name = path.rpartition(".")
-    around = module.get_submodule(parent)
-    beside = list(takewhile(lambda other: other != name, around._modules)) if isinstance(around, torch.nn.Sequential) else []
-    if _keeps(own):
-        return channels_at(module, f"{parent}.{beside[-1]}".lstrip(".") if beside else parent)
-    for before in reversed(beside):
-        if any(sizes := _sizes(around.get_submodule(before), outputs=True)):
-            return Channels(None, *sizes, moved=True)
-    found = channels_at(module, parent)
-    return found and replace(found, moved=not found.last)
+        return Channels(None, first, last, not last and _may_move_channel_axis(submodule)) if first else None
+    parent_path, _, name = path.rpartition(".")
+    parent = module.get_submodule(parent_path)
+    # Names of the modules that run before this one in a Sequential.
+    earlier_names: list[str] = []
+    if isinstance(parent, torch.nn.Sequential):
+        earlier_names = list(takewhile(lambda sibling: sibling != name, parent._modules))
+    if _keeps_channel_axis(submodule):
+        if earlier_names:
+            return channels_at(module, f"{parent_path}.{earlier_names[-1]}".lstrip("."))
+        return channels_at(module, parent_path)
+    for earlier_name in reversed(earlier_names):
+        first, last = _channel_counts(parent.get_submodule(earlier_name), outputs=True)
+        if first or last:
+            return Channels(None, first, last, moved=True)
+    channels = channels_at(module, parent_path)
+    if channels is None:
+        return None
+    return replace(channels, moved=not channels.last)
 
 
 def has_convolution(module: torch.nn.Module) -> bool:
@@ -366,20 +394,23 @@ def has_convolution(module: torch.nn.Module) -> bool:
     return any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules())
 
 
-def _keeps(module: torch.nn.Module) -> bool:
+def _keeps_channel_axis(module: torch.nn.Module) -> bool:
     """Whether a module keeps the channel axis of its input, like an activation function."""
     if isinstance(module, torch.nn.MultiheadAttention):
         return False
-    known = isinstance(module, torch.nn.Identity) or type(module).__name__.endswith(KEEPING_NAMES)
-    return known or any(cls.__module__ in KEEPING_FILES for cls in type(module).__mro__)
+    if isinstance(module, torch.nn.Identity) or type(module).__name__.endswith(KEEPING_NAMES):
+        return True
+    return any(cls.__module__ in KEEPING_FILES for cls in type(module).__mro__)
 
 
-def _may_move(module: torch.nn.Module) -> bool:
+def _may_move_channel_axis(module: torch.nn.Module) -> bool:
     """Whether a module contains a leaf module that may move the channel axis."""
-    return any(_axis_of(sub) is None and not _keeps(sub) for sub in module.modules() if not sub._modules)
+    leaves = [submodule for submodule in module.modules() if not submodule._modules]
+    return any(_channel_axis_of(leaf) is None and not _keeps_channel_axis(leaf) for leaf in leaves)
 
 
-def _axis_of(module: torch.nn.Module) -> int | None:
+def _channel_axis_of(module: torch.nn.Module) -> int | None:
+    """The channel axis that a module decides itself: 1 or -1; None if it decides none."""
     if any(cls.__module__ in CHANNELS_FIRST for cls in type(module).__mro__) or isinstance(module, torch.nn.GroupNorm):
         return 1
     if type(module) is torch.nn.LayerNorm:
@@ -387,7 +418,7 @@ def _axis_of(module: torch.nn.Module) -> int | None:
     return -1 if isinstance(module, torch.nn.Linear | torch.nn.Embedding) else None
 
 
-def _sizes(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _channel_counts(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Channel counts of convolutions in a module, and widths of its linear layers and norms.
 
     Args:
@@ -396,16 +427,20 @@ def _sizes(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, .
     """
     first: set[int] = set()
     last: set[int] = set()
-    for sub in module.modules():
-        alone = outputs and sub is module
-        if isinstance(sub, torch.nn.modules.conv._ConvNd):
-            first |= {sub.out_channels} if alone else {sub.in_channels, sub.out_channels}
-        elif isinstance(sub, torch.nn.modules.batchnorm._NormBase):
-            first.add(sub.num_features)
-        elif isinstance(sub, torch.nn.Linear):
-            last |= {sub.out_features} if alone else {sub.in_features, sub.out_features}
-        elif type(sub) is torch.nn.LayerNorm and len(sub.normalized_shape) == 1:
-            last.add(sub.normalized_shape[0])
+    for submodule in module.modules():
+        counts_input = not (outputs and submodule is module)
+        if isinstance(submodule, torch.nn.modules.conv._ConvNd):
+            first.add(submodule.out_channels)
+            if counts_input:
+                first.add(submodule.in_channels)
+        elif isinstance(submodule, torch.nn.modules.batchnorm._NormBase):
+            first.add(submodule.num_features)
+        elif isinstance(submodule, torch.nn.Linear):
+            last.add(submodule.out_features)
+            if counts_input:
+                last.add(submodule.in_features)
+        elif type(submodule) is torch.nn.LayerNorm and len(submodule.normalized_shape) == 1:
+            last.add(submodule.normalized_shape[0])
     return tuple(sorted(first)), tuple(sorted(last))
 
 
@@ -425,15 +460,20 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
         return -1
     if channels.axis is not None:
         return channels.axis
-    is_first, is_last = shape[1] in channels.first, shape[-1] in channels.last
-    by_pos = pos is not None and shape[1] == pos and shape[-1] != pos
+    is_first = shape[1] in channels.first
+    is_last = shape[-1] in channels.last
+    # Axis 1 is that of positions, so that the channels are last.
+    is_by_pos = pos is not None and shape[1] == pos and shape[-1] != pos
     if channels.moved:
-        sized = [axis for axis in range(1, len(shape)) if shape[axis] in channels.first + channels.last]
-        if sized in ([1], [len(shape) - 1]):
-            return 1 if sized == [1] else -1
-        if by_pos and not sized:
+        # Axes whose size is that of channels.
+        possible_axes = [axis for axis in range(1, len(shape)) if shape[axis] in channels.first + channels.last]
+        if possible_axes == [1]:
+            return 1
+        if possible_axes == [len(shape) - 1]:
             return -1
-    elif by_pos:
+        if is_by_pos and not possible_axes:
+            return -1
+    elif is_by_pos:
         return -1
     elif len(shape) == 3:
         # A map that a module flattens, such as the embeddings of patches, mostly has its channels last.
@@ -465,10 +505,12 @@ def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos:
         return hidden
     if channels.axis is None and pos is not None and hidden.shape[1] == pos and hidden.dim() > 3:
         return hidden
-    last = hidden.movedim(1, -1) if channel_axis(hidden.shape, channels, name, pos) == 1 else hidden
-    return last.flatten(1, -2)
+    channels_last = hidden.movedim(1, -1) if channel_axis(hidden.shape, channels, name, pos) == 1 else hidden
+    return channels_last.flatten(1, -2)
 
 
 def positions_of(shape: Sequence[int], channels: Channels | None = None, name: str = "") -> int:
     """Number of positions in a tensor of a given shape; 1 for (`batch width`)."""
-    return 1 if len(shape) == 2 else to_positions(torch.empty(*shape, device="meta"), channels, name).shape[1]
+    if len(shape) == 2:
+        return 1
+    return to_positions(torch.empty(*shape, device="meta"), channels, name).shape[1]

@@ -126,9 +126,16 @@ def attention_tensors(path: str, names: str, output: str) -> dict[str, ModuleTen
         names: names of its query, key and value projections, or of the one fused projection, separated by spaces.
         output: name of its output projection.
     """
-    projections = names.split() * (3 if len(names.split()) == 1 else 1)
-    heads = {family: output_of(f"{path}.{name}") for family, name in zip("qkv", projections, strict=True)}
-    return heads | {"z": input_of(f"{path}.{output}"), "attn_out": output_of(path)}
+    projections = names.split()
+    if len(projections) == 1:
+        # The fused projection holds all three.
+        projections *= 3
+    tensors: dict[str, ModuleTensor] = {}
+    for family, projection in zip("qkv", projections, strict=True):
+        tensors[family] = output_of(f"{path}.{projection}")
+    tensors["z"] = input_of(f"{path}.{output}")
+    tensors["attn_out"] = output_of(path)
+    return tensors
 
 
 def mlp_tensors(path: str, output: str) -> dict[str, ModuleTensor]:
@@ -176,6 +183,12 @@ _MIXER = "its blocks have a state-space mixer in place of attention and MLP, and
 # Of encoders, vision models and encoder-decoders.
 _VIT_ATTENTION = attention_tensors("attention", "q_proj k_proj v_proj", "o_proj")
 _VIT = _VIT_ATTENTION | norm_tensors("layernorm_before", "layernorm_after") | mlp_tensors("mlp", "fc2")
+_DINO = {
+    **_VIT_ATTENTION,
+    **norm_tensors("norm1", "norm2"),
+    "attn_out": output_of("layer_scale1"),
+    "mlp_out": output_of("layer_scale2"),
+}
 _CLIP = {
     **attention_tensors("self_attn", "q_proj k_proj v_proj", "out_proj"),
     **norm_tensors("layer_norm1", "layer_norm2"),
@@ -458,19 +471,15 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         final=("layernorm",),
         lacks=dict.fromkeys(("q", "k", "v", "z"), _WINDOWS),
     ),
-    *(
-        BlockLayout(
-            ("Dinov2Layer", "Dinov2WithRegistersLayer"),
-            {
-                **_VIT_ATTENTION,
-                **norm_tensors("norm1", "norm2"),
-                "attn_out": output_of("layer_scale1"),
-                "mlp_post": input_of(f"mlp.{projection}"),
-                "mlp_out": output_of("layer_scale2"),
-            },
-            final=("layernorm",),
-        )
-        for projection in ("fc2", "down_proj")  # the second in the giant model
+    BlockLayout(
+        ("Dinov2Layer", "Dinov2WithRegistersLayer"),
+        _DINO | {"mlp_post": input_of("mlp.fc2")},
+        final=("layernorm",),
+    ),
+    BlockLayout(  # the giant model
+        ("Dinov2Layer", "Dinov2WithRegistersLayer"),
+        _DINO | {"mlp_post": input_of("mlp.down_proj")},
+        final=("layernorm",),
     ),
     # The last norm of CLIP's vision tower reads the pooled [CLS] alone; SigLIP's reads every position.
     BlockLayout(("CLIPEncoderLayer",), _CLIP, final=("final_layer_norm",)),
@@ -604,9 +613,15 @@ HEADS_BY_CLASS = (
 # Why models of a class have no head that could be applied to every layer.
 NO_HEAD = {
     **dict.fromkeys(
-        tuple(
-            f"{name}ForSequenceClassification"
-            for name in ["Bart", "MBart", "PLBart", "Mvp", "BigBirdPegasus", "T5", "MT5", "UMT5"]
+        (
+            "BartForSequenceClassification",
+            "MBartForSequenceClassification",
+            "PLBartForSequenceClassification",
+            "MvpForSequenceClassification",
+            "BigBirdPegasusForSequenceClassification",
+            "T5ForSequenceClassification",
+            "MT5ForSequenceClassification",
+            "UMT5ForSequenceClassification",
         ),
         "its head reads the decoder at the place where the encoder's input has its last end-of-text token, which the decoder's "
         "own inputs do not give",
@@ -634,19 +649,21 @@ class Tower:
     end_of_text: bool = False
 
 
-def _text(blocks: str, norm: str, *parts: str, end_of_text: bool = False) -> Tower:
-    return Tower("text", "text_model", blocks, Head(norm, (*parts, "text_projection"), reads="first"), end_of_text)
+def _text_tower(blocks: str, norm: str, *parts: str, end_of_text: bool = False) -> Tower:
+    """A text tower, whose head ends in `text_projection`. The paths of its norm and `parts` are those in the model."""
+    head = Head(norm, (*parts, "text_projection"), reads="first")
+    return Tower("text", "text_model", blocks, head, end_of_text)
 
 
 _VISION_HEAD = Head("vision_model.post_layernorm", ("visual_projection",), reads="first")
 _VISION = Tower("vision", "vision_model", "encoder.layers", _VISION_HEAD)
-_CLIP_TOWERS = (_VISION, _text("encoder.layers", "text_model.final_layer_norm", end_of_text=True))
+_CLIP_TOWERS = (_VISION, _text_tower("encoder.layers", "text_model.final_layer_norm", end_of_text=True))
 # Vision and text tower, by the `model_type` of the configuration.
 TOWERS_BY_TYPE = {
     "clip": _CLIP_TOWERS,
     "metaclip_2": _CLIP_TOWERS,
     # A BERT, whose blocks end in a norm.
-    "chinese_clip": (_VISION, _text("encoder.layer", "")),
-    "altclip": (_VISION, _text("roberta.encoder.layers", "text_model.pre_LN", "text_model.transformation")),
+    "chinese_clip": (_VISION, _text_tower("encoder.layer", "")),
+    "altclip": (_VISION, _text_tower("roberta.encoder.layers", "text_model.pre_LN", "text_model.transformation")),
 }
 CLASSES = "CLIPModel, MetaClip2Model, ChineseCLIPModel or AltCLIPModel of transformers"

@@ -8,14 +8,14 @@ import torch
 
 from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_blocks, module_sites, nearest_config
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, site_name
-from .layouts import BlockLayout, ModuleTensor, input_of, output_of
+from .layouts import BlockLayout, ModuleTensor, Term, input_of, output_of
 
-UNKNOWN = "its architecture is not in the table of hook points; name its modules by their paths"
+NOT_IN_TABLE = "its architecture is not in the table of hook points; name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"
 
 
 # Of blocks without a row in the table.
-UNKNOWN_LAYOUT = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys(SITE_NAMES, UNKNOWN))
+UNKNOWN_LAYOUT = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys(SITE_NAMES, NOT_IN_TABLE))
 
 
 def module_site_map(
@@ -33,57 +33,67 @@ def module_site_map(
     lists: dict[str, list[str]] = {}
     for block in blocks:
         lists.setdefault(block.rpartition(".")[0], []).append(block)
-    layouts = {path: _layout(module, own) for path, own in lists.items()}
+    layouts = {list_path: _common_layout(module, paths) for list_path, paths in lists.items()}
     lacks: dict[str, str] = {}
     sites: list[Site] = []
     sums: list[StreamSum] = []
-    if any(layouts[path] is None and path not in stacks for path in lists):
+    if any(layouts[list_path] is None and list_path not in stacks for list_path in lists):
         # Modules that may not be blocks.
-        first, *names = module_sites(blocks)
-        sites = [Site(HookPoint(first, blocks[0], True), "resid_pre", first=True)]
-        sites += [Site(HookPoint(name, path), "resid_post") for name, path in zip(names, blocks, strict=True)]
-        lacks, lists = dict.fromkeys(SITE_NAMES, UNKNOWN), {}
-    for parent, own in lists.items():
-        table = layouts[parent]
-        layout = table or UNKNOWN_LAYOUT
-        by_block = [layout if table is not None else watched.get(path, layout) for path in own]
-        prefix = f"{stacks[parent]}." if stacks.get(parent) else ""
-        lacks |= dict.fromkeys(SITE_NAMES, "its blocks have none") | {"ln_final": NO_NORM} | dict(layout.lacks)
-        for block_layout in by_block:
-            lacks |= dict(block_layout.lacks)
-        config = nearest_config(module, own[0])
+        input_name, *output_names = module_sites(blocks)
+        sites.append(Site(HookPoint(input_name, blocks[0], True), "resid_pre", first=True))
+        for name, path in zip(output_names, blocks, strict=True):
+            sites.append(Site(HookPoint(name, path), "resid_post"))
+        lacks = dict.fromkeys(SITE_NAMES, NOT_IN_TABLE)
+        lists = {}
+    for list_path, paths in lists.items():
+        table_layout = layouts[list_path]
+        layout = table_layout or UNKNOWN_LAYOUT
+        block_layouts = [layout] * len(paths)
+        if table_layout is None:
+            block_layouts = [watched.get(path, layout) for path in paths]
+        prefix = f"{stacks[list_path]}." if stacks.get(list_path) else ""
+        lacks |= dict.fromkeys(SITE_NAMES, "its blocks have none")
+        lacks["ln_final"] = NO_NORM
+        for reasons in (layout.lacks, *(block_layout.lacks for block_layout in block_layouts)):
+            lacks |= reasons
+        config = nearest_config(module, paths[0])
         fused = layout.fused(config) if callable(layout.fused) else layout.fused
-        more = stack_sites(prefix, own, by_block, head_counts(config, layout.head_count), fused)
-        sites, sums = sites + more[0], sums + more[1]
-        ends = prefix == "encoder." or is_last_stack(module, own)
-        final = final_norm(module, own[0], layout) if ends else None
-        if final is not None:
-            sites.append(Site(HookPoint(site_name("ln_final", 0, prefix), final), "ln_final"))
-    have = {site.family for site in sites}
+        heads = head_counts(config, layout.head_count)
+        sites_of_stack, sums_of_stack = stack_sites(prefix, paths, block_layouts, heads, fused)
+        sites += sites_of_stack
+        sums += sums_of_stack
+        # An encoder ends in a norm of its own; of stages, only the last one does.
+        may_end_in_norm = prefix == "encoder." or is_last_stack(module, paths)
+        norm_path = final_norm(module, paths[0], layout) if may_end_in_norm else None
+        if norm_path is not None:
+            sites.append(Site(HookPoint(site_name("ln_final", 0, prefix), norm_path), "ln_final"))
+    present = {site.family for site in sites}
     return SiteMap(
         type(module).__name__,
         tuple(sites),
-        {family: reason for family, reason in lacks.items() if family not in have},
+        {family: reason for family, reason in lacks.items() if family not in present},
         tuple(sums),
         lambda name: point_at(module, name),
         tuple(name for name, _ in module.named_modules() if name),
     )
 
 
-def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
+def _common_layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
     """The layout of all blocks in a list; None if it is unknown or the blocks differ."""
-    found = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
-    numbered = all(path.rpartition(".")[2].isdecimal() for path in blocks)
-    return found[0] if numbered and all(layout is found[0] for layout in found) else None
+    layouts = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
+    are_numbered = all(path.rpartition(".")[2].isdecimal() for path in blocks)
+    are_same = all(layout is layouts[0] for layout in layouts)
+    return layouts[0] if are_numbered and are_same else None
 
 
 def _point(name: str, path: str, tensor: ModuleTensor, part: Part | None = None) -> HookPoint:
     """The hook point of a tensor in a block, by default named after its module."""
     module = f"{path}.{tensor.path}".rstrip(".")
-    own_name = module + ".input" * tensor.incoming
-    if tensor.multiplier != 1.0:
-        own_name = f"{tensor.multiplier:g} {own_name}"
-    return HookPoint(name or own_name, module, tensor.incoming, part, multiplier=tensor.multiplier)
+    if not name:
+        name = f"{module}.input" if tensor.incoming else module
+        if tensor.multiplier != 1.0:
+            name = f"{tensor.multiplier:g} {name}"
+    return HookPoint(name, module, tensor.incoming, part, multiplier=tensor.multiplier)
 
 
 def stack_sites(
@@ -98,6 +108,7 @@ def stack_sites(
         heads: number of heads and of key-value heads; zero if unknown.
         fused: see `BlockLayout.fused`.
     """
+    head_count, key_value_head_count = heads
     sites: list[Site] = []
     sums: list[StreamSum] = []
     for path, layout in zip(blocks, layouts, strict=True):
@@ -105,30 +116,47 @@ def stack_sites(
         number = int(path.rpartition(".")[2])
         points: dict[str, HookPoint] = {}
         for family in SITE_NAMES:
-            if family not in tensors or (family in "qkv" and fused and not heads[0]):
+            # The number of heads divides a fused projection.
+            if family not in tensors or (family in "qkv" and fused and not head_count):
                 continue
             part: Part | None = None
-            count = heads[family in "kv"] if family in HEAD_FAMILIES else 0
-            each = tuple(Part((count, -1), (head,)) for head in range(count))
+            count = 0
+            if family in HEAD_FAMILIES:
+                count = key_value_head_count if family in ("k", "v") else head_count
+            head_parts = tuple(Part((count, -1), (head,)) for head in range(count))
             if family in "qkv" and fused:
-                part, each = fused_parts(fused, family, *heads)
+                part, head_parts = fused_parts(fused, family, head_count, key_value_head_count)
             points[family] = _point(site_name(family, number, prefix), path, tensors[family], part)
-            first = family == "resid_pre" and path == blocks[0]
-            sites.append(Site(points[family], family, number, each, first))
+            is_first = family == "resid_pre" and path == blocks[0]
+            sites.append(Site(points[family], family, number, head_parts, is_first))
         for total, terms in layout.sums:
-            if points.keys() >= {term for term in (total, *terms) if isinstance(term, str)}:
-                whole, *parts = (points[term] if isinstance(term, str) else _point("", path, term) for term in (total, *terms))
-                sums.append(StreamSum(whole, tuple(parts)))
+            families = {term for term in (total, *terms) if isinstance(term, str)}
+            if points.keys() >= families:
+                total_point = _point_of_term(total, path, points)
+                term_points = tuple(_point_of_term(term, path, points) for term in terms)
+                sums.append(StreamSum(total_point, term_points))
     return sites, sums
+
+
+def _point_of_term(term: Term, path: str, points: Mapping[str, HookPoint]) -> HookPoint:
+    """The hook point of a term of a sum in a block.
+
+    Args:
+        term: a family, or a tensor that belongs to none.
+        path: path of the block.
+        points: the hook points of the block, by family.
+    """
+    return points[term] if isinstance(term, str) else _point("", path, term)
 
 
 def point_at(module: torch.nn.Module, name: str) -> HookPoint | None:
     """The hook point of a module's output ("path") or input ("path.input"); None without such a module."""
     for path, incoming in ((name, False), (name.removesuffix(".input"), name.endswith(".input"))):
         try:
-            found = module.get_submodule(path) if path else None
+            submodule = module.get_submodule(path) if path else None
         except AttributeError:
             continue
-        if found is not None and not isinstance(found, torch.nn.ModuleList | torch.nn.ModuleDict):
+        # A list of modules is not called.
+        if submodule is not None and not isinstance(submodule, torch.nn.ModuleList | torch.nn.ModuleDict):
             return HookPoint(name, path, incoming)
     return None

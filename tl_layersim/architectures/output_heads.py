@@ -42,35 +42,47 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     """
     names = dict(module.named_modules())
     if unembed is not None:
-        paths = existing_paths(module, unembed, "unembed")
-        norm = paths[0] if len(paths) > 1 and (has_name_of_norm(type(names[paths[0]])) or _is_norm(paths[0], names)) else ""
-        after = tuple(paths[1:] if norm else paths)
-        hides_norm = not norm and any(_may_hide_norm(names[path]) for path in after)
-        return _scaled(Head(norm, after, hides_norm=hides_norm), module)
-    head = _tabled(module, blocks, names)
+        return _with_logit_scaling(_named_head(module, unembed, names), module)
+    head = _head_in_table(module, blocks, names)
     if head is not None:
-        return _scaled(head, module)
-    norm = _norm_beside(module, blocks, names)
-    # The 350M OPT projects the residual back to the width of its embedding.
-    project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
-    before = [project] if project in names else []
-    parts, reads = _classifier(module, blocks, names)
+        return _with_logit_scaling(head, module)
+    norm = _norm_beside_blocks(module, blocks, names)
+    parts, reads = _modules_to_logits(module, blocks, names)
     if not parts:
         return None
-    hides_norm = not norm and not _has_no_final_norm(module, blocks) and any(_may_hide_norm(names[path]) for path in parts)
-    return _scaled(Head(norm, (*before, *parts), reads, hides_norm=hides_norm), module)
+    hides_norm = False
+    if not norm and not _has_no_final_norm(module, blocks):
+        hides_norm = any(_may_hide_norm(names[path]) for path in parts)
+    # The 350M OPT projects the residual back to the width of its embedding.
+    projection = ".".join([*blocks[0].split(".")[:-2], "project_out"])
+    if projection in names:
+        parts = [projection, *parts]
+    return _with_logit_scaling(Head(norm, tuple(parts), reads, hides_norm=hides_norm), module)
 
 
-def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
+def _named_head(module: torch.nn.Module, unembed: list[str], names: dict[str, torch.nn.Module]) -> Head:
+    """The head whose paths the user names."""
+    paths = existing_paths(module, unembed, "unembed")
+    first_path = paths[0]
+    starts_with_norm = has_name_of_norm(type(names[first_path])) or _is_norm_by_name(first_path, names)
+    if len(paths) > 1 and starts_with_norm:
+        return Head(first_path, tuple(paths[1:]))
+    return Head("", tuple(paths), hides_norm=any(_may_hide_norm(names[path]) for path in paths))
+
+
+def _head_in_table(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
     """The head of the model in `HEADS_BY_CLASS`; None if it is missing there."""
-    classes, config = {cls.__name__ for cls in type(module).__mro__}, getattr(module, "config", None)
-    layout = next((row for row in HEADS_BY_CLASS if classes.intersection(row.classes) and row.when(config)), None)
-    if layout is None:
-        return None
-    base: Any = getattr(module, "base_model_prefix", "")
-    norm = _norm_beside(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
-    parts = tuple(norm if part == "{norm}" else part for part in layout.parts)
-    return Head(norm, parts, layout.reads, pool=None if layout.pool is None else layout.pool(config))
+    classes = {cls.__name__ for cls in type(module).__mro__}
+    config = getattr(module, "config", None)
+    for layout in HEADS_BY_CLASS:
+        if not classes.intersection(layout.classes) or not layout.when(config):
+            continue
+        base: Any = getattr(module, "base_model_prefix", "")
+        norm = _norm_beside_blocks(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
+        parts = tuple(norm if part == "{norm}" else part for part in layout.parts)
+        pool = None if layout.pool is None else layout.pool(config)
+        return Head(norm, parts, layout.reads, pool=pool)
+    return None
 
 
 def _has_no_final_norm(module: torch.nn.Module, blocks: list[str]) -> bool:
@@ -79,28 +91,30 @@ def _has_no_final_norm(module: torch.nn.Module, blocks: list[str]) -> bool:
     return is_post_norm(module, blocks[0]) if layout is None else "ln_final" in layout.lacks
 
 
-def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
+def _norm_beside_blocks(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
     """Path of the norm beside the list of blocks; "" if there is none."""
     layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
     if _has_no_final_norm(module, blocks):
         # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
         return ""
-    known = None if layout is None else final_norm(module, blocks[0], layout)
-    if known is not None:
-        return known
+    norm_of_layout = None if layout is None else final_norm(module, blocks[0], layout)
+    if norm_of_layout is not None:
+        return norm_of_layout
     # On the lowest level above the blocks that has a norm; the final norm is registered last.
     for depth in range(blocks[0].count(".") - 1, -1, -1):
         parent = ".".join(blocks[0].split(".")[:depth])
-        beside = [f"{parent}.{name}".lstrip(".") for name, _ in names[parent].named_children()]
-        if norms := [path for path in beside if _is_norm(path, names) and _fits(names[path], module)]:
+        paths = [f"{parent}.{name}".lstrip(".") for name, _ in names[parent].named_children()]
+        norms = [path for path in paths if _is_norm_by_name(path, names) and _has_width_of_stream(names[path], module)]
+        if norms:
             return norms[-1]
     return ""
 
 
-def _fits(norm: torch.nn.Module, module: torch.nn.Module) -> bool:
+def _has_width_of_stream(norm: torch.nn.Module, module: torch.nn.Module) -> bool:
     """Whether a norm may have the width of the residual stream. True if one of both is unknown."""
     weight = getattr(norm, "weight", None)
-    width = getattr(text_config(getattr(module, "config", None)), "hidden_size", None)
+    config = text_config(getattr(module, "config", None))
+    width = getattr(config, "hidden_size", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(width, int):
         return True
     return len(weight) == width
@@ -118,12 +132,19 @@ def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None
     """
     if head is None:
         return ()
-    inside = blocks[0].split(".")[:-2]
-    around = [".".join(inside[:depth]) for depth in range(len(inside), -1, -1)]
-    children = [(parent, name, child) for parent in around for name, child in module.get_submodule(parent).named_children()]
-    norms = [f"{parent}.{name}".lstrip(".") for parent, name, child in children if is_norm(child)]
-    others = [norm for norm in (*norms, "") if norm != head.norm and norm not in head.modules]
-    return (head, *(replace(head, norm=norm) for norm in others))
+    # Norms beside the list of blocks, then beside each module around it.
+    norms: list[str] = []
+    parts = blocks[0].split(".")[:-2]
+    for depth in range(len(parts), -1, -1):
+        parent = ".".join(parts[:depth])
+        for name, child in module.get_submodule(parent).named_children():
+            if is_norm(child):
+                norms.append(f"{parent}.{name}".lstrip("."))
+    heads = [head]
+    for norm in (*norms, ""):
+        if norm != head.norm and norm not in head.modules:
+            heads.append(replace(head, norm=norm))
+    return tuple(heads)
 
 
 def norms_between_layers(module: torch.nn.Module) -> bool:
@@ -141,35 +162,35 @@ def is_detr(config: Any) -> bool:
     return getattr(config, "model_type", None) == "detr"
 
 
-def _scaled(head: Head, module: torch.nn.Module) -> Head:
+def _with_logit_scaling(head: Head, module: torch.nn.Module) -> Head:
     """Add logit scale and soft-cap to a head that predicts tokens."""
     if head.classifies:
         return head
     config: Any = getattr(module, "config", None)
     scale, soft_cap = logit_scaling(config)
-    tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
-    if getattr(config, "scale_decoder_outputs", False) or tied:
+    is_scaled_as_tied = getattr(config, "model_type", None) in SCALED_IF_TIED and config.tie_word_embeddings
+    if getattr(config, "scale_decoder_outputs", False) or is_scaled_as_tied:
         # A T5 whose head is tied to the embedding.
         return replace(head, scale=scale * config.d_model**-0.5, soft_cap=soft_cap, scales_input=True)
     return replace(head, scale=scale, soft_cap=soft_cap)
 
 
-def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
+def _modules_to_logits(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
     """Paths of the modules from the final norm to the logits, and the positions they read (`Head.reads`)."""
-    find: Any = getattr(module, "get_output_embeddings", lambda: None)
-    output = find()
-    path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None
-    if path is not None:
-        # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
-        top = path.split(".")[0]
-        return [path if blocks[0].startswith(f"{top}.") else top], "every"
+    get_output_embeddings: Any = getattr(module, "get_output_embeddings", lambda: None)
+    output_embeddings = get_output_embeddings()
+    for path, submodule in names.items():
+        if output_embeddings is not None and submodule is output_embeddings:
+            # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
+            top = path.split(".")[0]
+            return [path if blocks[0].startswith(f"{top}.") else top], "every"
     if "TokenClassification" in type(module).__name__:
         return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:
         return ["score"], "last"
     if "classifier" in names:
         pooler = f"{getattr(module, 'base_model_prefix', '')}.pooler"
-        return [*([pooler] if pooler in names else []), "classifier"], "first"
+        return [pooler, "classifier"] if pooler in names else ["classifier"], "first"
     return [name for name in HEADS if name in names][:1], "every"
 
 
@@ -186,10 +207,12 @@ def is_norm(module: torch.nn.Module) -> bool:
     return has_name_of_norm(type(module)) and all(weight.dim() < 2 for weight in module.parameters())
 
 
-def _is_norm(path: str, names: dict[str, torch.nn.Module]) -> bool:
+def _is_norm_by_name(path: str, names: dict[str, torch.nn.Module]) -> bool:
     """Whether a module is a norm by its name or its class, and not the norm of an embedding."""
     name = path.split(".")[-1].lower()
-    return "embed" not in name and (has_name_of_norm(type(names[path])) or "norm" in name or name.startswith("ln_"))
+    if "embed" in name:
+        return False
+    return has_name_of_norm(type(names[path])) or "norm" in name or name.startswith("ln_")
 
 
 def _may_hide_norm(module: torch.nn.Module) -> bool:
@@ -206,25 +229,33 @@ def no_cache(module: torch.nn.Module) -> dict[str, bool]:
     """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
     if not hasattr(getattr(module, "config", None), "use_cache"):
         return {}
-    accepts = inspect.signature(type(module).forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepts.values())
-    return {"use_cache": False} if takes_any or "use_cache" in accepts else {}
+    parameters = inspect.signature(type(module).forward).parameters
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {"use_cache": False} if takes_any_keyword or "use_cache" in parameters else {}
 
 
 def logit_scaling(config: Any) -> tuple[float, float | None]:
     """Scale and soft-cap of the logits in a configuration."""
     config = text_config(config)
-    times, over = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere; Granite
-    scale = float(times) if isinstance(times, int | float) else 1.0
-    scale = scale / over if isinstance(over, int | float) else scale
+    scale = 1.0
+    factor = getattr(config, "logit_scale", None)  # Cohere
+    if isinstance(factor, int | float):
+        scale = float(factor)
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    if isinstance(divisor, int | float):
+        scale = scale / divisor
     # Gemma 2 and 3; RecurrentGemma.
-    return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    soft_cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return scale, soft_cap
 
 
 def _dtype_of(module: torch.nn.Module, paths: Sequence[str]) -> torch.dtype | None:
     """The dtype of the weights of modules; None for weights that are not floating-point."""
-    first = next((p for path in paths for p in module.get_submodule(path).parameters()), None)
-    return first.dtype if first is not None and first.is_floating_point() else None
+    for path in paths:
+        for parameter in module.get_submodule(path).parameters():
+            # The first weight decides.
+            return parameter.dtype if parameter.is_floating_point() else None
+    return None
 
 
 def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str], HeadModule] | None = None) -> Unembed | None:
@@ -239,23 +270,26 @@ def lens_of(module: torch.nn.Module, head: Head | None, module_at: Callable[[str
     if head is None:
         return None
     if head.tail is not None and module_at is not None:
+        # The rest of a forward pass runs on the modules of this process alone.
         return None
-    at = module_at or (lambda path: Quiet(module.get_submodule(path)))
-    last, here = module.get_submodule(head.modules[-1]), module_at is None
-    weight = next(last.parameters(), None)
+    is_in_this_process = module_at is None
+    quiet_or_given = module_at or (lambda path: Quiet(module.get_submodule(path)))
+    last_module = module.get_submodule(head.modules[-1])
+    weight = next(last_module.parameters(), None)
+    ends_in_one_module = head.tail is None and head.parts[-1] == head.modules[-1]
     return Unembed(
-        norm=at(head.norm) if head.norm else None,
-        parts=head_parts(head, at) if head.tail is None else (QuietTail(module, head.tail, head.norm),),
+        norm=quiet_or_given(head.norm) if head.norm else None,
+        parts=head_parts(head, quiet_or_given) if head.tail is None else (QuietTail(module, head.tail, head.norm),),
         reads=head.reads,
         scale=head.scale,
         soft_cap=head.soft_cap,
         scales_input=head.scales_input,
         dtype=_dtype_of(module, head.modules),
         # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
-        device=weight.device if here and weight is not None and not weight.is_meta else None,
+        device=weight.device if is_in_this_process and weight is not None and not weight.is_meta else None,
         norm_dtype=_dtype_of(module, (head.norm,)) if head.norm else None,
         pool=head.pool,
-        linear=plain_linear(last) if here and head.tail is None and head.parts[-1] == head.modules[-1] else None,
+        linear=plain_linear(last_module) if is_in_this_process and ends_in_one_module else None,
     )
 
 
@@ -275,7 +309,7 @@ class Quiet:
 
 def without_hooks(module: torch.nn.Module) -> torch.nn.Module:
     """A copy of a module without hooks, in evaluation mode, which shares its parameters and buffers."""
-    return _shadow(module, {})
+    return _copy_without_hooks(module, {})
 
 
 @dataclass(frozen=True)
@@ -300,17 +334,19 @@ class QuietTail:
         stand_ins: dict[int, torch.nn.Module] = {}
         for path, length in zip(self.tail.blocks, self.tail.lengths, strict=True):
             block = self.module.get_submodule(path)
-            stand_ins[id(block)] = _returning(block, (residual, *[None] * (length - 1)) if length else residual)
+            block_output: Any = (residual, *[None] * (length - 1)) if length else residual
+            stand_ins[id(block)] = _constant_module(block, block_output)
         if self.norm:
             norm = self.module.get_submodule(self.norm)
-            stand_ins[id(norm)] = _returning(norm, residual)
+            stand_ins[id(norm)] = _constant_module(norm, residual)
         tokens = torch.full(residual.shape[:2], self.tail.token, device=x.device)
-        output = _shadow(self.module, stand_ins)(**{self.tail.token_input: tokens}, **no_cache(self.module))
+        model = _copy_without_hooks(self.module, stand_ins)
+        output = model(**{self.tail.token_input: tokens}, **no_cache(self.module))
         logits = tensor_of(output)
         return logits.reshape(*x.shape[:-1], logits.shape[-1])
 
 
-def _returning(module: torch.nn.Module, value: Any) -> torch.nn.Module:
+def _constant_module(module: torch.nn.Module, value: Any) -> torch.nn.Module:
     """A copy of a module, without hooks, whose forward returns a value whatever it is given."""
     stand_in = object.__new__(type(module))
     vars(stand_in).update(vars(module))
@@ -318,23 +354,35 @@ def _returning(module: torch.nn.Module, value: Any) -> torch.nn.Module:
     return stand_in
 
 
-def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """Copy a module without hooks, in evaluation mode; parameters and buffers are shared."""
-    if id(module) in made:
-        return made[id(module)]
-    shadow = made[id(module)] = object.__new__(type(module))
-    state = dict(vars(module))
-    for name, value in state.items():
+def _copy_without_hooks(module: torch.nn.Module, shadows: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    """Copy a module without hooks, in evaluation mode; parameters and buffers are shared.
+
+    Args:
+        module: the module.
+        shadows: copies of modules so far, by the `id` of the module; changed in place. A module that runs in two places has
+            one copy.
+    """
+    if id(module) in shadows:
+        return shadows[id(module)]
+    shadow = object.__new__(type(module))
+    shadows[id(module)] = shadow
+    attributes = dict(vars(module))
+    for name, value in attributes.items():
         # accelerate and others store on the instance a `forward` that is bound to the module itself.
         if isinstance(value, types.MethodType) and value.__self__ is module:
-            state[name] = types.MethodType(value.__func__, shadow)
-        elif isinstance(value, functools.partial) and any(part is module for part in value.args):
-            args = [shadow if part is module else part for part in value.args]
-            state[name] = functools.partial(value.func, *args, **value.keywords)
-    inside = {name: None if sub is None else _shadow(sub, made) for name, sub in module._modules.items()}
-    state |= {"_modules": inside, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict(), "training": False}
+            attributes[name] = types.MethodType(value.__func__, shadow)
+        elif isinstance(value, functools.partial) and any(argument is module for argument in value.args):
+            args = [shadow if argument is module else argument for argument in value.args]
+            attributes[name] = functools.partial(value.func, *args, **value.keywords)
+    children: dict[str, torch.nn.Module | None] = {}
+    for name, child in module._modules.items():
+        children[name] = None if child is None else _copy_without_hooks(child, shadows)
+    attributes["_modules"] = children
+    attributes["_forward_hooks"] = OrderedDict()
+    attributes["_forward_pre_hooks"] = OrderedDict()
+    attributes["training"] = False
     # Into the instance's dict: the components of a TransformerBridge pass attributes on to the modules that they wrap.
-    vars(shadow).update(state)
+    vars(shadow).update(attributes)
     return shadow
 
 
@@ -381,11 +429,9 @@ def detection_heads(module: torch.nn.Module, unembed: Unembed | None) -> Detecti
     config = getattr(module, "config", None)
     if not is_detr(config):
         kind = str(getattr(config, "model_type", ""))
-        reason = (
-            "its boxes are offsets from reference points that a layer's output lacks, or its heads differ by layer"
-            if "detr" in kind
-            else "its heads do not predict classes and boxes of object queries"
-        )
+        reason = "its heads do not predict classes and boxes of object queries"
+        if "detr" in kind:
+            reason = "its boxes are offsets from reference points that a layer's output lacks, or its heads differ by layer"
         raise LayersimError(f"`model` is {with_article(type(module).__name__)}, which is not a plain DETR: {reason}.")
     if unembed is None:
         raise LayersimError(

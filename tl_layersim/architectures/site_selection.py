@@ -76,27 +76,34 @@ def find_points(
     Raises:
         LayersimError: a name is unknown, or the model lacks a family.
     """
-    known = site_map(module, blocks, watched)
-    outputs = [site.point.name for site in known.of_families(["resid_post"]) if not site.first]
-    items = [outputs[block_number(item, outputs, "at")] if isinstance(item, int) else item for item in items_of(at)]
-    families = [item for item in items if isinstance(item, str) and known.is_family(item)]
+    sites = site_map(module, blocks, watched)
+    outputs = [site.point.name for site in sites.of_families(["resid_post"]) if not site.first]
+    items: list[Any] = []
+    for item in items_of(at):
+        items.append(outputs[block_number(item, outputs, "at")] if isinstance(item, int) else item)
+    families = [item for item in items if isinstance(item, str) and sites.is_family(item)]
     if not items:
         raise LayersimError(f"`at` is {brief(at)}; it must name one site or more.")
     for family in families:
-        if not known.of_families([family]):
-            stack, _, own = family.rpartition(".")
+        if not sites.of_families([family]):
+            stack, _, family_in_stack = family.rpartition(".")
+            reason = sites.lacks.get(family_in_stack, f"the blocks of its {stack} have none")
             raise LayersimError(
-                f"`at` is {family!r}, which {known.model} does not have: "
-                f"{known.lacks.get(own, f'the blocks of its {stack} have none')}. It has {', '.join(known.families())}."
+                f"`at` is {family!r}, which {sites.model} does not have: {reason}. It has {', '.join(sites.families())}."
             )
-    found: list[Site] = []
+    selected: list[Site] = []
     for item in items:
         if item not in families:
-            found += _named(known, item)
+            selected += _sites_matching(sites, item)
         elif item == families[0]:
             # All families together, at the place of the first.
-            found += known.of_families(families)
-    points = [point for site in found for point in (_by_head(site) if per_head else [site.point])]
+            selected += sites.of_families(families)
+    points: list[HookPoint] = []
+    for site in selected:
+        if per_head:
+            points += _by_head(site)
+        else:
+            points.append(site.point)
     # A family and a pattern may select the same site.
     return distinct_points(points)
 
@@ -104,13 +111,16 @@ def find_points(
 def items_of(at: Any) -> list[Any]:
     """The argument `at` as a list, in which integers of NumPy are ints."""
     at = as_int(at)
-    return [at] if isinstance(at, str | int) or callable(at) else [as_int(item) for item in at]
+    is_single = isinstance(at, str | int) or callable(at)
+    return [at] if is_single else [as_int(item) for item in at]
 
 
 def as_int(item: Any) -> Any:
     """An integer of NumPy or another library as an int; anything else is unchanged."""
+    if isinstance(item, bool):
+        return item
     try:
-        return item if isinstance(item, bool) else operator.index(item)
+        return operator.index(item)
     except TypeError:
         return item
 
@@ -130,90 +140,137 @@ def stream_sums(
         families: families, or names of sites.
         watched: see `module_site_map`.
     """
-    asked = set(families)
-    known = site_map(module, blocks, watched)
-    names = {site.point.name for site in known.sites if site.family in asked or site.point.name in asked}
-    return tuple(one for one in known.sums if names & {point.name for point in (one.total, *one.terms)})
+    chosen = set(families)
+    sites = site_map(module, blocks, watched)
+    names = {site.point.name for site in sites.sites if site.family in chosen or site.point.name in chosen}
+    sums: list[StreamSum] = []
+    for stream_sum in sites.sums:
+        names_in_sum = {point.name for point in (stream_sum.total, *stream_sum.terms)}
+        if names & names_in_sum:
+            sums.append(stream_sum)
+    return tuple(sums)
 
 
 def _by_head(site: Site) -> list[HookPoint]:
-    if site.heads or _NUMBERED.match(site.point.name):
-        return [site.head(number) for number in range(len(site.heads))] or [site.point]
+    """The hook point of each head of a site; of a single head, its own.
+
+    Raises:
+        LayersimError: the site has no heads.
+    """
+    if site.heads:
+        return [site.head(number) for number in range(len(site.heads))]
+    if _NUMBERED.match(site.point.name):
+        return [site.point]
     raise LayersimError(
         f"`per_head` is True, but {site.point.name} has no heads; `at` must name sites of {', '.join(HEAD_FAMILIES)}, and the "
         "configuration must give the number of heads."
     )
 
 
-def _named(known: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
+def _sites_matching(sites: SiteMap, item: str | Callable[[str], bool]) -> list[Site]:
     """The sites and other hook points that a name, pattern or function selects.
 
     Raises:
         LayersimError: no hook point is selected.
     """
-    sites = {site.point.name: site for site in known.sites}
+    site_by_name = {site.point.name: site for site in sites.sites}
     if not isinstance(item, str) and (not callable(item) or isinstance(item, type)):
         raise LayersimError(
             f"`at` holds {brief(item)}; it must be names or patterns of sites, numbers of blocks, or a function of a name."
         )
-    if isinstance(item, str) and (named := _site_called(known, sites, item)):
-        return [named]
+    if isinstance(item, str):
+        site = _site_called(sites, site_by_name, item)
+        if site is not None:
+            return [site]
     matches: Callable[[str], bool] = item if callable(item) else lambda name: fnmatch.fnmatchcase(name, item)
-    for names in (sites, known.other_names):
-        found = [one for name in names if matches(name) and (one := _site_called(known, sites, name))]
-        if found:
-            return list({_tensor_of(one.point): one for one in found}.values())
-    raise _unknown(known, sites, item)
+    for names in (site_by_name, sites.other_names):
+        # Names that read the same tensor count once.
+        by_tensor: dict[tuple[object, ...], Site] = {}
+        for name in names:
+            site = _site_called(sites, site_by_name, name) if matches(name) else None
+            if site is not None:
+                by_tensor[_tensor_key(site.point)] = site
+        if by_tensor:
+            return list(by_tensor.values())
+    raise _unknown_name(sites, site_by_name, item)
 
 
-def _site_called(known: SiteMap, sites: dict[str, Site], name: str) -> Site | None:
+def _site_called(sites: SiteMap, site_by_name: dict[str, Site], name: str) -> Site | None:
     """The site, head or other hook point called `name`; None if there is none.
+
+    Args:
+        sites: the sites of the model.
+        site_by_name: the same sites by the names of their hook points.
+        name: the name.
 
     Raises:
         LayersimError: the site and TransformerLens's hook point of this name are different tensors, or it has no such head.
     """
-    other, site = known.by_name(name), sites.get(name)
+    hook_point = sites.by_name(name)
+    site = site_by_name.get(name)
+    if site is None and hook_point is not None:
+        return Site(hook_point, "")
     if site is None:
-        numbered = None if other is not None else _NUMBERED.match(name)
-        whole = None if numbered is None else _site_called(known, sites, numbered[1])
-        if numbered is None or whole is None:
-            return None if other is None else Site(other, "")
-        number, last = int(numbered[2]), len(whole.heads) - 1
-        if number <= last:
-            return Site(whole.head(number), "")
-        if not whole.heads and whole.family not in HEAD_FAMILIES:
-            return Site(replace(whole.point, name=name, run=number), "")
-        has = f"{numbered[1]} has heads 0 to {last}" if whole.heads else "the configuration names no number of heads"
-        raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {has}.")
-    if other is not None and _tensor_of(other) != _tensor_of(site.point):
+        return _numbered_site(sites, site_by_name, name)
+    if hook_point is not None and _tensor_key(hook_point) != _tensor_key(site.point):
         raise LayersimError(
-            f"`at` is {name!r}; this hook point of the {known.model} and the family {site.family!r} are different tensors. "
+            f"`at` is {name!r}; this hook point of the {sites.model} and the family {site.family!r} are different tensors. "
             f"Use at={site.family!r} for the family, which is read at {site.point.module}."
         )
     return site
 
 
-def _tensor_of(point: HookPoint) -> tuple[object, ...]:
+def _numbered_site(sites: SiteMap, site_by_name: dict[str, Site], name: str) -> Site | None:
+    """The head of a site or the run of a module that a name with `[5]` means; None if the name means neither.
+
+    Raises:
+        LayersimError: the site has no such head.
+    """
+    match = _NUMBERED.match(name)
+    if match is None:
+        return None
+    whole_name = match[1]
+    number = int(match[2])
+    whole = _site_called(sites, site_by_name, whole_name)
+    if whole is None:
+        return None
+    if number < len(whole.heads):
+        return Site(whole.head(number), "")
+    if not whole.heads and whole.family not in HEAD_FAMILIES:
+        return Site(replace(whole.point, name=name, run=number), "")
+    reason = "the configuration names no number of heads"
+    if whole.heads:
+        reason = f"{whole_name} has heads 0 to {len(whole.heads) - 1}"
+    raise LayersimError(f"`at` is {name!r}, a head that the model does not have; {reason}.")
+
+
+def _tensor_key(point: HookPoint) -> tuple[object, ...]:
     """A key that is equal for two hook points if they read the same tensor."""
     part = point.part
     return point.module, point.incoming, point.run, None if part is None else (part.shape, str(part.index))
 
 
-def _unknown(known: SiteMap, sites: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
+def _unknown_name(sites: SiteMap, site_by_name: dict[str, Site], item: str | Callable[[str], bool]) -> LayersimError:
     """The error for a name, pattern or function that selects no hook point."""
-    names = list(dict.fromkeys([*known.families(), *sites, *known.other_names]))
-    near = difflib.get_close_matches(item, names, n=3) if isinstance(item, str) else []
-    # The end of a TransformerLens name, such as hook_z, stands for a family.
-    near = list(dict.fromkeys(one.family for name, one in sites.items() if name.rpartition(".")[2] == item)) or near
-    return LayersimError(
-        (f"`at` is {item!r}" if isinstance(item, str) else "`at` is a function that is False for all names")
-        + f", which selects no hook point of {known.model}; "
-        + (
-            f"did you mean {' or '.join(map(repr, near))}?"
-            if near
-            else f"its families are {', '.join(known.families())}, and lsim.sites(model) lists its names."
+    families = ", ".join(sites.families())
+    if not isinstance(item, str):
+        return LayersimError(
+            f"`at` is a function that is False for all names, which selects no hook point of {sites.model}; its families are "
+            f"{families}, and lsim.sites(model) lists its names."
         )
-    )
+    suggestions: list[str] = []
+    for name, site in site_by_name.items():
+        # The end of a TransformerLens name, such as hook_z, stands for a family.
+        if name.rpartition(".")[2] == item and site.family not in suggestions:
+            suggestions.append(site.family)
+    if not suggestions:
+        names = list(dict.fromkeys([*sites.families(), *site_by_name, *sites.other_names]))
+        suggestions = difflib.get_close_matches(item, names, n=3)
+    if suggestions:
+        remedy = f"did you mean {' or '.join(map(repr, suggestions))}?"
+    else:
+        remedy = f"its families are {families}, and lsim.sites(model) lists its names."
+    return LayersimError(f"`at` is {item!r}, which selects no hook point of {sites.model}; {remedy}")
 
 
 _BLOCK = re.compile(r"(?:.*\.)?blocks\.(\d+)\.")
@@ -239,14 +296,17 @@ def block_number(layer: Layer, names: Sequence[str], argument: str) -> int:
     if isinstance(layer, str) and layer in names:
         return names.index(layer)
     # Blocks that `open_model(layers=...)` chose keep the numbers of their names.
-    own = [int(found[1]) if (found := _BLOCK.match(name)) else place for place, name in enumerate(names)]
+    numbers: list[int] = []
+    for place, name in enumerate(names):
+        match = _BLOCK.match(name)
+        numbers.append(place if match is None else int(match[1]))
     if isinstance(layer, int) and not isinstance(layer, bool):
-        if layer in own:
-            return own.index(layer)
+        if layer in numbers:
+            return numbers.index(layer)
         if -len(names) <= layer < 0:
             return layer % len(names)
     raise LayersimError(
-        f"`{argument}` names block {layer!r}; it must be {own[0]} to {own[-1]}, a negative index from the end, or a "
+        f"`{argument}` names block {layer!r}; it must be {numbers[0]} to {numbers[-1]}, a negative index from the end, or a "
         f"name such as {names[0]}."
     )
 
@@ -259,10 +319,10 @@ def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argumen
     Raises:
         LayersimError: no block is given, one is given twice, or there is no such block.
     """
-    given = items_of(layers)
-    numbers = tuple(block_number(layer, names, argument) for layer in given)
+    items = items_of(layers)
+    numbers = tuple(block_number(item, names, argument) for item in items)
     if not numbers or len(set(numbers)) < len(numbers):
-        raise LayersimError(f"`{argument}` is {given}; it must name one block or more, each once.")
+        raise LayersimError(f"`{argument}` is {items}; it must name one block or more, each once.")
     return numbers
 
 
@@ -284,48 +344,65 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
     """
     if at is None or is_transformer_lens(module):
         return layers
-    lists, items = lists_of_blocks(module), items_of(at)
+    lists = lists_of_blocks(module)
+    items = items_of(at)
     if not encoder_and_decoder(module) and not lists_by_stage(module):
-        known = layers is not None or (lists and not has_both_towers(module))
-        return layers if known else _modules_named(module, items)
-    others = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
-    if not others:
+        has_known_blocks = layers is not None or (lists and not has_both_towers(module))
+        return layers if has_known_blocks else _modules_named(module, items)
+    # Indices of blocks, and families without a stack, belong to the blocks that are read by default.
+    items_of_stacks = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
+    if not items_of_stacks:
         return layers
-    home = find_blocks(module, layers)
-    modules = [point.module for point in find_points(module, find_stacks(module, None) if len(lists) > 1 else home, others)]
-    crossing = [path for path in modules if has_encoder_positions(path)]
-    if crossing:
-        raise LayersimError(
-            f"`at` names {crossing[0]} inside cross-attention, which has an activation for each position of the encoder. Use "
-            "'encoder.ln_final' or 'decoder.cross_attn_out'."
-        )
-    read = stack_of(module, home)
-    reached = stacks_with(module, [*modules, *home] if len(others) < len(items) else modules) or [read]
-    if (layers is not None and reached != [read]) or ("encoder" in reached and len(reached) > 1):
-        raise LayersimError(
-            f"`at` is {brief(at)}, with sites of {' and '.join(reached)}"
-            + (
-                f", but `layers` has blocks of {read or 'several stacks or none'}; both must name the same stack."
-                if layers
-                else "; it must name sites of one stack, such as 'encoder.attn_out'."
+    default_blocks = find_blocks(module, layers)
+    possible_blocks = find_stacks(module, None) if len(lists) > 1 else default_blocks
+    modules = [point.module for point in find_points(module, possible_blocks, items_of_stacks)]
+    for path in modules:
+        if has_encoder_positions(path):
+            raise LayersimError(
+                f"`at` names {path} inside cross-attention, which has an activation for each position of the encoder. Use "
+                "'encoder.ln_final' or 'decoder.cross_attn_out'."
             )
+    default_stack = stack_of(module, default_blocks)
+    paths_read = modules if len(items_of_stacks) == len(items) else [*modules, *default_blocks]
+    stacks = stacks_with(module, paths_read) or [default_stack]
+    if layers is not None and stacks != [default_stack]:
+        raise LayersimError(
+            f"`at` is {brief(at)}, with sites of {' and '.join(stacks)}, but `layers` has blocks of "
+            f"{default_stack or 'several stacks or none'}; both must name the same stack."
         )
-    return layers if len(reached) > 1 or reached == [read] else blocks_in(module, lists[reached[0]])
+    if len(stacks) == 1:
+        [stack] = stacks
+        return layers if stack == default_stack else blocks_in(module, lists[stack])
+    if "encoder" in stacks:
+        raise LayersimError(
+            f"`at` is {brief(at)}, with sites of {' and '.join(stacks)}; it must name sites of one stack, such as "
+            "'encoder.attn_out'."
+        )
+    return layers
 
 
 def _modules_named(module: torch.nn.Module, items: list[At]) -> list[str] | None:
     """Paths of the modules that names and patterns select; None if an item selects none."""
-    own = [
-        name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
-    ]
-    matches = [fnmatch.filter(own, _module_pattern(item)) if isinstance(item, str) else [] for item in items]
-    return list(dict.fromkeys(name for found in matches for name in found)) if all(matches) else None
+    paths: list[str] = []
+    for path, submodule in module.named_modules():
+        # Neither the model itself nor lists of modules.
+        if path and not isinstance(submodule, torch.nn.ModuleList | torch.nn.ModuleDict):
+            paths.append(path)
+    selected: list[str] = []
+    for item in items:
+        matches = fnmatch.filter(paths, _module_pattern(item)) if isinstance(item, str) else []
+        if not matches:
+            return None
+        selected += matches
+    return list(dict.fromkeys(selected))
 
 
 def _module_pattern(name: str) -> str:
     """The path of a module, or a pattern of paths, in the name of its output, of its input or of one of its runs."""
-    numbered = _NUMBERED.match(name)
-    return (name if numbered is None else numbered[1]).removesuffix(".input")
+    match = _NUMBERED.match(name)
+    if match is not None:
+        name = match[1]
+    return name.removesuffix(".input")
 
 
 def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -> None:
@@ -344,12 +421,14 @@ def refuse_sharded_sites(module: torch.nn.Module, points: Iterable[HookPoint]) -
     peers = weight_peers(module)
     if not peers:
         return
-    places = _sharded_axes(module)
-    parted = [point.name for point in points if _is_parted(module, point, places)]
-    if parted:
-        more = f" and {len(parted) - 3} more" if len(parted) > 3 else ""
+    axes = _sharded_axes(module)
+    sharded = [point.name for point in points if _is_sharded(module, point, axes)]
+    if sharded:
+        names = ", ".join(sharded[:3])
+        if len(sharded) > 3:
+            names += f" and {len(sharded) - 3} more"
         raise LayersimError(
-            f"`at` names {', '.join(parted[:3])}{more}, but tensor parallelism splits these activations over the ranks "
+            f"`at` names {names}, but tensor parallelism splits these activations over the ranks "
             f"{sorted(peers)}. `at` must name outputs of attention, MLPs or blocks, which each rank holds whole."
         )
 
@@ -361,22 +440,25 @@ def _sharded_axes(module: torch.nn.Module) -> dict[str, int]:
         from torch.distributed.fsdp import FSDPModule
 
         # FSDP gathers weights before a module runs, so that activations are whole.
-        fully = [sub for sub in module.modules() if isinstance(sub, FSDPModule)]
-        gathered = {
-            id(p) for sub in fully for p in sub.parameters() if getattr(getattr(p, "device_mesh", None), "ndim", 1) == 1
-        }
+        fsdp_modules = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+        for fsdp_module in fsdp_modules:
+            for parameter in fsdp_module.parameters():
+                mesh_axes = getattr(getattr(parameter, "device_mesh", None), "ndim", 1)
+                # On a mesh of more axes, tensor parallelism is one of them.
+                if mesh_axes == 1:
+                    gathered.add(id(parameter))
     axes: dict[str, int] = {}
-    for path, sub in module.named_modules():
-        for parameter in sub.parameters(recurse=False):
+    for path, submodule in module.named_modules():
+        for parameter in submodule.parameters(recurse=False):
             if id(parameter) in gathered:
                 continue
-            dims = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]
-            if dims and parameter.dim() > 1:
-                axes[path] = dims[-1]
+            shard_axes = [placement.dim for placement in getattr(parameter, "placements", ()) if placement.is_shard()]
+            if shard_axes and parameter.dim() > 1:
+                axes[path] = shard_axes[-1]
     return axes
 
 
-def _is_parted(module: torch.nn.Module, point: HookPoint, axes: dict[str, int]) -> bool:
+def _is_sharded(module: torch.nn.Module, point: HookPoint, axes: dict[str, int]) -> bool:
     """Whether a hook point lies between a column-sharded and a row-sharded matrix."""
     names = point.module.split(".")
     if not any(name.isdecimal() for name in names[:-1]):
@@ -385,7 +467,12 @@ def _is_parted(module: torch.nn.Module, point: HookPoint, axes: dict[str, int]) 
     if point.module in axes:
         return (axes[point.module] == 0) != point.incoming
     parent = ".".join(names[:-1])
-    beside = any(path.rpartition(".")[0] == parent for path in axes)
+    has_sharded_sibling = any(path.rpartition(".")[0] == parent for path in axes)
+    if not has_sharded_sibling:
+        return False
     # A block that holds the matrices of its MLP itself, as that of OPT, has norms and attention beside them.
-    of_block = names[-2].isdecimal()
-    return beside and not (of_block and next(module.get_submodule(point.module).parameters(), None) is not None)
+    is_child_of_block = names[-2].isdecimal()
+    if not is_child_of_block:
+        return True
+    has_weights = next(module.get_submodule(point.module).parameters(), None) is not None
+    return not has_weights

@@ -33,7 +33,8 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
     """The sites of a HookedTransformer or a TransformerBridge."""
     hooks: dict[str, torch.nn.Module] = dict(model.hook_dict)
     paths = {id(module): path for path, module in model.named_modules()}
-    wrapped, cfg = getattr(model, "original_model", None), model.cfg
+    wrapped = getattr(model, "original_model", None)
+    cfg = model.cfg
     # A bridge of an encoder-decoder has two lists of blocks under other names.
     blocks = [f"blocks.{number}" for number in range(len(getattr(model, "blocks", ())))]
     if not blocks:
@@ -45,12 +46,15 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
     if wrapped is not None:
         heads = head_counts(wrapped.config, layout.head_count)
     else:
-        grouped: int = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
-        heads = (cfg.n_heads, cfg.n_heads if getattr(cfg, "ungroup_grouped_query_attention", False) else grouped)
+        key_value_heads: int = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+        if getattr(cfg, "ungroup_grouped_query_attention", False):
+            key_value_heads = cfg.n_heads
+        heads = (cfg.n_heads, key_value_heads)
     sites, sums = stack_sites("", blocks, [layout] * len(blocks), heads, "")
-    sites += [Site(HookPoint(SITE_NAMES["ln_final"], path), "ln_final") for path in layout.final]
-    have = {site.family for site in sites}
-    plain = wrapped is None and cfg.normalization_type not in WITH_WEIGHTS
+    for path in layout.final:
+        sites.append(Site(HookPoint(SITE_NAMES["ln_final"], path), "ln_final"))
+    present = {site.family for site in sites}
+    has_plain_norms = wrapped is None and cfg.normalization_type not in WITH_WEIGHTS
 
     def by_name(name: str) -> HookPoint | None:
         """The TransformerLens hook point or module called `name`; None if there is none."""
@@ -59,11 +63,13 @@ def transformer_lens_site_map(model: Any) -> SiteMap:
                 f"`at` is {name!r}, which has a number for each pair of positions; it must have a vector for each position. "
                 "Use model.run_with_cache to read attention patterns and scores."
             )
-        if plain and name in hooks and name.endswith(SITE_NAMES["ln1"]):
+        if has_plain_norms and name in hooks and name.endswith(SITE_NAMES["ln1"]):
             return next((site.point for site in sites if site.point.name == name), None)
-        return HookPoint(name, paths[id(hooks[name])]) if name in hooks else point_at(model, name)
+        if name in hooks:
+            return HookPoint(name, paths[id(hooks[name])])
+        return point_at(model, name)
 
-    lacks = {family: layout.lacks.get(family, ABSENT) for family in SITE_NAMES if family not in have}
+    lacks = {family: layout.lacks.get(family, ABSENT) for family in SITE_NAMES if family not in present}
     return SiteMap(type(model).__name__, tuple(sites), lacks, tuple(sums), by_name, tuple(hooks))
 
 
@@ -75,24 +81,29 @@ def _hooked_transformer_layout(cfg: Any, hooks: Mapping[str, torch.nn.Module]) -
         hooks: its hook points by name, which is their path.
     """
     lacks = dict(SUBLAYER_NORM_LACKS) if getattr(cfg, "original_architecture", None) in NORMS_AFTER_ALONE else {}
-    alone = getattr(cfg, "attn_only", False)
-    if alone:
+    is_attention_only = getattr(cfg, "attn_only", False)
+    if is_attention_only:
         lacks |= dict.fromkeys(("resid_mid", "ln2", "mlp_post", "mlp_out"), "its blocks have no MLP")
     elif getattr(cfg, "parallel_attn_mlp", False):
         lacks["resid_mid"] = NO_MID
-    names = {family: name for family, name in SITE_NAMES.items() if site_name(family, 0) in hooks and family not in lacks}
+    names: dict[str, str] = {}
+    for family, name in SITE_NAMES.items():
+        if site_name(family, 0) in hooks and family not in lacks:
+            names[family] = name
     if cfg.normalization_type in WITH_WEIGHTS:
-        # The hook point is before the weights of the norm.
-        names |= {family: family for family in ("ln2", "ln_final") if family in names}
-    final = names.pop("ln_final", None)
+        for norm in ("ln2", "ln_final"):
+            if norm in names:
+                # The module, because the hook point is before the weights of the norm.
+                names[norm] = norm
+    final_norm = names.pop("ln_final", None)
     tensors = {family: output_of(name) for family, name in names.items()}
     if "ln1" in tensors:
         # The norm runs once for each of queries, keys and values.
         tensors["ln1"] = input_of("attn")
     sums = SEQUENTIAL if "resid_mid" in tensors else PARALLEL
-    if alone:
+    if is_attention_only:
         sums = (("resid_post", ("resid_pre", "attn_out")),)
-    return BlockLayout((), tensors, sums=sums, final=() if final is None else (final,), lacks=lacks)
+    return BlockLayout((), tensors, sums=sums, final=() if final_norm is None else (final_norm,), lacks=lacks)
 
 
 def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapping[int, str]) -> BlockLayout:
@@ -109,59 +120,65 @@ def _bridge_layout(model: Any, hooks: Mapping[str, torch.nn.Module], paths: Mapp
     """
     block = model.blocks[0]
 
-    def hook(name: str) -> ModuleTensor | None:
-        found = hooks.get(f"blocks.0.{name}")
-        return None if found is None else output_of(paths[id(found)].removeprefix("blocks.0."))
+    def at_hook(name: str) -> ModuleTensor | None:
+        """The tensor at a hook point of the block; None if there is none of this name."""
+        hook = hooks.get(f"blocks.0.{name}")
+        return None if hook is None else output_of(paths[id(hook)].removeprefix("blocks.0."))
 
-    def held(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
+    def in_bridge(term: ModuleTensor, family: str = "") -> ModuleTensor | None:
         """The tensor of the bridge that equals `term` of the Hugging Face block; None if there is none."""
         if family in ("q", "k", "v"):
-            return hook(f"attn.{family}.hook_out")
+            return at_hook(f"attn.{family}.hook_out")
         side = "hook_in" if term.incoming else "hook_out"
-        for component, last in (("attn.o", "z"), ("mlp.out", "mlp_post")):
-            port = tensors.get(last)
-            if port is not None and port.path == term.path and (found := hook(f"{component}.{side}")) is not None:
-                return found
+        # The output projections of attention and MLP, by the family that is their input.
+        for component, input_family in (("attn.o", "z"), ("mlp.out", "mlp_post")):
+            projection_input = tensors.get(input_family)
+            if projection_input is not None and projection_input.path == term.path:
+                at_projection = at_hook(f"{component}.{side}")
+                if at_projection is not None:
+                    return at_projection
         module: torch.nn.Module = block
-        for part in term.path.split("."):
-            if not hasattr(_inside(module), part):
+        for name in term.path.split("."):
+            if not hasattr(_original(module), name):
                 return None
-            module = getattr(_inside(module), part)
-        at = getattr(module, side, None)
-        path = paths[id(module if at is None else at)].removeprefix("blocks.0.")
-        return ModuleTensor(path, term.incoming and at is None)
+            module = getattr(_original(module), name)
+        hook = getattr(module, side, None)
+        path = paths[id(module if hook is None else hook)].removeprefix("blocks.0.")
+        return ModuleTensor(path, term.incoming and hook is None)
 
-    layout = layout_of(_inside(block), model.original_model.config) or UNKNOWN_LAYOUT
+    layout = layout_of(_original(block), model.original_model.config) or UNKNOWN_LAYOUT
     tensors = layout.tensors
-    known = {family: hook(SITE_NAMES[family]) for family in ("resid_pre", "resid_post")}
-    known |= {family: held(term, family) for family, term in tensors.items() if family not in layout.lacks}
-    final = [] if "ln_final" in layout.lacks else [paths[id(hooks[n])] for n in ("ln_final.hook_out",) if n in hooks]
+    possible_tensors = {family: at_hook(SITE_NAMES[family]) for family in ("resid_pre", "resid_post")}
+    for family, term in tensors.items():
+        if family not in layout.lacks:
+            possible_tensors[family] = in_bridge(term, family)
+    bridge_tensors = {family: tensor for family, tensor in possible_tensors.items() if tensor is not None}
+    final: list[str] = []
+    if "ln_final" not in layout.lacks and "ln_final.hook_out" in hooks:
+        final.append(paths[id(hooks["ln_final.hook_out"])])
     sums: list[BlockSum] = []
     for total, terms in layout.sums:
-        parts = [term if isinstance(term, str) else held(term) for term in (total, *terms)]
-        found = [part for part in parts if part is not None]
-        if len(found) == len(parts):
-            sums.append((found[0], tuple(found[1:])))
-    return replace(
-        layout,
-        tensors={family: tensor for family, tensor in known.items() if tensor is not None},
-        sums=tuple(sums),
-        final=tuple(final),
-    )
+        possible_terms = [term if isinstance(term, str) else in_bridge(term) for term in (total, *terms)]
+        bridge_terms = [term for term in possible_terms if term is not None]
+        # Without one of its terms a sum does not hold.
+        if len(bridge_terms) == len(possible_terms):
+            sums.append((bridge_terms[0], tuple(bridge_terms[1:])))
+    return replace(layout, tensors=bridge_tensors, sums=tuple(sums), final=tuple(final))
 
 
-def _inside(module: torch.nn.Module) -> torch.nn.Module:
+def _original(module: torch.nn.Module) -> torch.nn.Module:
     """The Hugging Face module inside a bridge component; other modules are unchanged."""
-    inner = module._modules.get("_original_component")
-    return module if inner is None else inner
+    original = module._modules.get("_original_component")
+    return module if original is None else original
 
 
 def is_transformer_lens(model: Any) -> bool:
     """Whether a model is a HookedTransformer or a TransformerBridge, without importing TransformerLens."""
-    return any(
-        cls.__module__.split(".")[0] == "transformer_lens" and cls.__name__ in ("HookedTransformer", "TransformerBridge")
-        for cls in type(model).__mro__
-    )
+    for cls in type(model).__mro__:
+        is_of_package = cls.__module__.split(".")[0] == "transformer_lens"
+        if is_of_package and cls.__name__ in ("HookedTransformer", "TransformerBridge"):
+            return True
+    return False
 
 
 def right_padding(model: Any) -> int | None:
@@ -172,11 +189,14 @@ def right_padding(model: Any) -> int | None:
     if not is_transformer_lens(model) or getattr(model.cfg, "attention_dir", "") != "causal":
         return None
     # Bridges of encoders, encoder-decoders and models of diffusion may be called causal too.
-    wrapped, adapter = getattr(model, "original_model", None), getattr(model, "adapter", None)
+    wrapped = getattr(model, "original_model", None)
+    adapter = getattr(model, "adapter", None)
     generates = getattr(wrapped, "can_generate", lambda: True)() and getattr(adapter, "supports_causal_loss", True)
     if not generates or getattr(getattr(wrapped, "config", None), "is_encoder_decoder", False):
         return None
-    pad: int | None = model.tokenizer.pad_token_id if getattr(model.tokenizer, "padding_side", "") == "right" else None
+    if getattr(model.tokenizer, "padding_side", "") != "right":
+        return None
+    pad: int | None = model.tokenizer.pad_token_id
     return pad
 
 
@@ -188,10 +208,12 @@ def head_of(model: Any) -> Head | None:
     names = {name for name, _ in model.named_children()}
     if "unembed" not in names:
         return None
-    scale, soft_cap = logit_scaling(getattr(getattr(model, "original_model", None), "config", None))
-    own = getattr(model.cfg, "output_logits_soft_cap", None)
-    # HookedTransformer writes -1 for none.
-    soft_cap = soft_cap or (own if own and own > 0 else None)
+    wrapped = getattr(model, "original_model", None)
+    scale, soft_cap = logit_scaling(getattr(wrapped, "config", None))
+    if not soft_cap:
+        cfg_soft_cap = getattr(model.cfg, "output_logits_soft_cap", None)
+        # HookedTransformer writes -1 for none.
+        soft_cap = cfg_soft_cap if cfg_soft_cap and cfg_soft_cap > 0 else None
     return Head("ln_final" if "ln_final" in names else "", ("unembed",), "every", scale, soft_cap)
 
 
@@ -201,11 +223,12 @@ def stream_processing(model: Any) -> tuple[str, str] | None:
     None if the residual stream is unchanged. Folded norms leave the residual stream as it is.
     """
     if type(model).__name__ == "TransformerBridge":
-        without = "TransformerBridge.boot_transformers(name), without enable_compatibility_mode()"
-        return ("in compatibility mode", without) if model.compatibility_mode else None
-    return (
-        ("with centred writing weights", "HookedTransformer.from_pretrained_no_processing(name)") if _centred(model) else None
-    )
+        if not model.compatibility_mode:
+            return None
+        return "in compatibility mode", "TransformerBridge.boot_transformers(name), without enable_compatibility_mode()"
+    if not _is_centred(model):
+        return None
+    return "with centred writing weights", "HookedTransformer.from_pretrained_no_processing(name)"
 
 
 def norms_are_folded(model: Any) -> bool:
@@ -213,10 +236,10 @@ def norms_are_folded(model: Any) -> bool:
     return str(model.cfg.normalization_type).endswith("Pre")
 
 
-def _centred(model: Any) -> bool:
+def _is_centred(model: Any) -> bool:
     """Whether a HookedTransformer's writing weights were centred over `d_model`."""
-    scale = model.W_E.abs().mean()
-    return bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale)
+    size = model.W_E.abs().mean()
+    return bool(model.W_E.mean(-1).abs().max() < 1e-4 * size)
 
 
 def basis_of(model: Any) -> str:
@@ -226,5 +249,6 @@ def basis_of(model: Any) -> str:
         if is_post_norm(wrapped, find_blocks(wrapped, None)[0]):
             return POST_NORM
         return "TransformerBridge, compatibility mode" if model.compatibility_mode else PRE_NORM
-    folded = "layer norms folded" if norms_are_folded(model) else "layer norms not folded"
-    return f"HookedTransformer, {folded}, writing weights {'centred' if _centred(model) else 'not centred'}"
+    folded = "folded" if norms_are_folded(model) else "not folded"
+    centred = "centred" if _is_centred(model) else "not centred"
+    return f"HookedTransformer, layer norms {folded}, writing weights {centred}"

@@ -59,8 +59,9 @@ class Pool:
         """
         vectors = [x[..., place, :] for place in self.single]
         if self.mean_from is not None:
-            kept = attended[:, self.mean_from :, None].to(x.device)
-            vectors.append(x[..., self.mean_from :, :].masked_fill(~kept, 0).sum(-2) / kept.sum(-2))
+            averaged = attended[:, self.mean_from :, None].to(x.device)
+            sums = x[..., self.mean_from :, :].masked_fill(~averaged, 0).sum(-2)
+            vectors.append(sums / averaged.sum(-2))
         return torch.cat(vectors, -1)
 
     def written(self, x: str) -> str:
@@ -123,18 +124,22 @@ class Head:
     @property
     def modules(self) -> tuple[str, ...]:
         """Module paths after the final norm, in order."""
-        branches = [part if isinstance(part, tuple) else (part,) for part in self.parts]
-        return tuple(path for branch in branches for path in branch if path not in FUNCTIONS)
+        paths: list[str] = []
+        for part in self.parts:
+            branches = part if isinstance(part, tuple) else (part,)
+            paths += [path for path in branches if path not in FUNCTIONS]
+        return tuple(paths)
 
     def under(self, prefix: str) -> Head:
         """The same head with all paths below `prefix`, for a model inside another model."""
 
-        def moved(part: HeadPart) -> HeadPart:
+        def with_prefix(part: HeadPart) -> HeadPart:
             if isinstance(part, tuple):
                 return tuple(f"{prefix}.{path}" for path in part)
             return part if part in FUNCTIONS else f"{prefix}.{part}"
 
-        return replace(self, norm=f"{prefix}.{self.norm}" if self.norm else "", parts=tuple(map(moved, self.parts)))
+        norm = f"{prefix}.{self.norm}" if self.norm else ""
+        return replace(self, norm=norm, parts=tuple(with_prefix(part) for part in self.parts))
 
     def written(self, normed: bool = True) -> str:
         """The map from the residual x to logits as a formula."""
@@ -151,7 +156,9 @@ class Head:
             text = f"{part}({text})" if isinstance(part, str) else f"mean of {' and '.join(part)} ({text})"
         if self.scale != 1.0:
             text = f"{self.scale:g} {text}"
-        return text if self.soft_cap is None else f"{self.soft_cap:g} tanh({text} / {self.soft_cap:g})"
+        if self.soft_cap is not None:
+            text = f"{self.soft_cap:g} tanh({text} / {self.soft_cap:g})"
+        return text
 
     def __str__(self) -> str:
         return self.written()
@@ -164,7 +171,8 @@ class Branches:
     modules: tuple[HeadModule, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        outputs = [tensor_of(module(part)) for module, part in zip(self.modules, x.chunk(len(self.modules), -1), strict=True)]
+        chunks = x.chunk(len(self.modules), -1)
+        outputs = [tensor_of(module(chunk)) for module, chunk in zip(self.modules, chunks, strict=True)]
         return torch.stack(outputs).mean(0)
 
 
@@ -223,13 +231,19 @@ class Unembed:
             normed: whether the final norm is applied.
             spare: memory `token vocabulary` for the logits; None to allocate it.
         """
-        shape = x.shape
-        x = self._through(self.parts if spare is None or self.linear is None else self.parts[:-1], x, normed)
-        if spare is not None and self.linear is not None:
-            x = x.reshape(-1, x.shape[-1]).to(self.linear.weight.dtype)
-            weight, bias, out = self.linear.weight.T, self.linear.bias, spare[: len(x)]
-            x = torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
-        return x.reshape(*shape[:-1], x.shape[-1])
+        if spare is None or self.linear is None:
+            logits = self._apply_parts(self.parts, x, normed)
+            return logits.reshape(*x.shape[:-1], logits.shape[-1])
+        features = self._apply_parts(self.parts[:-1], x, normed)
+        features = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
+        weight = self.linear.weight.T
+        bias = self.linear.bias
+        logits = spare[: len(features)]
+        if bias is None:
+            torch.mm(features, weight, out=logits)
+        else:
+            torch.addmm(bias, features, weight, out=logits)
+        return logits.reshape(*x.shape[:-1], logits.shape[-1])
 
     def features(self, x: Tensor, normed: bool = True) -> Tensor:
         """Compute the input of the head's last part (`... width`): normed residuals, or the output of a pooler.
@@ -238,10 +252,10 @@ class Unembed:
             x: residuals `... d_model`.
             normed: whether the final norm is applied.
         """
-        out = self._through(self.parts[:-1], x, normed)
+        out = self._apply_parts(self.parts[:-1], x, normed)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
-    def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
+    def _apply_parts(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
         """Apply some parts of the head to residuals, in the dtype of the head."""
         if normed:
             x = self.normed(x)
@@ -257,8 +271,8 @@ class Unembed:
         """Apply the final norm to residuals (`... d_model`), in the model's dtype; without a norm they are unchanged."""
         if self.norm is None:
             return x
-        given = x.to(device=self.device, dtype=self.norm_dtype or self.dtype).reshape(1, -1, x.shape[-1])
-        return tensor_of(self.norm(given)).reshape(x.shape)
+        residuals = x.to(device=self.device, dtype=self.norm_dtype or self.dtype).reshape(1, -1, x.shape[-1])
+        return tensor_of(self.norm(residuals)).reshape(x.shape)
 
     def pooled(self, x: Tensor, attended: Tensor, normed: bool = True) -> Tensor:
         """Pool the residuals of each row (`... row pos d_model`) to the input of a classification head (`... row width`).
@@ -271,7 +285,9 @@ class Unembed:
         assert self.pool is not None
         if not normed:
             return self.pool(x, attended)
-        return self.normed(self.pool(x, attended)) if self.pool.before_norm else self.pool(self.normed(x), attended)
+        if self.pool.before_norm:
+            return self.normed(self.pool(x, attended))
+        return self.pool(self.normed(x), attended)
 
     def __call__(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
         """Compute logits of residuals. The arguments are those of `raw`."""
@@ -293,7 +309,11 @@ def tensor_of(output: Any) -> Tensor:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    values: Any = ()
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif isinstance(output, list | tuple):
+        values = output
     for value in values:
         if isinstance(value, Tensor) and value.dim() > 0:
             return value
@@ -305,7 +325,9 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return None
     # torchao keeps the class of the module and stores another kind of tensor in it.
-    return None if module.weight.is_meta or type(module.weight) is not torch.nn.Parameter else module
+    if module.weight.is_meta or type(module.weight) is not torch.nn.Parameter:
+        return None
+    return module
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
@@ -327,21 +349,27 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
     if unembed.reads == "every":
         logits = logits[None] if logits.dim() == 1 else logits
         count = min(8, logits.shape[0])
-        hidden, logits = hidden[-count:], logits[-count:]
+        hidden = hidden[-count:]
+        logits = logits[-count:]
     elif unembed.pool is not None:
         hidden = unembed.pooled(hidden[None], attended[None])[0]
     else:
         hidden = hidden[int(attended.nonzero()[-1]) if unembed.reads == "last" else 0]
     # What `pooled` returns has the norm already.
     normed = unembed.pool is None
-    scale = unembed.scale if unembed.scales_input else 1.0
-    own = unembed(hidden, normed) if finished else unembed.raw(hidden, normed) * scale
-    if own.shape != logits.shape:
+    if finished:
+        lens_logits = unembed(hidden, normed)
+    else:
+        lens_logits = unembed.raw(hidden, normed) * (unembed.scale if unembed.scales_input else 1.0)
+    if lens_logits.shape != logits.shape:
         return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
-    theirs, ours = logits.detach().double().cpu(), own.detach().double().cpu()
+    logits = logits.detach().double().cpu()
+    lens_logits = lens_logits.detach().double().cpu()
     # Where both are infinite, they agree.
-    finite = theirs.isfinite() | ours.isfinite()
-    return torch.stack([torch.where(finite, ours - theirs, 0.0).norm(), torch.where(theirs.isfinite(), theirs, 0.0).norm()])
+    is_compared = logits.isfinite() | lens_logits.isfinite()
+    error = torch.where(is_compared, lens_logits - logits, 0.0)
+    finite_logits = torch.where(logits.isfinite(), logits, 0.0)
+    return torch.stack([error.norm(), finite_logits.norm()])
 
 
 def rounding(*dtypes: torch.dtype) -> float:
@@ -380,12 +408,14 @@ class LayerHeads:
             LayersimError: the heads have another input width or another number of classes than the model's head.
         """
         if x.shape[1]:
-            one = x[-1, :1]
-            own = (len(x) - 1, unembed(one, normed=False).shape[-1], unembed.features(one, normed=False).shape[-1])
-            if own != tuple(self.weight.shape):
+            vector = x[-1, :1]
+            classes = unembed(vector, normed=False).shape[-1]
+            width = unembed.features(vector, normed=False).shape[-1]
+            expected = (len(x) - 1, classes, width)
+            if expected != tuple(self.weight.shape):
                 raise LayersimError(
                     f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; for this model it must "
-                    f"have shape {own}."
+                    f"have shape {expected}."
                 )
         return self.on(x.device)
 
@@ -393,7 +423,8 @@ class LayerHeads:
         """The same heads on a device."""
         if self.weight.device == device:
             return self
-        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, weight=self.weight.to(device), bias=bias)
 
     def rows(self, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Weight (`vocabulary d_model`) and bias (`vocabulary`) of one layer's head.
@@ -402,7 +433,8 @@ class LayerHeads:
             layer: index of the block, from 0.
             ids: token ids; None for the whole vocabulary.
         """
-        weight, bias = self.weight[layer], None if self.bias is None else self.bias[layer]
+        weight = self.weight[layer]
+        bias = None if self.bias is None else self.bias[layer]
         if ids is None:
             return weight, bias
         ids = ids.to(weight.device)
@@ -418,8 +450,8 @@ class LayerHeads:
             normed: whether the final norm is applied.
         """
         weight, bias = self.rows(layer)
-        read = unembed.features(x, normed).to(device=weight.device, dtype=weight.dtype)
-        return unembed.finish(torch.nn.functional.linear(read, weight, bias))
+        features = unembed.features(x, normed).to(device=weight.device, dtype=weight.dtype)
+        return unembed.finish(torch.nn.functional.linear(features, weight, bias))
 
 
 def layer_logits(
@@ -436,11 +468,15 @@ def layer_logits(
     """
     if heads is None:
         return unembed(x, normed, spare)
-    last = unembed(x[:, -1], normed)
-    shape = (*x.shape[:2], last.shape[-1])
-    dtype = torch.promote_types(last.dtype, heads.weight.dtype)
-    z = torch.empty(shape, dtype=dtype, device=last.device) if spare is None else spare[: shape[0] * shape[1]].view(shape)
-    for layer in range(x.shape[1] - 1):
-        z[:, layer] = heads.logits(unembed, x[:, layer], layer, normed)
-    z[:, -1] = last
-    return z
+    last_logits = unembed(x[:, -1], normed)
+    tokens, layers = x.shape[:2]
+    shape = (tokens, layers, last_logits.shape[-1])
+    if spare is None:
+        dtype = torch.promote_types(last_logits.dtype, heads.weight.dtype)
+        logits = torch.empty(shape, dtype=dtype, device=last_logits.device)
+    else:
+        logits = spare[: tokens * layers].view(shape)
+    for layer in range(layers - 1):
+        logits[:, layer] = heads.logits(unembed, x[:, layer], layer, normed)
+    logits[:, -1] = last_logits
+    return logits

@@ -68,19 +68,22 @@ class ExitHeads:
         layers: tuple[str, ...] | list[str] | None = None,
         weights_hash: str = "",
     ) -> None:
-        names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
+        if layers is None:
+            layers = [f"blocks.{number}.hook_resid_post" for number in range(len(weight))]
         if not len(weight):
             raise LayersimError(f"`weight` has shape {tuple(weight.shape)}; it must have one head or more.")
         if bias is not None and bias.dtype != weight.dtype:
             raise LayersimError(f"`bias` is {bias.dtype}; it must be {weight.dtype}, as `weight`.")
-        if len(names) != len(weight):
-            raise LayersimError(f"`layers` has {len(names)} names for {len(weight)} heads; it must name each head's layer.")
-        if not all(bool(part.isfinite().all()) for part in (weight, bias) if part is not None):
-            raise LayersimError("`weight` or `bias` holds values that are NaN or infinite.")
+        if len(layers) != len(weight):
+            raise LayersimError(f"`layers` has {len(layers)} names for {len(weight)} heads; it must name each head's layer.")
+        for values in (weight, bias):
+            if values is not None and not bool(values.isfinite().all()):
+                raise LayersimError("`weight` or `bias` holds values that are NaN or infinite.")
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach().contiguous()
         self.norm: Literal["final", "none"] = norm
-        self.layers, self.weights_hash = names, weights_hash
+        self.layers = tuple(layers)
+        self.weights_hash = weights_hash
 
     def __len__(self) -> int:
         return len(self.weight)
@@ -94,13 +97,20 @@ class ExitHeads:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of weights, biases and the norm, in hex digits."""
-        tensors = {"weight": self.weight.cpu()} | ({} if self.bias is None else {"bias": self.bias.cpu()})
+        tensors = {name: tensor.cpu() for name, tensor in self._tensors().items()}
         return checksum(self.norm, tensors)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Weights and biases by name, without biases that the heads do not have."""
+        tensors = {"weight": self.weight}
+        if self.bias is not None:
+            tensors["bias"] = self.bias
+        return tensors
 
     @property
     def nbytes(self) -> int:
         """Size of weights and biases in bytes."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
     @property
     def plain(self) -> LayerHeads:
@@ -126,7 +136,7 @@ class ExitHeads:
             path: path of the file.
         """
         header = {"norm": self.norm, "layers": self.layers, "weights_hash": self.weights_hash}
-        return write_file(path, "heads", header, {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias}))
+        return write_file(path, "heads", header, self._tensors())
 
     @staticmethod
     @typed
@@ -162,28 +172,37 @@ class ExitHeads:
         Raises:
             LayersimError: the heads have other layers, another size or other weights than the model.
         """
-        below = model.layers[1:-1]
-        if self.layers != below:
-            odd = next((a for a, b in zip(self.layers, below, strict=False) if a != b), "")
+        layers_below = model.layers[1:-1]
+        if self.layers != layers_below:
+            count = f"{len(self)} heads"
+            for head_layer, model_layer in zip(self.layers, layers_below, strict=False):
+                if head_layer != model_layer:
+                    count += f", one of them for {head_layer}"
+                    break
+            examples = ", ".join(layers_below[:2]) + (", ..." if len(layers_below) > 2 else "")
             raise LayersimError(
-                f"`heads` has {len(self)} heads{f', one of them for {odd}' if odd else ''}; this model needs {len(below)}, one "
-                f"for each layer below the last: {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}."
+                f"`heads` has {count}; this model needs {len(layers_below)}, one for each layer below the last: {examples}."
             )
         if model.head is not None and model.head.tail is not None:
             raise LayersimError(
                 f"`heads` cannot replace the last part of the head of {model.name}, which is the {model.head}; it must be a "
                 "chain of modules that ends in a linear layer."
             )
-        # A part before the last one may change the width, and a head that reads rows may join several vectors.
-        own: tuple[int | None, int | None] = (None, None)
+        vocabulary: int | None = None
+        width: int | None = None
         if linear is not None:
-            own = (linear.out_features, linear.in_features)
+            vocabulary = linear.out_features
+            width = linear.in_features
         elif model.head is not None and len(model.head.parts) == 1 and model.d_model is not None:
-            own = (None, model.d_model * (1 if model.head.pool is None else model.head.pool.vectors))
-        if any(size is not None and size != given for size, given in zip(own, self.weight.shape[1:], strict=True)):
+            # A part before the last one may change the width, and a head that reads rows may join several vectors.
+            vectors = 1 if model.head.pool is None else model.head.pool.vectors
+            width = model.d_model * vectors
+        fits_vocabulary = vocabulary is None or vocabulary == self.weight.shape[1]
+        fits_width = width is None or width == self.weight.shape[2]
+        if not fits_vocabulary or not fits_width:
             raise LayersimError(
                 f"`heads` has shape {tuple(self.weight.shape)}, `layer vocabulary d_model`; it must be "
-                f"({len(self)}, {own[0] or 'vocabulary'}, {own[1]}), as in the head of {model.name}."
+                f"({len(self)}, {vocabulary or 'vocabulary'}, {width}), as in the head of {model.name}."
             )
         if self.weights_hash and model.weights_hash and self.weights_hash != model.weights_hash:
             raise LayersimError(
@@ -204,7 +223,7 @@ def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
     """
     if heads is None:
         return None
-    found: ExitHeads = heads if isinstance(heads, ExitHeads) else ExitHeads.load(heads)
-    if norm and found.norm != norm:
-        raise LayersimError(f"`norm` is {norm!r}, but `heads` were trained with norm={found.norm!r}.")
-    return found
+    exit_heads: ExitHeads = heads if isinstance(heads, ExitHeads) else ExitHeads.load(heads)
+    if norm and exit_heads.norm != norm:
+        raise LayersimError(f"`norm` is {norm!r}, but `heads` were trained with norm={exit_heads.norm!r}.")
+    return exit_heads

@@ -57,9 +57,15 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
     unembed = view.unembed
     if unembed is None or unembed.pool is None:
         return read_vectors(view, x), True
-    # One layer at a time, because the rows of a layer are a copy of its tokens.
+    pooled_layers: list[Tensor] = []
     last = len(x) - 1
-    return torch.stack([unembed.pooled(*padded_rows(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
+    # One layer at a time, because the rows of a layer are a copy of its tokens.
+    for number, layer in enumerate(x):
+        rows, attended = padded_rows(view, layer)
+        # The last layer has the norm in every lens.
+        pooled = unembed.pooled(rows, attended, normed or number == last)
+        pooled_layers.append(pooled.to(layer))
+    return torch.stack(pooled_layers), False
 
 
 def logits_of_layers(
@@ -113,26 +119,30 @@ def read_lens(
     Raises:
         LayersimError: the head has one output, or a target is not one of its ids.
     """
-    key = f"{_key_of(normed, heads)} target={key}"
+    key = f"{_memo_key(normed, heads)} target={key}"
     if key in view.memo and view.memo[key]["ranked"] >= ranked:
-        known: dict[str, Tensor] = view.memo[key]["lens"]
-        return known
+        cached: dict[str, Tensor] = view.memo[key]["lens"]
+        return cached
+    # At least RANKED, so that the result serves later analyzers too.
     ranked = max(ranked, RANKED)
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
     heads = None if heads is None else heads.fitting(view.unembed, x)
     layers, tokens = x.shape[:2]
-    names = ("best_prob", "target_log_prob", "entropy", "kl")
-    out = {name: torch.zeros(layers, tokens, dtype=torch.float64, device=x.device) for name in names}
-    out |= {name: torch.zeros(layers, tokens, dtype=torch.int64, device=x.device) for name in ("best", "before")}
+    statistics: dict[str, Tensor] = {}
+    for name in ("best_prob", "target_log_prob", "entropy", "kl"):
+        statistics[name] = torch.zeros(layers, tokens, dtype=torch.float64, device=x.device)
+    for name in ("best", "before"):
+        statistics[name] = torch.zeros(layers, tokens, dtype=torch.int64, device=x.device)
     # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
-    read = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=normed, heads=heads)
-    for span, [z] in _chunks([(view.unembed, x, read)], memory_mb):
-        z_here = on_float64_device(z)
-        for name, value in _read_chunk(z_here, target[span].to(z_here.device), ranked).items():
-            out[name][:, span] = value.T.to(x.device)
-    view.memo[key] = {"ranked": ranked, "lens": out}
-    return out
+    to_logits = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=normed, heads=heads)
+    for span, [z] in _chunks([(view.unembed, x, to_logits)], memory_mb):
+        z = on_float64_device(z)
+        chunk = _read_chunk(z, target[span].to(z.device), ranked)
+        for name, values in chunk.items():
+            statistics[name][:, span] = values.T.to(x.device)
+    view.memo[key] = {"ranked": ranked, "lens": statistics}
+    return statistics
 
 
 def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -148,45 +158,53 @@ def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tenso
     """
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
-    found = []
+    ids_of_tokens: list[Tensor] = []
+    probabilities_of_tokens: list[Tensor] = []
     for token in range(x.shape[1]):
-        z = on_float64_device(logits_of_layers(view.unembed, x[:, token : token + 1], needs_norm, normed))[0].double()
+        logits = logits_of_layers(view.unembed, x[:, token : token + 1], needs_norm, normed)
+        z = on_float64_device(logits)[0].double()
         first = best[:, token : token + 1].to(z.device)
         # The id of `best` comes first, also where others have the same logit.
         ids = z.scatter(1, first, torch.inf).topk(min(count, z.shape[-1]), -1).indices
-        found.append((ids.to(x.device), torch.softmax(z, -1).gather(1, ids).to(x.device)))
-    ids, probabilities = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
-    return ids, probabilities
+        probabilities = torch.softmax(z, -1).gather(1, ids)
+        ids_of_tokens.append(ids.to(x.device))
+        probabilities_of_tokens.append(probabilities.to(x.device))
+    return torch.stack(ids_of_tokens, 1), torch.stack(probabilities_of_tokens, 1)
 
 
 def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
     """Statistics of `read_lens` (each `token layer`) from one chunk of logits (`token layer vocabulary`)."""
-    known = target != NO_LABEL
-    target_id = target.where(known, 0)[:, None].expand(z.shape[:2])
+    has_target = target != NO_LABEL
+    target_id = target.where(has_target, 0)[:, None].expand(z.shape[:2])
     if bool(((target_id < 0) | (target_id >= z.shape[-1])).any()):
+        ids = target[has_target]
         raise LayersimError(
-            f"`labels` holds ids from {int(target[known].min())} to {int(target[known].max())}; the ids of the head are 0 to "
+            f"`labels` holds ids from {int(ids.min())} to {int(ids.max())}; the ids of the head are 0 to "
             f"{z.shape[-1] - 1}, and {NO_LABEL} means no label."
         )
     target_logit = z.gather(-1, target_id[..., None])[..., 0].double()
-    groups, total, expected, cross = _moments(z)
-    excludes = torch.zeros_like(total, dtype=torch.bool)
-    if not bool((expected.isfinite() & cross.isfinite()).all()) and bool(z.isneginf().any()):
+    group_maxima, sum_exp, mean_logit, mean_under_last = _moments(z)
+    kl_is_infinite = torch.zeros_like(sum_exp, dtype=torch.bool)
+    if not bool((mean_logit.isfinite() & mean_under_last.isfinite()).all()) and bool(z.isneginf().any()):
         # Ids with a logit of -inf: 0 times -inf is 0 in these sums, and the KL divergence is infinite where the last layer's
         # probability of such an id is above 0.
-        excludes = (z.isneginf() & (torch.softmax(z[:, -1].float(), -1) > 0)[:, None]).any(-1)
+        is_likely_in_last = (torch.softmax(z[:, -1].float(), -1) > 0)[:, None]
+        kl_is_infinite = (z.isneginf() & is_likely_in_last).any(-1)
         z = torch.where(z.isneginf(), z.amax(-1, keepdim=True) - 1000, z)
-        groups, total, expected, cross = _moments(z)
-    top, log_total = groups.amax(-1).double(), total.log()
+        group_maxima, sum_exp, mean_logit, mean_under_last = _moments(z)
+    top_logit = group_maxima.amax(-1).double()
+    log_sum_exp = sum_exp.log()
+    # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
+    log_prob_under_last = mean_under_last - log_sum_exp
+    kl = log_prob_under_last[:, -1:] - log_prob_under_last
     return {
-        "best": _top_id(z, groups),
-        "best_prob": 1 / total,
+        "best": _top_id(z, group_maxima),
+        "best_prob": 1 / sum_exp,
         # Rounding may give a probability above 1.
-        "target_log_prob": (target_logit - top - log_total).clamp(max=0),
-        "before": _count_above(z, groups, target_id, target_logit, ranked),
-        "entropy": (log_total - expected).clamp(min=0),
-        # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
-        "kl": ((cross[:, -1:] - log_total[:, -1:]) - (cross - log_total)).clamp(min=0).masked_fill(excludes, torch.inf),
+        "target_log_prob": (target_logit - top_logit - log_sum_exp).clamp(max=0),
+        "before": _count_above(z, group_maxima, target_id, target_logit, ranked),
+        "entropy": (log_sum_exp - mean_logit).clamp(min=0),
+        "kl": kl.clamp(min=0).masked_fill(kl_is_infinite, torch.inf),
     }
 
 
@@ -200,36 +218,49 @@ def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         z: `token layer vocabulary`.
     """
     tokens, layers, vocabulary = z.shape
+    # A row is one layer of one token.
     flat = z.flatten(0, 1)
-    groups = torch.empty(len(flat), -(-vocabulary // GROUP_SIZE), dtype=z.dtype, device=z.device)
-    total, expected, cross = (torch.empty(len(flat), dtype=torch.float64, device=z.device) for _ in range(3))
+    group_count = -(-vocabulary // GROUP_SIZE)
+    group_maxima = torch.empty(len(flat), group_count, dtype=z.dtype, device=z.device)
+    sum_exp = torch.empty(len(flat), dtype=torch.float64, device=z.device)
+    mean_logit = torch.empty_like(sum_exp)
+    mean_under_last = torch.empty_like(sum_exp)
+    # Memory for some rows at a time, which is used again.
     size = max(1, min(block_size(z) // vocabulary, len(flat)))
-    below, weights = (torch.empty(size, vocabulary, dtype=torch.float64, device=z.device) for _ in range(2))
-    final = torch.empty(tokens, vocabulary, dtype=torch.float64, device=z.device)
+    logit_memory = torch.empty(size, vocabulary, dtype=torch.float64, device=z.device)
+    exp_memory = torch.empty_like(logit_memory)
+    exp_of_last = torch.empty(tokens, vocabulary, dtype=torch.float64, device=z.device)
     for start in range(0, len(flat), size):
         rows = slice(start, start + size)
         block = flat[rows]
-        top = _group_maxima(block, groups[rows]).amax(-1, keepdim=True).double()
-        away, e = below[: len(block)], weights[: len(block)]
+        top = _group_maxima(block, group_maxima[rows]).amax(-1, keepdim=True).double()
+        logits = logit_memory[: len(block)]
+        exp = exp_memory[: len(block)]
         # In float64 from here on: near 1, float32 holds 1 - p only to a few percent, too coarse for a threshold of 0.99999.
-        torch.exp(away.copy_(block).sub_(top).clamp_(min=LEAST[torch.float64]), out=e)
-        torch.sum(e, -1, out=total[rows])
-        ends = slice(start // layers, (start + len(block)) // layers)
-        final[ends] = e[layers - 1 - start % layers :: layers]
-        torch.sum(away.mul_(e), -1, out=expected[rows])
+        logits.copy_(block).sub_(top).clamp_(min=LEAST[torch.float64])
+        torch.exp(logits, out=exp)
+        torch.sum(exp, -1, out=sum_exp[rows])
+        # Tokens whose last layer is in this block.
+        tokens_ending = slice(start // layers, (start + len(block)) // layers)
+        exp_of_last[tokens_ending] = exp[layers - 1 - start % layers :: layers]
+        torch.sum(logits.mul_(exp), -1, out=mean_logit[rows])
     # Some ids at a time, in memory that is used again.
     width = max(1, block_size(z) // layers)
-    wide = torch.empty(layers, min(width, vocabulary), dtype=torch.float64, device=z.device)
-    top = groups.amax(-1).double()
+    id_memory = torch.empty(layers, min(width, vocabulary), dtype=torch.float64, device=z.device)
+    top = group_maxima.amax(-1).double()
     for token in range(tokens):
         rows = slice(token * layers, (token + 1) * layers)
-        cross[rows] = -top[rows]
+        mean_under_last[rows] = -top[rows]
+        sum_exp_of_last = sum_exp[rows][-1]
         for start in range(0, vocabulary, width):
-            part = z[token, :, start : start + width]
-            cross[rows] += torch.mv(wide[:, : part.shape[1]].copy_(part), final[token, start : start + width]) / total[rows][-1]
-    expected /= total
-    total, expected, cross = (values.view(tokens, layers) for values in (total, expected, cross))
-    return groups.view(tokens, layers, -1), total, expected, cross
+            ids = slice(start, start + width)
+            part = z[token, :, ids]
+            logits = id_memory[:, : part.shape[1]].copy_(part)
+            mean_under_last[rows] += torch.mv(logits, exp_of_last[token, ids]) / sum_exp_of_last
+    mean_logit /= sum_exp
+    shape = (tokens, layers)
+    moments = (sum_exp.view(shape), mean_logit.view(shape), mean_under_last.view(shape))
+    return group_maxima.view(tokens, layers, -1), *moments
 
 
 def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
@@ -237,40 +268,49 @@ def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
 
     A group has GROUP_SIZE consecutive logits of a row; the last group may be smaller.
     """
-    whole = z.shape[-1] // GROUP_SIZE
-    if whole:
-        torch.amax(z[:, : whole * GROUP_SIZE].reshape(len(z), whole, GROUP_SIZE), -1, out=out[:, :whole])
-    if whole * GROUP_SIZE < z.shape[-1]:
-        torch.amax(z[:, whole * GROUP_SIZE :], -1, out=out[:, whole])
+    full_groups = z.shape[-1] // GROUP_SIZE
+    end = full_groups * GROUP_SIZE
+    if full_groups:
+        by_group = z[:, :end].reshape(len(z), full_groups, GROUP_SIZE)
+        torch.amax(by_group, -1, out=out[:, :full_groups])
+    if end < z.shape[-1]:
+        torch.amax(z[:, end:], -1, out=out[:, full_groups])
     return out
 
 
 def _ids_in_groups(groups: Tensor, vocabulary: int) -> Tensor:
     """Vocabulary ids of the logits in each group (`... member`). Ids of the last group may exceed the vocabulary."""
-    return groups[..., None] * GROUP_SIZE + torch.arange(min(GROUP_SIZE, vocabulary), device=groups.device)
+    members = torch.arange(min(GROUP_SIZE, vocabulary), device=groups.device)
+    return groups[..., None] * GROUP_SIZE + members
 
 
-def _top_id(z: Tensor, groups: Tensor) -> Tensor:
+def _top_id(z: Tensor, group_maxima: Tensor) -> Tensor:
     """The id with the largest logit. Of equal logits it is the lowest id, because argmax takes the first."""
-    ids = _ids_in_groups(groups.argmax(-1), z.shape[-1]).clamp_(max=z.shape[-1] - 1)
-    return ids.gather(-1, z.gather(-1, ids).argmax(-1, keepdim=True))[..., 0]
+    vocabulary = z.shape[-1]
+    ids = _ids_in_groups(group_maxima.argmax(-1), vocabulary).clamp_(max=vocabulary - 1)
+    top_member = z.gather(-1, ids).argmax(-1, keepdim=True)
+    return ids.gather(-1, top_member)[..., 0]
 
 
-def _count_above(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
+def _count_above(z: Tensor, group_maxima: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
     """Number of ids that rank above the target, at most `ranked`. Among equal logits the lower id ranks first."""
+    vocabulary = z.shape[-1]
     # The target's logit is one of z, so that the comparison in its dtype is exact.
-    logit, vocabulary = target_logit.to(z.dtype)[..., None], z.shape[-1]
+    target_logit = target_logit.to(z.dtype)[..., None]
     # `ranked` groups with a larger maximum already suffice. Of the others, the groups with ids above the target are read.
-    near = (groups > logit).sum(-1) < ranked
-    before = torch.full(near.shape, ranked, device=z.device).masked_fill(near, 0)
-    for some in torch.split(((groups >= logit) & near[..., None]).nonzero(), GROUPS_AT_ONCE):
-        token, layer, group = some.T
+    is_counted = (group_maxima > target_logit).sum(-1) < ranked
+    count = torch.full(is_counted.shape, ranked, device=z.device).masked_fill(is_counted, 0)
+    groups_to_read = ((group_maxima >= target_logit) & is_counted[..., None]).nonzero()
+    for group_indices in torch.split(groups_to_read, GROUPS_AT_ONCE):
+        token, layer, group = group_indices.T
         ids = _ids_in_groups(group, vocabulary)
-        lower, exists = ids < target_id[token, layer, None], ids < vocabulary
-        values, own = z[token[:, None], layer[:, None], ids.clamp_(max=vocabulary - 1)], logit[token, layer]
-        ahead = ((values > own) | ((values == own) & lower)) & exists
-        before.index_put_((token, layer), ahead.sum(1), accumulate=True)
-    return before.clamp(max=ranked)
+        is_lower_id = ids < target_id[token, layer, None]
+        exists = ids < vocabulary
+        logits = z[token[:, None], layer[:, None], ids.clamp_(max=vocabulary - 1)]
+        logit_of_target = target_logit[token, layer]
+        is_above = ((logits > logit_of_target) | ((logits == logit_of_target) & is_lower_id)) & exists
+        count.index_put_((token, layer), is_above.sum(1), accumulate=True)
+    return count.clamp(max=ranked)
 
 
 def bad_logits(lens: dict[str, Tensor]) -> Tensor:
@@ -278,7 +318,7 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
     return (~(lens["best_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)
 
 
-def _key_of(normed: bool, heads: LayerHeads | None) -> str:
+def _memo_key(normed: bool, heads: LayerHeads | None) -> str:
     """Start of the key of a logit lens in the cache `view.memo`: its norm and heads."""
     return f"lens normed={normed} heads={heads.digest if heads else ''}"
 
@@ -294,22 +334,25 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
     Raises:
         LayersimError: the head has one output.
     """
-    for key, known in view.memo.items():
-        if key.startswith(f"{_key_of(normed, heads)} "):
-            return first_final(known["lens"]["best"]), bad_logits(known["lens"])
+    for key, cached in view.memo.items():
+        # A logit lens of any target has the predictions.
+        if key.startswith(f"{_memo_key(normed, heads)} "):
+            lens = cached["lens"]
+            return first_final(lens["best"]), bad_logits(lens)
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
     heads = None if heads is None else heads.fitting(view.unembed, x)
     layers, tokens = x.shape[:2]
-    alive = torch.arange(tokens, device=x.device)
-    layer_of = torch.full((tokens,), layers - 1, device=x.device)
+    # Tokens whose prediction has been the final one at all layers so far.
+    agreeing = torch.arange(tokens, device=x.device)
+    saturation = torch.full((tokens,), layers - 1, device=x.device)
     bad = torch.zeros(layers, dtype=torch.int64, device=x.device)
-    final, bad[-1] = _top_ids(view, x[-1], needs_norm, memory_mb)
+    final_ids, bad[-1] = _top_ids(view, x[-1], needs_norm, memory_mb)
     for layer in range(layers - 2, -1, -1):
-        best_id, bad[layer] = _top_ids(view, x[layer, alive], normed and needs_norm, memory_mb, heads, layer)
-        alive = alive[best_id == final[alive]]
-        layer_of[alive] = layer
-    return layer_of, bad
+        ids, bad[layer] = _top_ids(view, x[layer, agreeing], normed and needs_norm, memory_mb, heads, layer)
+        agreeing = agreeing[ids == final_ids[agreeing]]
+        saturation[agreeing] = layer
+    return saturation, bad
 
 
 def first_final(best: Tensor) -> Tensor:
@@ -318,8 +361,10 @@ def first_final(best: Tensor) -> Tensor:
     Args:
         best: `layer token`, the most likely ids.
     """
-    agree = (best == best[-1]).long()
-    return len(best) - agree.flip(0).cumprod(0).sum(0)
+    agrees = (best == best[-1]).long()
+    # Number of layers that agree without a gap, from the last one down.
+    agreeing_layers = agrees.flip(0).cumprod(0).sum(0)
+    return len(best) - agreeing_layers
 
 
 def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Tensor]:
@@ -338,23 +383,25 @@ def compare_lenses(first: View, second: View, memory_mb: float) -> dict[str, Ten
     Raises:
         LayersimError: the head has one output.
     """
-    sides = []
+    sides: list[Side] = []
     for view in (first, second):
         assert view.unembed is not None
         x, needs_norm = head_input(view, view.activations[1:], True)
-        sides.append((view.unembed, x, partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=True)))
-    layers, tokens = sides[0][1].shape[:2]
-    device = on_float64_device(sides[0][1]).device
+        to_logits = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=True)
+        sides.append((view.unembed, x, to_logits))
+    _, first_x, _ = sides[0]
+    layers, tokens = first_x.shape[:2]
+    device = on_float64_device(first_x).device
     best = torch.zeros(2, layers, tokens, dtype=torch.int64, device=device)
     kl = torch.zeros(layers, tokens, dtype=torch.float64, device=device)
     bad = torch.zeros(layers, dtype=torch.int64, device=device)
-    for span, both in _chunks(sides, memory_mb):
-        logits = [on_float64_device(z.flatten(0, 1)).to(device) for z in both]
-        for number, z in enumerate(logits):
-            top, ids = z.max(-1)
-            best[number, :, span] = ids.view(-1, layers).T
+    for span, chunk in _chunks(sides, memory_mb):
+        first_logits, second_logits = (on_float64_device(z.flatten(0, 1)).to(device) for z in chunk)
+        for model, logits in enumerate((first_logits, second_logits)):
+            top, ids = logits.max(-1)
+            best[model, :, span] = ids.view(-1, layers).T
             bad += (~top.isfinite()).view(-1, layers).sum(0)
-        kl[:, span] = kl_divergence(*logits).view(-1, layers).T
+        kl[:, span] = kl_divergence(first_logits, second_logits).view(-1, layers).T
     return {"best": best, "kl": kl, "bad": bad}
 
 
@@ -366,14 +413,16 @@ def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
         q: logits of the same shape. An id of logit -inf, such as one that a model masks, makes the divergence infinite unless p
             excludes it too.
     """
-    out = torch.empty(len(p), dtype=torch.float64, device=p.device)
+    divergence = torch.empty(len(p), dtype=torch.float64, device=p.device)
     size = max(1, block_size(p) // p.shape[-1])
     for start in range(0, len(p), size):
         rows = slice(start, start + size)
-        log_p, log_q = (torch.log_softmax(z[rows].double(), -1) for z in (p, q))
-        chance = log_p.exp()
-        out[rows] = torch.where(chance > 0, chance * (log_p - log_q), 0).sum(-1)
-    return out.clamp_(min=0)
+        log_p = torch.log_softmax(p[rows].double(), -1)
+        log_q = torch.log_softmax(q[rows].double(), -1)
+        probability = log_p.exp()
+        divergence[rows] = torch.where(probability > 0, probability * (log_p - log_q), 0).sum(-1)
+    # Rounding may give a value below 0.
+    return divergence.clamp_(min=0)
 
 
 def _top_ids(
@@ -383,15 +432,18 @@ def _top_ids(
     unembed = view.unembed
     assert unembed is not None
 
-    def read(some: Tensor, spare: Tensor | None) -> Tensor:
-        return unembed(some, normed, spare) if heads is None else heads.logits(unembed, some, layer, normed)
+    def to_logits(rows: Tensor, spare: Tensor | None) -> Tensor:
+        if heads is None:
+            return unembed(rows, normed, spare)
+        return heads.logits(unembed, rows, layer, normed)
 
-    out, bad = torch.empty(len(x), dtype=torch.int64, device=x.device), torch.tensor(0, device=x.device)
-    for span, [z] in _chunks([(unembed, x, read)], memory_mb):
+    top_ids = torch.empty(len(x), dtype=torch.int64, device=x.device)
+    bad = torch.tensor(0, device=x.device)
+    for span, [z] in _chunks([(unembed, x, to_logits)], memory_mb):
         top, ids = z.max(-1)
-        out[span] = ids.to(x.device)
+        top_ids[span] = ids.to(x.device)
         bad += (~top.isfinite()).sum().to(x.device)
-    return out, bad
+    return top_ids, bad
 
 
 def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -404,18 +456,24 @@ def _chunks(sides: Sequence[Side], memory_mb: float) -> Iterator[tuple[slice, li
             logits.
         memory_mb: memory for the logits of one chunk.
     """
-    start, step, tokens = 0, 1, sides[0][1].shape[-2]
+    _, first_x, _ = sides[0]
+    tokens = first_x.shape[-2]
+    start = 0
+    step = 1
     spares: list[Tensor | None] = [None] * len(sides)
     while start < tokens:
         span = slice(start, start + step)
-        each = [read(x[..., span, :], spare=spare) for (_, x, read), spare in zip(sides, spares, strict=True)]
-        for z in each:
+        logits = [to_logits(x[..., span, :], spare=spare) for (_, x, to_logits), spare in zip(sides, spares, strict=True)]
+        for z in logits:
             need_classes(z.shape[-1])
-        yield span, each
+        yield span, logits
         if start == 0:
-            fits = [int(memory_mb / len(sides) * 2**20 / (z[0].numel() * z.element_size())) for z in each]
-            step = min(max(1, min(fits)), max(tokens - 1, 1))
-            for number, ((unembed, _, _), z) in enumerate(zip(sides, each, strict=True)):
-                rows = step * z[0].numel() // z.shape[-1]
-                spares[number] = z.new_empty(rows, z.shape[-1]) if unembed.linear is not None else None
+            memory_of_side = memory_mb / len(sides) * 2**20
+            tokens_that_fit = min(int(memory_of_side / (z[0].numel() * z.element_size())) for z in logits)
+            step = min(max(1, tokens_that_fit), max(tokens - 1, 1))
+            for number, ((unembed, _, _), z) in enumerate(zip(sides, logits, strict=True)):
+                # Only a plain linear layer can write into memory.
+                if unembed.linear is not None:
+                    rows = step * z[0].numel() // z.shape[-1]
+                    spares[number] = z.new_empty(rows, z.shape[-1])
         start = span.stop

@@ -66,9 +66,9 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
     if labels is not None:
         return as_labels(labels)
     # The labels of a DETR are objects, which are no targets of its queries one by one.
-    own = not any(is_detr(getattr(module, "config", None)) for _, module in models)
-    beside = own and any(labelled_without_tokens(data, model) for model, _ in models)
-    return "data" if kinds == {True} or beside else "next_token"
+    has_detr = any(is_detr(getattr(module, "config", None)) for _, module in models)
+    has_labels = not has_detr and any(labelled_without_tokens(data, model) for model, _ in models)
+    return "data" if kinds == {True} or has_labels else "next_token"
 
 
 def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
@@ -89,48 +89,60 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
                 f"`labels` is a tensor of shape {tuple(labels.shape)}, which cannot be combined with pack=True: a packed row "
                 "joins several texts."
             )
-        row_count, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
-        if row_count > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
+        row_count = int(row.max()) + 1
+        pos = int(column[batch.attention].max()) + 1
+        labels_positions = labels.dim() == 2
+        if row_count > len(labels) or (labels_positions and pos > labels.shape[1]):
+            positions = f" and their {pos} positions" if labels_positions else ""
             raise LayersimError(
                 f"`labels` has shape {tuple(labels.shape)}; it must have an entry for each of the {row_count} rows of the data"
-                + (f" and their {pos} positions." if labels.dim() == 2 else ".")
+                f"{positions}."
             )
+        # Padding has columns behind the labels.
         column = column.clamp(max=labels.shape[-1] - 1)
-        own_labels = labels[row].expand_as(row) if labels.dim() == 1 else labels[row, column]
+        labels_of_batch = labels[row].expand_as(row) if labels.dim() == 1 else labels[row, column]
     elif labels == "data":
         if batch.labels is None:
             raise LayersimError(
                 "`data` has no labels; labels='data' needs a column `labels` or `label` of integers. Rows have no "
                 "labels if pack=True."
             )
-        own_labels = batch.labels
+        labels_of_batch = batch.labels
     else:
         if labels == "next_token" and model is not None and not batch.has_tokens:
-            objects = "labels='none', or detection_by_layer(model, data)"
-            instead = objects if "Detr" in model.source else "labels='data', with a column `label`, or labels=tensor"
+            remedy = "labels='data', with a column `label`, or labels=tensor"
+            if "Detr" in model.source:
+                remedy = "labels='none', or detection_by_layer(model, data)"
             raise LayersimError(
-                f"`labels` is 'next_token', but the rows have {', '.join(batch.inputs)} in place of token ids. Use {instead}."
+                f"`labels` is 'next_token', but the rows have {', '.join(batch.inputs)} in place of token ids. Use {remedy}."
             )
         return
-    counted = batch.counted & (own_labels.cpu() != NO_LABEL)
-    if batch.pooled or (model is not None and model.head is not None and model.head.reads == "rows"):
-        # NaN is a missing score, and differs from itself.
-        rows = (row[kept].nan_to_num(torch.inf) for row, kept in zip(own_labels.cpu(), batch.counted, strict=True))
-        if any(not torch.equal(row, row[:1].expand_as(row)) for row in rows):
-            raise LayersimError(
-                "`labels` differ within a row; a row must have a single label, because "
-                + ("with positions='mean' a row is one sample." if batch.pooled else "the head predicts one class for a row.")
-            )
-    if model is not None and model.head is not None and not model.head.classifies:
+    labels_of_batch = labels_of_batch.cpu()
+    is_labelled = batch.counted & (labels_of_batch != NO_LABEL)
+    head = None if model is None else model.head
+    if batch.pooled or (head is not None and head.reads == "rows"):
+        for row_labels, row_counted in zip(labels_of_batch, batch.counted, strict=True):
+            # NaN is a missing score, and differs from itself.
+            values = row_labels[row_counted].nan_to_num(torch.inf)
+            if not torch.equal(values, values[:1].expand_as(values)):
+                reason = (
+                    "with positions='mean' a row is one sample" if batch.pooled else "the head predicts one class for a row"
+                )
+                raise LayersimError(f"`labels` differ within a row; a row must have a single label, because {reason}.")
+    if head is not None and not head.classifies:
         # One token cannot be the target at every position of a row.
-        classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
-        if len(classes) > 1 and all(bool((row == row[0]).all()) for row in classes):
+        rows_of_labels: list[Tensor] = []
+        for row_labels, row_labelled in zip(labels_of_batch, is_labelled, strict=True):
+            if int(row_labelled.sum()) > 2:
+                rows_of_labels.append(row_labels[row_labelled])
+        if len(rows_of_labels) > 1 and all(bool((values == values[0]).all()) for values in rows_of_labels):
             raise LayersimError(
-                f"`labels` are equal at all positions of each of {len(classes)} rows, but the head predicts a token at every "
-                "position. Use a label for each position, or AutoModelForSequenceClassification."
+                f"`labels` are equal at all positions of each of {len(rows_of_labels)} rows, but the head predicts a token at "
+                "every position. Use a label for each position, or AutoModelForSequenceClassification."
             )
-    if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
+    labelled_count = int(is_labelled.sum())
+    if batch.has_tokens and labelled_count > 2 and bool((labels_of_batch == batch.tokens)[is_labelled].all()):
         raise LayersimError(
-            f"`labels` equal the input tokens at all {int(counted.sum())} labelled positions; each label must be the target of "
+            f"`labels` equal the input tokens at all {labelled_count} labelled positions; each label must be the target of "
             "its position. Use labels='next_token'."
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..activations.view import View
-from ..architectures.hook_points import distinct_points
+from ..architectures.hook_points import HookPoint, distinct_points
 from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
 from ..architectures.unembed import rounding
 from ..core.errors import LayersimError, excerpt
@@ -59,18 +59,20 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
         # A LayersimError is about the data, not about the head.
         if isinstance(error, LayersimError) or is_out_of_memory(error):
             raise
-        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        raise _other_logits(model, f"fails: {excerpt(last, 160)}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise _other_logits(model, f"fails: {excerpt(lines[-1], 160)}") from error
     allowed = rounding(model.torch_dtype, computed)
     if difference <= allowed * max(size, 1e-3):
         return
-    gap = f"differs by {difference / max(size, 1e-3):.2g} of the norm of the model's logits"
-    raise _other_logits(model, "gives logits of another shape" if math.isnan(size) else gap)
+    if math.isnan(size):
+        raise _other_logits(model, "gives logits of another shape")
+    raise _other_logits(model, f"differs by {difference / max(size, 1e-3):.2g} of the norm of the model's logits")
 
 
-def _other_logits(model: Model, given: str) -> LayersimError:
+def _other_logits(model: Model, reason: str) -> LayersimError:
+    """The error for a lens that does not give the model's logits. The reason is what its head does."""
     return LayersimError(
-        f"The logit lens at the last layer does not give the model's own logits: {model.head} {given}. Without `unembed=`, a "
+        f"The logit lens at the last layer does not give the model's own logits: {model.head} {reason}. Without `unembed=`, a "
         "forward pass shows the head of a model in this process; with it, name the final norm and every module behind it, as "
         "unembed=['path.of.norm', 'path.of.head']. Other causes are hooks on the head, and blocks that layers= leaves out."
     )
@@ -84,14 +86,12 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
         layers: for each model, the names of its layers.
         where: description of the batch, for the message.
     """
-    for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
-        bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
-        if bad:
-            raise LayersimError(
-                f"Activations are NaN or infinite in {where}{f', model {number + 1}' if len(layers) > 1 else ''}: "
-                + ", ".join(f"{count} values at {name}" for name, count in list(bad.items())[:4])
-                + f". {WHY_NOT_FINITE}"
-            )
+    for number, (names, counts_of_model) in enumerate(zip(layers, counts, strict=True), start=1):
+        bad_layers = {name: int(count) for name, count in zip(names, counts_of_model, strict=True) if count}
+        if bad_layers:
+            model = f", model {number}" if len(layers) > 1 else ""
+            examples = [f"{count} values at {name}" for name, count in list(bad_layers.items())[:4]]
+            raise LayersimError(f"Activations are NaN or infinite in {where}{model}: {', '.join(examples)}. {WHY_NOT_FINITE}")
 
 
 def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
@@ -101,13 +101,10 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
         bad: `layer`, the number of positions with non-finite logits.
         layers: the residual layers, starting with the input of block 0.
     """
-    where = {name: int(n) for name, n in zip(layers[1:], bad, strict=True) if n}
-    if where:
-        raise LayersimError(
-            "Logits are NaN or infinite, "
-            + ", ".join(f"at {n} positions of {name}" for name, n in list(where.items())[:4])
-            + f". {WHY_NOT_FINITE}"
-        )
+    bad_layers = {name: int(count) for name, count in zip(layers[1:], bad, strict=True) if count}
+    if bad_layers:
+        examples = [f"at {count} positions of {name}" for name, count in list(bad_layers.items())[:4]]
+        raise LayersimError(f"Logits are NaN or infinite, {', '.join(examples)}. {WHY_NOT_FINITE}")
 
 
 def need_stream(model: Model, what: str, parts: bool = False) -> None:
@@ -153,10 +150,10 @@ def need_equal_width(model: Model, what: str) -> None:
         what: the analyzer that needs one width, for the message.
     """
     if len(set(model.widths)) > 1:
-        odd = next(n for n, width in enumerate(model.widths) if width != model.widths[0])
+        other_site = next(site for site, width in enumerate(model.widths) if width != model.widths[0])
         raise LayersimError(
-            f"{what} needs sites of equal width: {model.layers[0]} has width {model.widths[0]} and {model.layers[odd]} has "
-            f"width {model.widths[odd]}. CKA takes sites of different widths."
+            f"{what} needs sites of equal width: {model.layers[0]} has width {model.widths[0]} and {model.layers[other_site]} "
+            f"has width {model.widths[other_site]}. CKA takes sites of different widths."
         )
 
 
@@ -173,9 +170,15 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
     sums = source.stream_sums()
     if not sums:
         return
-    points = distinct_points(point for one in sums for point in (one.total, *one.terms))
-    number = {point.name: at for at, point in enumerate(points)}
-    groups = tuple((number[one.total.name], tuple(number[term.name] for term in one.terms)) for one in sums)
+    all_points: list[HookPoint] = []
+    for stream_sum in sums:
+        all_points += [stream_sum.total, *stream_sum.terms]
+    points = distinct_points(all_points)
+    sites = {point.name: site for site, point in enumerate(points)}
+    groups: list[tuple[int, tuple[int, ...]]] = []
+    for stream_sum in sums:
+        term_sites = tuple(sites[term.name] for term in stream_sum.terms)
+        groups.append((sites[stream_sum.total.name], term_sites))
     row = batch.short_row
     with source.reading_at(points):
         if not row.has_positions:
@@ -183,18 +186,20 @@ def check_stream_sums(source: CanReadSites, batch: Batch) -> None:
             assert isinstance(source, CanCountPositions)
             row = row.with_positions(source.count_positions(row), Positions())
         source.settle(row)
-        _, out = source.run(row, {"sums": partial(stream_gaps, groups=groups)})
+        _, out = source.run(row, {"sums": partial(stream_gaps, groups=tuple(groups))})
     if not out:
         # Activations that are not finite are refused where the batch is measured.
         return
-    gap, size = out["sums"]["gap"], out["sums"]["size"]
-    wrong = (gap > rounding(source.model.torch_dtype) * size.clamp(min=1e-6)).nonzero()[:, 0]
-    if len(wrong):
-        one = sums[int(wrong[0])]
+    gap = out["sums"]["gap"]
+    size = out["sums"]["size"]
+    wrong_sums = (gap > rounding(source.model.torch_dtype) * size.clamp(min=1e-6)).nonzero()[:, 0]
+    if len(wrong_sums):
+        number = int(wrong_sums[0])
+        wrong_sum = sums[number]
         raise LayersimError(
             f"The hook points of {source.model.name} do not add up to its residual stream: "
-            f"{' + '.join(term.name for term in one.terms)} differs from {one.total.name} by "
-            f"{float(gap[wrong[0]] / size[wrong[0]]):.2g} of the largest norm. Name modules by paths in at= instead."
+            f"{' + '.join(term.name for term in wrong_sum.terms)} differs from {wrong_sum.total.name} by "
+            f"{float(gap[number] / size[number]):.2g} of the largest norm. Name modules by paths in at= instead."
         )
 
 
@@ -234,22 +239,22 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
         )
     processing = stream_processing(source.module)
     if processing:
-        what, instead = processing
+        change, remedy = processing
         raise LayersimError(
-            f"`verify` cannot be given for a {type(source.module).__name__} {what}: its residual stream has another "
-            f"basis than the Hugging Face model. Pass {instead}."
+            f"`verify` cannot be given for a {type(source.module).__name__} {change}: its residual stream has another "
+            f"basis than the Hugging Face model. Pass {remedy}."
         )
     if not isinstance(verify, torch.nn.Module):
         load = _checkpoint_of(source)
         source.check_first_row(lambda batch: check_residuals(source, load(), batch))
         return
     # A bridge changes the modules of its Hugging Face model, which would be compared with itself.
-    bridged = [path for path, sub in verify.named_modules() if type(sub).__module__.split(".")[0] == "transformer_lens"]
-    if bridged:
-        raise LayersimError(
-            f"`verify` is {with_article(type(verify).__name__)} with modules of TransformerLens, such as {bridged[0]!r}; it "
-            "must be the Hugging Face model without a bridge. Pass copy.deepcopy(model), made before the bridge."
-        )
+    for path, submodule in verify.named_modules():
+        if type(submodule).__module__.split(".")[0] == "transformer_lens":
+            raise LayersimError(
+                f"`verify` is {with_article(type(verify).__name__)} with modules of TransformerLens, such as {path!r}; it "
+                "must be the Hugging Face model without a bridge. Pass copy.deepcopy(model), made before the bridge."
+            )
     source.check_first_row(lambda batch: check_residuals(source, verify, batch))
 
 
@@ -264,53 +269,64 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
     Raises:
         LayersimError: names the first site that differs.
     """
-    row, reference = _attended(batch.first_row), HookedSource(model)
+    row = _without_padding(batch.first_row)
+    reference = HookedSource(model)
     with source.evaluating(), reference.evaluating(), source.reading_at(source.residual.points):
-        ours, theirs = source.collect(row).activations, reference.collect(row).activations
-    if len(ours) != len(theirs):
-        raise _differ(source, reference, f"{len(ours) - 1} blocks, and {len(theirs) - 1} in the Hugging Face model")
-    pairs = list(zip(source.model.layers, ours, theirs, strict=True))
+        residuals = source.collect(row).activations
+        reference_residuals = reference.collect(row).activations
+    if len(residuals) != len(reference_residuals):
+        counts = f"{len(residuals) - 1} blocks, and {len(reference_residuals) - 1} in the Hugging Face model"
+        raise _other_residuals(source, reference, counts)
+    pairs = list(zip(source.model.layers, residuals, reference_residuals, strict=True))
     if source.unembed is not None and reference.unembed is not None and not norms_are_folded(source.module):
-        own, other = source.unembed.normed(ours[-1]), reference.unembed.normed(theirs[-1])
-        pairs.append((f"the final norm of {pairs[-1][0]}", own, other))
-    allowed, cancelled = rounding(source.model.torch_dtype, reference.model.torch_dtype), _cancellation(theirs)
-    for number, (site, own, other) in enumerate(pairs):
-        layer = min(number, len(ours) - 1)
-        gap = _gap(own, other, cancelled[layer]) if own.shape == other.shape else math.nan
+        normed = source.unembed.normed(residuals[-1])
+        reference_normed = reference.unembed.normed(reference_residuals[-1])
+        pairs.append((f"the final norm of {pairs[-1][0]}", normed, reference_normed))
+    allowed = rounding(source.model.torch_dtype, reference.model.torch_dtype)
+    cancellation = _cancellation(reference_residuals)
+    for number, (site, x, reference_x) in enumerate(pairs):
+        # The pair of the final norm belongs to the last layer.
+        layer = min(number, len(residuals) - 1)
+        gap = _gap(x, reference_x, cancellation[layer]) if x.shape == reference_x.shape else math.nan
         # The rounding of each block adds to that of the blocks before it, as in a random walk. NaN is a difference too.
         if not gap <= allowed * (1 + layer) ** 0.5:
-            widths = f", whose widths are {own.shape[-1]} and {other.shape[-1]}" if own.shape != other.shape else ""
-            raise _differ(source, reference, f"{site} differs by {gap:.2g} of its norm{widths}")
+            widths = ""
+            if x.shape != reference_x.shape:
+                widths = f", whose widths are {x.shape[-1]} and {reference_x.shape[-1]}"
+            raise _other_residuals(source, reference, f"{site} differs by {gap:.2g} of its norm{widths}")
 
 
-def _attended(row: Batch) -> Batch:
+def _without_padding(row: Batch) -> Batch:
     """Remove the padding of a row, because TransformerBridges restart position ids after padding."""
-    kept = row.attention[0]
-    tokens = row.tokens[:, kept]
-    every = torch.ones_like(tokens, dtype=torch.bool)
-    inputs = {name: value[:, kept] if name in row.positional else value for name, value in row.inputs.items()}
-    return replace(row, tokens=tokens, attention=every, counted=every, labels=None, pooled=False, inputs=inputs)
+    attended = row.attention[0]
+    tokens = row.tokens[:, attended]
+    attention = torch.ones_like(tokens, dtype=torch.bool)
+    inputs: dict[str, Tensor] = {}
+    for name, value in row.inputs.items():
+        inputs[name] = value[:, attended] if name in row.positional else value
+    return replace(row, tokens=tokens, attention=attention, counted=attention, labels=None, pooled=False, inputs=inputs)
 
 
-def _gap(own: Tensor, other: Tensor, cancelled: Tensor) -> float:
+def _gap(x: Tensor, reference: Tensor, cancellation: Tensor) -> float:
     """Relative difference of two residuals.
 
-    It is the root mean square over positions of |own - other| / |other|.
+    It is the root mean square over positions of |x - reference| / |reference|.
 
     Each position has the same weight, because massive activations at the first position would hide other differences.
 
     Args:
-        own: `pos width`.
-        other: `pos width`.
-        cancelled: for each position, the factor by which the residual was larger in an earlier layer, and so its rounding
+        x: `pos width`.
+        reference: `pos width`.
+        cancellation: for each position, the factor by which the residual was larger in an earlier layer, and so its rounding
             error.
     """
-    own, other = own.detach().double().cpu(), other.detach().double().cpu()
+    x = x.detach().double().cpu()
+    reference = reference.detach().double().cpu()
     # Where both are infinite, they agree.
-    own = torch.where(own.isfinite() | other.isfinite(), own, 0.0)
-    other = torch.where(other.isfinite(), other, 0.0)
-    size = (other.norm(dim=-1) * cancelled).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(((own - other).norm(dim=-1) / size).square().mean().sqrt())
+    x = torch.where(x.isfinite() | reference.isfinite(), x, 0.0)
+    reference = torch.where(reference.isfinite(), reference, 0.0)
+    size = (reference.norm(dim=-1) * cancellation).clamp(min=torch.finfo(torch.float32).tiny)
+    return float(((x - reference).norm(dim=-1) / size).square().mean().sqrt())
 
 
 def _cancellation(residuals: Tensor) -> Tensor:
@@ -319,11 +335,12 @@ def _cancellation(residuals: Tensor) -> Tensor:
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 
 
-def _differ(source: HookedSource, reference: HookedSource, given: str) -> LayersimError:
+def _other_residuals(source: HookedSource, reference: HookedSource, difference: str) -> LayersimError:
+    """The error for a model whose residual stream is not that of its Hugging Face model."""
     kind = type(source.module).__name__
     return LayersimError(
-        f"The residual stream of {source.model.name} ({kind}) differs from {type(reference.module).__name__}'s: {given}. If "
-        f"the weights of the {kind} were changed on purpose, pass verify=model, a Hugging Face model with the same weights."
+        f"The residual stream of {source.model.name} ({kind}) differs from {type(reference.module).__name__}'s: {difference}. "
+        f"If the weights of the {kind} were changed on purpose, pass verify=model, a Hugging Face model with the same weights."
     )
 
 
@@ -339,31 +356,39 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
     cfg: Any = source.module.cfg
     options: dict[str, Any] = {}
     if wrapped is not None:
-        kind, config = type(wrapped), getattr(wrapped, "config", None)
+        kind = type(wrapped)
+        config = getattr(wrapped, "config", None)
         name = getattr(config, "_name_or_path", "")
-        options = {"revision": getattr(config, "_commit_hash", None), "device_map": getattr(wrapped, "hf_device_map", None)}
-        options["attn_implementation"] = getattr(config, "_attn_implementation", None)
+        options = {
+            "revision": getattr(config, "_commit_hash", None),
+            "device_map": getattr(wrapped, "hf_device_map", None),
+            "attn_implementation": getattr(config, "_attn_implementation", None),
+        }
     else:
         kind = getattr(transformers, str(cfg.original_architecture), None)  # type: ignore[assignment]  # None without a class
         # Of a configuration written by hand, the name of the tokenizer is not that of the weights; the revision of a training
         # checkpoint is not kept.
-        known = str(cfg.tokenizer_name).split("/")[-1] == cfg.model_name and not cfg.from_checkpoint
-        name = cfg.tokenizer_name if known else ""
+        is_known = str(cfg.tokenizer_name).split("/")[-1] == cfg.model_name and not cfg.from_checkpoint
+        name = cfg.tokenizer_name if is_known else ""
     if not name or not hasattr(kind, "from_pretrained"):
         raise LayersimError(
             f"`verify` is 'hf', but the checkpoint that {cfg.model_name!r} was loaded from is not known. Copy the "
             "Hugging Face model before it is bridged, hf_model = copy.deepcopy(model), and pass verify=hf_model."
         )
-    given = {"attn_implementation": "eager"} | {key: value for key, value in options.items() if value is not None}
+    arguments: dict[str, Any] = {"attn_implementation": "eager"}
+    for option, value in options.items():
+        if value is not None:
+            arguments[option] = value
 
     def load() -> torch.nn.Module:
         try:
-            model: torch.nn.Module = kind.from_pretrained(name, dtype=source.model.torch_dtype, local_files_only=True, **given)
+            dtype = source.model.torch_dtype
+            model: torch.nn.Module = kind.from_pretrained(name, dtype=dtype, local_files_only=True, **arguments)
         except (OSError, ValueError) as error:
             raise LayersimError(
                 f"`verify` is 'hf', but the checkpoint {name!r} could not be loaded again: {first_line(error)}. Pass "
                 "verify=model, a Hugging Face model with the same weights."
             ) from error
-        return model if "device_map" in given else model.to(next(source.module.parameters()).device)
+        return model if "device_map" in arguments else model.to(next(source.module.parameters()).device)
 
     return load

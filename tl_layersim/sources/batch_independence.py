@@ -62,29 +62,32 @@ def row_to_compare(batch: Batch, together: Together) -> int | None:
         groups = [counted.nonzero()[:, 0].tolist()] if len(batch.tokens) > 1 else []
     else:
         groups = [group for group in together.groups(batch) if len(group) > 1]
-    rows = [row for group in groups for row in group]
+    rows: list[int] = []
+    for group in groups:
+        rows += group
     return min(rows, key=lambda row: int(batch.lengths[row]), default=None)
 
 
-def gaps(own: Tensor, alone: Tensor) -> Tensor:
+def gaps(in_batch: Tensor, alone: Tensor) -> Tensor:
     """Relative differences between activations of a row in a batch and alone (`site`), the largest over its samples.
 
     A difference is relative to the largest norm of the sample up to this site, because the rounding of large activations stays
     where they cancel.
 
     Args:
-        own: `site sample width`, in a batch.
+        in_batch: `site sample width`, in a batch.
         alone: `site sample width`, alone.
     """
-    found = []
-    largest = torch.full(alone.shape[1:2], torch.finfo(torch.float32).tiny, dtype=torch.float64, device=alone.device)
+    gap_of_site = []
+    largest_norms = torch.full(alone.shape[1:2], torch.finfo(torch.float32).tiny, dtype=torch.float64, device=alone.device)
     # Site by site, because copies of all sites in float64 may not fit into memory.
-    for one, other in zip(own, alone, strict=True):
-        reference = other.double()
-        largest = torch.maximum(largest, reference.norm(dim=-1))
-        found.append(((one.double() - reference).norm(dim=-1) / largest).amax())
+    for site_in_batch, site_alone in zip(in_batch, alone, strict=True):
+        reference = site_alone.double()
+        largest_norms = torch.maximum(largest_norms, reference.norm(dim=-1))
+        difference = (site_in_batch.double() - reference).norm(dim=-1)
+        gap_of_site.append((difference / largest_norms).amax())
     # Activations that are not finite are refused where they are measured.
-    return torch.stack(found).nan_to_num(posinf=0.0)
+    return torch.stack(gap_of_site).nan_to_num(posinf=0.0)
 
 
 def allowed_gaps(sites: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -61,27 +61,34 @@ def computation_of(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
         >>> computation_of([module])["autocast"]
         []
     """
-    parts = [part for module in modules for part in every_module(module)]
-    devices = _device_types(parts)
-    autocast = {str(torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)}
-    roots = {"torch"} | {type(part).__module__.partition(".")[0] for part in parts}
-    versions = {root: version_of(root) for root in sorted(roots - {"tl_layersim"})}
+    submodules: list[torch.nn.Module] = []
+    for module in modules:
+        submodules += every_module(module)
+    devices = _device_types(submodules)
+    autocast_dtypes = {str(torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)}
+    packages = {"torch"} | {type(submodule).__module__.partition(".")[0] for submodule in submodules}
+    versions = {package: version_of(package) for package in sorted(packages - {"tl_layersim"})}
     return {
-        "autocast": sorted(autocast),
+        "autocast": sorted(autocast_dtypes),
         "default_dtype": str(torch.get_default_dtype()),
         "settings": dict(sorted(_changed_settings(devices))),
-        "attention": _attention(parts),
-        "libraries": {root: number for root, number in versions.items() if number},
+        "attention": _kinds_of_attention(submodules),
+        "libraries": {package: version for package, version in versions.items() if version},
     }
 
 
-def _device_types(parts: Iterable[torch.nn.Module]) -> list[str]:
+def _device_types(submodules: Iterable[torch.nn.Module]) -> list[str]:
     """Types of the devices that hold weights. Weights on the meta device are computed on a device that is not known."""
-    tensors = [tensor for part in parts for tensor in (*part._parameters.values(), *part._buffers.values())]
-    held = {tensor.device.type for tensor in tensors if tensor is not None}
-    if not held - {"meta"} or "meta" in held:
-        held |= {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
-    return sorted(held - {"meta"})
+    types: set[str] = set()
+    for submodule in submodules:
+        for tensor in (*submodule._parameters.values(), *submodule._buffers.values()):
+            if tensor is not None:
+                types.add(tensor.device.type)
+    if not types - {"meta"} or "meta" in types:
+        types.add("cpu")
+        if torch.cuda.is_available():
+            types.add("cuda")
+    return sorted(types - {"meta"})
 
 
 def _changed_settings(devices: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -100,23 +107,28 @@ def _changed_settings(devices: Iterable[str]) -> Iterator[tuple[str, str]]:
             if is_on is not None and not is_on():
                 yield f"{kind} attention", "off"
     with suppress(RuntimeError):
-        if (precision := torch.get_float32_matmul_precision()) != "highest":
+        precision = torch.get_float32_matmul_precision()
+        if precision != "highest":
             yield "float32_matmul_precision", precision
     if not torch.backends.mha.get_fastpath_enabled():
         yield "fast path of attention", "off"
 
 
-def _attention(parts: Iterable[torch.nn.Module]) -> list[str]:
+def _kinds_of_attention(submodules: Iterable[torch.nn.Module]) -> list[str]:
     """Kinds of attention, then of experts, in the configurations of modules, with names of functions of the user."""
-    texts = list[str]()
+    texts: list[str] = []
     for name in IMPLEMENTATIONS:
-        configs = [vars(part).get("config") for part in parts]
-        by_part = [str(kind) for config in configs if (kind := getattr(config, name, None)) is not None]
-        kinds = list(dict.fromkeys(by_part))
-        texts += [" ".join([kind, *_user_functions(kind)]) for kind in kinds]
+        kind_of_module: list[str] = []
+        for submodule in submodules:
+            kind = getattr(vars(submodule).get("config"), name, None)
+            if kind is not None:
+                kind_of_module.append(str(kind))
+        kinds = list(dict.fromkeys(kind_of_module))
+        for kind in kinds:
+            texts.append(" ".join([kind, *_user_functions(kind)]))
         if len(kinds) > 1:
             # Of several kinds, the modules that compute by each count.
-            texts.append(hashlib.sha256(repr(by_part).encode()).hexdigest()[:12])
+            texts.append(hashlib.sha256(repr(kind_of_module).encode()).hexdigest()[:12])
     return texts
 
 

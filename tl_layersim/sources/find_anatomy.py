@@ -32,8 +32,9 @@ POSITIONS = 8
 SAMPLES = 4000
 # Words that name an MLP in the path of a module.
 MLP_WORDS = frozenset({"mlp", "ff", "ffn", "feedforward"})
-# Largest number of sublayers of a block, and of module outputs among which they are looked for.
-MOST_SUBLAYERS, MOST_CANDIDATES = 4, 24
+# Largest number of sublayers of a block, and of module outputs among which they are looked for. All choices are tried.
+MOST_SUBLAYERS = 4
+MOST_CANDIDATES = 24
 # A term is part of a sum only if the error of the sum is below this share of the term.
 SHARE_OF_TERM = 0.01
 # Relative distance within which a fitted multiplier is one of the configuration's.
@@ -49,28 +50,28 @@ class ModuleRun:
         module: the module.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        around: the run inside which it runs; None for the model itself.
-        entered: place in the order in which runs begin and end.
-        left: place at which it ends; 0 if it did not end.
-        given: copy of the first tensor among its arguments.
-        returned: copy of the first tensor in its output.
-        length: length of the tuple that it returns; 0 for another output.
+        parent: the run inside which it runs; None for the model itself.
+        start: place in the order in which runs begin and end.
+        end: place at which it ends; 0 if it did not end.
+        input: copy of the first tensor among its arguments.
+        output: copy of the first tensor in its output.
+        output_length: length of the tuple that it returns; 0 for another output.
     """
 
     path: str
     module: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    around: ModuleRun | None
-    entered: int
-    left: int = 0
-    given: Tensor | None = None
-    returned: Tensor | None = None
-    length: int = 0
+    parent: ModuleRun | None
+    start: int
+    end: int = 0
+    input: Tensor | None = None
+    output: Tensor | None = None
+    output_length: int = 0
 
-    def is_inside(self, other: ModuleRun) -> bool:
+    def is_inside(self, outer: ModuleRun) -> bool:
         """Whether it runs inside another run."""
-        return other.entered < self.entered and self.left < other.left
+        return outer.start < self.start and self.end < outer.end
 
 
 @dataclass
@@ -85,7 +86,7 @@ class RecordedForward:
     runs: list[ModuleRun] = field(default_factory=list)
     output: Any = None
 
-    def of(self, path: str) -> list[ModuleRun]:
+    def runs_of(self, path: str) -> list[ModuleRun]:
         """The runs of the module at a path."""
         return [run for run in self.runs if run.path == path]
 
@@ -105,17 +106,19 @@ def synthetic_row(module: torch.nn.Module, model: Model) -> Batch:
         is_wave = model.main_input == "input_values"
         shape = (SAMPLES,) if is_wave else shape_of_row(module, model, model.main_input)
         values = torch.randn(1, *shape, generator=generator)
-        one = torch.ones(1, 1, dtype=torch.bool)
-        return Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0, inputs={model.main_input: values}, has_tokens=False)
-    special = {*model.pads, *model.starts, *model.ends}
-    known = max(2, model.vocabulary or 2)
+        placeholder = torch.zeros(1, 1, dtype=torch.int64)
+        attention = torch.ones(1, 1, dtype=torch.bool)
+        return Batch(placeholder, attention, attention, 0, inputs={model.main_input: values}, has_tokens=False)
+    special_ids = {*model.pads, *model.starts, *model.ends}
+    vocabulary = max(2, model.vocabulary or 2)
     generator = torch.Generator().manual_seed(0)
-    ids = [number for number in torch.randint(0, known, (64,), generator=generator).tolist() if number not in special]
+    random_ids = torch.randint(0, vocabulary, (64,), generator=generator).tolist()
+    ids = [token for token in random_ids if token not in special_ids]
     tokens = torch.tensor([(ids or [0]) * POSITIONS])[:, :POSITIONS]
-    every = torch.ones_like(tokens, dtype=torch.bool)
+    attention = torch.ones_like(tokens, dtype=torch.bool)
     # The decoder of an encoder-decoder reads what its encoder returns.
     inputs = {"input_ids": tokens} if model.token_input != "input_ids" else {}
-    return Batch(tokens, every, every, 0, inputs=inputs)
+    return Batch(tokens, attention, attention, 0, inputs=inputs)
 
 
 def record_forward(module: torch.nn.Module, call: Callable[[], Any]) -> RecordedForward:
@@ -129,14 +132,9 @@ def record_forward(module: torch.nn.Module, call: Callable[[], Any]) -> Recorded
     open_runs: list[ModuleRun] = []
     clock = itertools.count(1)
 
-    def first_of(values: Any) -> Tensor | None:
-        tensor = _first_tensor(values)
-        # A copy, because models add in place.
-        return None if tensor is None else tensor.detach().clone()
-
     with temporary_hooks() as handles:
-        for path, part in module.named_modules():
-            handles += _recording_hooks(path, part, recorded, open_runs, clock, first_of)
+        for path, submodule in module.named_modules():
+            handles += _recording_hooks(path, submodule, recorded, open_runs, clock)
         recorded.output = call()
     return recorded
 
@@ -147,29 +145,49 @@ def _recording_hooks(
     recorded: RecordedForward,
     open_runs: list[ModuleRun],
     clock: Iterator[int],
-    first_of: Callable[[Any], Tensor | None],
 ) -> list[RemovableHandle]:
+    """Hooks that record the runs of one module.
+
+    Args:
+        path: path of the module.
+        module: the module.
+        recorded: the forward pass to which runs are added.
+        open_runs: the runs that have begun and not ended, the innermost last.
+        clock: counts the beginnings and ends of runs.
+    """
+
     def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        run = ModuleRun(path, module, args, kwargs, open_runs[-1] if open_runs else None, next(clock))
-        run.given = first_of((*args, *kwargs.values()))
+        parent = open_runs[-1] if open_runs else None
+        run = ModuleRun(path, module, args, kwargs, parent, next(clock))
+        run.input = _copy_of_first_tensor((*args, *kwargs.values()))
         recorded.runs.append(run)
         open_runs.append(run)
 
     def leave(_module: torch.nn.Module, _args: Any, output: Any) -> None:
         run = open_runs.pop()
-        run.returned = first_of(output)
-        run.length = len(output) if isinstance(output, tuple) else 0
-        run.left = next(clock)
+        run.output = _copy_of_first_tensor(output)
+        run.output_length = len(output) if isinstance(output, tuple) else 0
+        run.end = next(clock)
 
     return [on_enter(module, in_this_thread(enter)), on_leave(module, in_this_thread(leave))]
+
+
+def _copy_of_first_tensor(values: Any) -> Tensor | None:
+    """A copy of the first tensor in arguments or an output, because models add in place; None if there is none."""
+    tensor = _first_tensor(values)
+    return None if tensor is None else tensor.detach().clone()
 
 
 def _first_tensor(values: Any) -> Tensor | None:
     """The first tensor in arguments or an output; None if there is none."""
     if isinstance(values, Tensor):
         return values
-    parts: Any = values.values() if isinstance(values, Mapping) else values if isinstance(values, list | tuple) else ()
-    return next((part for part in parts if isinstance(part, Tensor)), None)
+    items: Any = ()
+    if isinstance(values, Mapping):
+        items = values.values()
+    elif isinstance(values, list | tuple):
+        items = values
+    return next((item for item in items if isinstance(item, Tensor)), None)
 
 
 def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, dtype: torch.dtype) -> Anatomy:
@@ -188,32 +206,44 @@ def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, d
     blocks: list[BlockAnatomy] = []
     first_runs: dict[str, ModuleRun] = {}
     for path in paths:
-        runs = recorded.of(path)
+        runs = recorded.runs_of(path)
         if not runs:
             raise LayersimError(f"`layers` has {path!r}, which does not run in a forward pass over one row.")
-        first_runs[path] = runs[0]
-        inside = [run for run in recorded.runs if run.is_inside(runs[0])]
-        blocks.append(BlockFinder(runs[0], inside, arithmetic, len(runs)).find())
-    order = sorted(paths, key=lambda path: first_runs[path].entered)
+        first_run = runs[0]
+        first_runs[path] = first_run
+        inner_runs = [run for run in recorded.runs if run.is_inside(first_run)]
+        finder = BlockFinder(first_run, inner_runs, arithmetic, len(runs))
+        blocks.append(finder.find())
+    order = sorted(paths, key=lambda path: first_runs[path].start)
     by_path = {block.path: block for block in blocks}
-    entering = first_runs[order[0]].given
-    last = recorded.of(order[-1])[-1]
-    tail = tail_runs(recorded, last)
-    norms = [run.path for run in tail if is_norm(run.module) and _equal(run.given, last.returned)]
+    first_block_run = first_runs[order[0]]
+    last_block_run = recorded.runs_of(order[-1])[-1]
+    tail = tail_runs(recorded, last_block_run)
+    residual = last_block_run.output
     return Anatomy(
         blocks=tuple(by_path[path] for path in order),
-        shape=() if last.returned is None else tuple(last.returned.shape),
-        embedding=_returning(recorded, entering, first_runs[order[0]]),
-        final_norm=norms[0] if norms else "",
+        shape=() if residual is None else tuple(residual.shape),
+        embedding=_first_path_returning(recorded, first_block_run.input, first_block_run),
+        final_norm=_norm_of_residual(tail, residual),
         tail=tuple(run.path for run in tail),
     )
 
 
-def tail_runs(recorded: RecordedForward, last: ModuleRun) -> list[ModuleRun]:
+def _norm_of_residual(tail: Sequence[ModuleRun], residual: Tensor | None) -> str:
+    """Path of the first norm after the last block that reads the block's output; "" if there is none."""
+    for run in tail:
+        if is_norm(run.module) and _equal(run.input, residual):
+            return run.path
+    return ""
+
+
+def tail_runs(recorded: RecordedForward, last_block_run: ModuleRun) -> list[ModuleRun]:
     """The outermost runs between the last block and the output of the model, in order."""
     runs = []
     for run in recorded.runs:
-        if run.entered > last.left and run.around is not None and run.around.entered < last.entered:
+        is_after_block = run.start > last_block_run.end
+        # A run is an outermost one if its parent began before the block, as the model itself did.
+        if is_after_block and run.parent is not None and run.parent.start < last_block_run.start:
             runs.append(run)
     return runs
 
@@ -229,17 +259,17 @@ def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, ari
         logits: the logits of the model, `row pos vocabulary`.
         arithmetic: the multipliers that the configuration names.
     """
-    last = recorded.of(last_block)[-1]
-    current = last.returned
+    last_block_run = recorded.runs_of(last_block)[-1]
+    hidden = last_block_run.output
     norm = ""
     parts: list[str] = []
     scale = 1.0
-    for run in tail_runs(recorded, last):
-        factor = None if run.given is None or current is None else _multiple(run.given, current, arithmetic)
-        if factor is None or run.returned is None:
+    for run in tail_runs(recorded, last_block_run):
+        factor = None if run.input is None or hidden is None else _factor_between(run.input, hidden, arithmetic)
+        if factor is None or run.output is None:
             return None
         scale *= factor
-        current = run.returned
+        hidden = run.output
         if not parts and not norm and is_norm(run.module) and factor == 1.0:
             norm = run.path
         elif factor == 1.0 or (isinstance(run.module, torch.nn.Linear) and run.module.bias is None):
@@ -247,15 +277,19 @@ def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, ari
             parts.append(run.path)
         else:
             return None
-    if not parts or current is None or current.shape != logits.shape:
+    if not parts or hidden is None or hidden.shape != logits.shape:
         return None
-    raw = current.double()
-    for cap in (None, *arithmetic.multipliers):
-        target = logits.double() if cap is None else cap * torch.atanh((logits.double() / cap).clamp(-1, 1))
-        inner = bool(target.isfinite().all())
-        factor = _multiple(target, raw, arithmetic) if inner else None
+    raw_logits = hidden.double()
+    for soft_cap in (None, *arithmetic.multipliers):
+        uncapped = logits.double()
+        if soft_cap is not None:
+            uncapped = soft_cap * torch.atanh((uncapped / soft_cap).clamp(-1, 1))
+        # Logits at or above a cap have no finite inverse, so that it is not the cap of the model.
+        if not bool(uncapped.isfinite().all()):
+            continue
+        factor = _factor_between(uncapped, raw_logits, arithmetic)
         if factor is not None:
-            return Head(norm, tuple(parts), scale=scale * factor, soft_cap=cap)
+            return Head(norm, tuple(parts), scale=scale * factor, soft_cap=soft_cap)
     return None
 
 
@@ -268,42 +302,43 @@ def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: Model, 
         model: the description of the model.
         token: the token id that stands for any input.
     """
-    last = recorded.of(paths[-1])[-1]
-    runs = tail_runs(recorded, last)
-    norms = [run.path for run in runs if is_norm(run.module) and _equal(run.given, last.returned)]
-    norm = norms[0] if norms else ""
+    last_block_run = recorded.runs_of(paths[-1])[-1]
+    runs = tail_runs(recorded, last_block_run)
+    norm = _norm_of_residual(runs, last_block_run.output)
     parts = tuple(run.path for run in runs if run.path != norm)
     if not parts or model.token_input != model.main_input:
         return None
-    lengths = tuple(recorded.of(path)[-1].length for path in paths)
+    lengths = tuple(recorded.runs_of(path)[-1].output_length for path in paths)
     tail = Tail(tuple(paths), lengths, model.token_input, token)
     # Any module behind the last block may be a norm, unless one reads the residual itself.
     return Head(norm, parts, hides_norm=not norm and any(is_norm(run.module) for run in runs), tail=tail)
 
 
-def _multiple(tensor: Tensor, other: Tensor, arithmetic: Arithmetic) -> float | None:
+def _factor_between(multiple: Tensor, base: Tensor, arithmetic: Arithmetic) -> float | None:
     """The factor by which one tensor is a multiple of another; None if it is none."""
-    if tensor.numel() != other.numel():
+    if multiple.numel() != base.numel():
         return None
-    ours, theirs = tensor.double().flatten(), other.double().flatten()
-    size = float(theirs @ theirs)
-    if not size:
+    multiple = multiple.double().flatten()
+    base = base.double().flatten()
+    squared_norm = float(base @ base)
+    if not squared_norm:
         return None
-    factor = arithmetic.named(float(ours @ theirs) / size)
-    error = float((ours - factor * theirs).norm())
-    return factor if factor and error <= rounding(arithmetic.dtype) * float(ours.norm()) else None
+    factor = arithmetic.named(float(multiple @ base) / squared_norm)
+    error = float((multiple - factor * base).norm())
+    is_multiple = error <= rounding(arithmetic.dtype) * float(multiple.norm())
+    return factor if factor and is_multiple else None
 
 
-def _returning(recorded: RecordedForward, tensor: Tensor | None, before: ModuleRun) -> str:
+def _first_path_returning(recorded: RecordedForward, tensor: Tensor | None, next_run: ModuleRun) -> str:
     """Path of the first module that returns a tensor before a run; "" if there is none."""
     for run in recorded.runs:
-        if run.left and run.left < before.entered and _equal(run.returned, tensor):
+        if run.end and run.end < next_run.start and _equal(run.output, tensor):
             return run.path
     return ""
 
 
-def _equal(tensor: Tensor | None, other: Tensor | None) -> bool:
-    return tensor is not None and other is not None and tensor.shape == other.shape and torch.equal(tensor, other)
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)
 
 
 def arithmetic_of(config: Any, dtype: torch.dtype) -> Arithmetic:
@@ -318,9 +353,13 @@ def arithmetic_of(config: Any, dtype: torch.dtype) -> Arithmetic:
 
 def _numbers_in(config: Any) -> tuple[float, ...]:
     """The numbers in a configuration and their reciprocals, which may be multipliers; 1 first."""
-    values = [value for value in vars(config).values() if isinstance(value, int | float)] if hasattr(config, "__dict__") else []
-    numbers = [float(value) for value in values if not isinstance(value, bool) and value not in (0, 1)]
-    return tuple(dict.fromkeys([1.0, *numbers, *(1.0 / number for number in numbers)]))
+    numbers: list[float] = []
+    for value in vars(config).values() if hasattr(config, "__dict__") else ():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and value not in (0, 1):
+            numbers.append(float(value))
+    reciprocals = [1.0 / number for number in numbers]
+    return tuple(dict.fromkeys([1.0, *numbers, *reciprocals]))
 
 
 @dataclass(frozen=True)
@@ -342,8 +381,9 @@ class Arithmetic:
 
     def named(self, fitted: float) -> float:
         """The multiplier that was meant: one of the configuration's if it is near, else the fitted one."""
-        near = min(self.multipliers, key=lambda number: abs(number - fitted))
-        return near if abs(near - fitted) <= NEAR_MULTIPLIER[self.is_half] * abs(fitted) else fitted
+        nearest = min(self.multipliers, key=lambda number: abs(number - fitted))
+        is_near = abs(nearest - fitted) <= NEAR_MULTIPLIER[self.is_half] * abs(fitted)
+        return nearest if is_near else fitted
 
     def is_sum(
         self, total: Tensor, base: Tensor, terms: Sequence[Tensor], multipliers: Sequence[float], scale: float = 1.0
@@ -352,28 +392,33 @@ class Arithmetic:
         if not scale > 0:
             return False, float("inf")
         total = total if scale == 1.0 else total.double() / scale
-        added = [term.double() * multiplier for term, multiplier in zip(terms, multipliers, strict=True)]
-        error = float((total.double() - base.double() - sum(added)).norm())
-        sizes = [float(part.double().norm()) for part in (total, base, *added)]
-        gap = error / max(*sizes, 1e-30)
+        scaled_terms = [term.double() * multiplier for term, multiplier in zip(terms, multipliers, strict=True)]
+        error = float((total.double() - base.double() - sum(scaled_terms)).norm())
+        norms = [float(tensor.double().norm()) for tensor in (total, base, *scaled_terms)]
+        gap = error / max(*norms, 1e-30)
+        # A gap that is NaN is too large as well.
         if not gap <= rounding(self.dtype):
             return False, gap
         if self.is_half:
-            return scale == 1.0 and _reproduces(total, base, terms, multipliers), gap
-        return error <= SHARE_OF_TERM * min(float(part.norm()) for part in added), gap
+            return scale == 1.0 and _is_exact_sum(total, base, terms, multipliers), gap
+        smallest_term = min(float(term.norm()) for term in scaled_terms)
+        return error <= SHARE_OF_TERM * smallest_term, gap
 
 
-def _reproduces(total: Tensor, base: Tensor, terms: Sequence[Tensor], multipliers: Sequence[float]) -> bool:
+def _is_exact_sum(total: Tensor, base: Tensor, terms: Sequence[Tensor], multipliers: Sequence[float]) -> bool:
     """Whether some order of additions in the model's dtype gives a total to the last bit."""
-    scaled = [term if multiplier == 1.0 else term * multiplier for term, multiplier in zip(terms, multipliers, strict=True)]
-    for order in itertools.permutations(scaled):
-        onto_base = base
-        for part in order:
-            onto_base = onto_base + part
-        together = order[0]
-        for part in order[1:]:
-            together = together + part
-        if torch.equal(onto_base, total) or torch.equal(together + base, total):
+    scaled_terms: list[Tensor] = []
+    for term, multiplier in zip(terms, multipliers, strict=True):
+        scaled_terms.append(term if multiplier == 1.0 else term * multiplier)
+    for order in itertools.permutations(scaled_terms):
+        # Models add each term to the stream, or add the terms first, as parallel blocks do.
+        one_by_one = base
+        for term in order:
+            one_by_one = one_by_one + term
+        sum_of_terms = order[0]
+        for term in order[1:]:
+            sum_of_terms = sum_of_terms + term
+        if torch.equal(one_by_one, total) or torch.equal(sum_of_terms + base, total):
             return True
     return False
 
@@ -405,51 +450,56 @@ class BlockFinder:
 
     Attributes:
         block: the run of the block.
-        inside: the runs inside it, in the order in which they begin.
+        inner_runs: the runs inside it, in the order in which they begin.
         arithmetic: how sums round.
         runs: number of times that the block runs.
         nearest: smallest gap of a sum that was tried.
     """
 
     block: ModuleRun
-    inside: list[ModuleRun]
+    inner_runs: list[ModuleRun]
     arithmetic: Arithmetic
     runs: int
     nearest: float = float("inf")
 
     def find(self) -> BlockAnatomy:
         """The anatomy of the block, from its first run."""
-        entering, leaving = self.block.given, self.block.returned
+        entering = self.block.input
+        leaving = self.block.output
         if entering is None or leaving is None or entering.shape != leaving.shape or not leaving.is_floating_point():
             return BlockAnatomy(self.block.path, self.runs)
-        ends_in_norm = any(_equal(norm.returned, leaving) for norm in self._norms())
-        additions = self._additions(leaving, ModuleTensor("", False), self.block.left)
+        ends_in_norm = any(_equal(norm.output, leaving) for norm in self._norms())
+        additions = self._find_additions(leaving, ModuleTensor("", False), self.block.end)
         if not additions:
             return BlockAnatomy(self.block.path, self.runs, norms="stream" if ends_in_norm else "none", gap=self.nearest)
+        terms: list[ModuleRun] = []
+        for addition in additions:
+            terms += addition.runs
+        families = self._family_names(terms)
         sublayers: list[Sublayer] = []
         sums: list[BlockSum] = []
         parallel = False
-        families = self._families([run for addition in additions for run in addition.runs])
         for addition in additions:
-            streams = self._streams(addition)
+            streams = self._streams_of_terms(addition)
             assert streams is not None
             parallel |= len(streams) > 1 and set(streams) == {addition.base}
             names = families[len(sublayers) : len(sublayers) + len(streams)]
-            terms = zip(names, addition.runs, addition.multipliers, streams, strict=True)
-            added = [Sublayer(name, self._inner(run), multiplier, stream) for name, run, multiplier, stream in terms]
-            sublayers += added
-            sums += _sums(addition, added)
+            added_sublayers: list[Sublayer] = []
+            for name, run, multiplier, stream in zip(names, addition.runs, addition.multipliers, streams, strict=True):
+                added_sublayers.append(Sublayer(name, self._path_in_block(run), multiplier, stream))
+            sublayers += added_sublayers
+            sums += _block_sums(addition, added_sublayers)
         return BlockAnatomy(
             self.block.path,
             self.runs,
             sublayers=tuple(sublayers),
-            norms="stream" if ends_in_norm else self._place_of_norms(additions),
+            norms="stream" if ends_in_norm else self._place_of_norms(terms),
             parallel=parallel,
             sums=tuple(sums),
             gap=max(addition.gap for addition in additions),
         )
 
-    def _additions(self, total: Tensor, place: ModuleTensor, end: int) -> list[Addition]:
+    def _find_additions(self, total: Tensor, place: ModuleTensor, end: int) -> list[Addition]:
         """The additions that lead from the stream that enters the block to a total, the earliest first; empty if unknown.
 
         The stream of most blocks is one sum. That of post-norm blocks continues from the output of each norm.
@@ -459,29 +509,29 @@ class BlockFinder:
             place: its place.
             end: place in the order of runs at which it is known.
         """
-        entering = self.block.given
+        entering = self.block.input
         assert entering is not None
-        addition = self._addition(total, place, entering, ModuleTensor("", True), 0, end)
+        addition = self._find_addition(total, place, entering, ModuleTensor("", True), 0, end)
         if addition is not None:
             return [addition]
-        for norm in reversed([run for run in self._norms() if run.left <= end and run.given is not None]):
-            assert norm.given is not None
-            if norm.returned is None or norm.returned.shape != total.shape or norm.given.shape != total.shape:
+        for norm in reversed([run for run in self._norms() if run.end <= end and run.input is not None]):
+            assert norm.input is not None
+            if norm.output is None or norm.output.shape != total.shape or norm.input.shape != total.shape:
                 continue
-            behind = ModuleTensor(self._inner(norm), False)
-            onto: list[Addition] = []
-            if not torch.equal(norm.returned, total):
-                addition = self._addition(total, place, norm.returned, behind, norm.left, end)
+            path = self._path_in_block(norm)
+            onto_norm: list[Addition] = []
+            if not torch.equal(norm.output, total):
+                addition = self._find_addition(total, place, norm.output, ModuleTensor(path, False), norm.end, end)
                 if addition is None:
                     continue
-                onto = [addition]
-            if torch.equal(norm.given, entering):
-                return onto
-            before = self._additions(norm.given, ModuleTensor(self._inner(norm), True), norm.entered)
-            return [*before, *onto] if before else []
+                onto_norm = [addition]
+            if torch.equal(norm.input, entering):
+                return onto_norm
+            up_to_norm = self._find_additions(norm.input, ModuleTensor(path, True), norm.start)
+            return [*up_to_norm, *onto_norm] if up_to_norm else []
         return []
 
-    def _addition(
+    def _find_addition(
         self, total: Tensor, place: ModuleTensor, base: Tensor, base_place: ModuleTensor, start: int, end: int
     ) -> Addition | None:
         """The addition of the fewest module outputs, run after `start` and before `end`, that leads from a base to a total."""
@@ -489,68 +539,75 @@ class BlockFinder:
         candidates = self._candidates(total, base, start, end)
         if not candidates or not bool(missing.any()):
             return None
-        outputs = torch.stack([self._as_stream(run.returned, total).double().flatten() for run in candidates])
-        for count in range(1, min(MOST_SUBLAYERS, len(candidates)) + 1):
+        outputs = torch.stack([self._as_stream(run.output, total).double().flatten() for run in candidates])
+        most = min(MOST_SUBLAYERS, len(candidates))
+        # Multiples of the outputs.
+        for count in range(1, most + 1):
             choices = torch.combinations(torch.arange(len(candidates)), count)
-            for choice, fitted in _fitted(outputs, missing, choices):
-                multipliers = [self.arithmetic.named(value) for value in fitted]
+            for choice, fitted in _best_multiples(outputs, missing, choices):
+                multipliers = [self.arithmetic.named(factor) for factor in fitted]
                 runs = tuple(candidates[number] for number in choice)
-                holds, gap = self._holds(total, base, runs, multipliers, 1.0)
+                holds, gap = self._try_sum(total, base, runs, multipliers, 1.0)
                 addition = Addition(place, base_place, runs, tuple(multipliers), 1.0, gap)
-                if holds and self._streams(addition) is not None:
+                if holds and self._streams_of_terms(addition) is not None:
                     return addition
-        for count in range(1, min(MOST_SUBLAYERS, len(candidates)) + 1):
+        # A multiple of the whole sum.
+        for count in range(1, most + 1):
             choices = torch.combinations(torch.arange(len(candidates)), count)
-            for choice, scale in _scaled(outputs, total.double().flatten(), base.double().flatten(), choices):
+            for choice, scale in _best_scales(outputs, total.double().flatten(), base.double().flatten(), choices):
                 runs = tuple(candidates[number] for number in choice)
-                holds, gap = self._holds(total, base, runs, [1.0] * count, scale)
+                holds, gap = self._try_sum(total, base, runs, [1.0] * count, scale)
                 addition = Addition(place, base_place, runs, (1.0,) * count, scale, gap)
-                if holds and self._streams(addition) is not None:
+                if holds and self._streams_of_terms(addition) is not None:
                     return addition
         return None
 
-    def _holds(
+    def _try_sum(
         self, total: Tensor, base: Tensor, runs: Sequence[ModuleRun], multipliers: Sequence[float], scale: float
     ) -> tuple[bool, float]:
-        terms = [self._as_stream(run.returned, total) for run in runs]
+        terms = [self._as_stream(run.output, total) for run in runs]
         holds, gap = self.arithmetic.is_sum(total, base, terms, multipliers, scale)
         self.nearest = min(self.nearest, gap)
         return holds, gap
 
-    def _streams(self, addition: Addition) -> list[ModuleTensor] | None:
+    def _streams_of_terms(self, addition: Addition) -> list[ModuleTensor] | None:
         """The stream to which each term of an addition is added; None if one of them reads another stream than that.
 
         Between two terms that read the same stream, as in a parallel block, there is none.
         """
         place = addition.base
         streams = [place]
-        partial = self._at(place).double()
-        for run, multiplier, following in zip(addition.runs, addition.multipliers, addition.runs[1:], strict=False):
-            partial = partial + self._as_stream(run.returned, partial).double() * multiplier
-            reading = self._reading(partial)
-            if reading is not None:
-                place = reading
-            elif not self._reads(self._source(following), self._at(place)):
+        partial_sum = self._tensor_at(place).double()
+        for run, multiplier, next_run in zip(addition.runs, addition.multipliers, addition.runs[1:], strict=False):
+            partial_sum = partial_sum + self._as_stream(run.output, partial_sum).double() * multiplier
+            place_of_sum = self._place_of(partial_sum)
+            if place_of_sum is not None:
+                place = place_of_sum
+            elif not self._reads_stream(self._source_run(next_run), self._tensor_at(place)):
                 return None
             streams.append(place)
         return streams
 
-    def _reads(self, run: ModuleRun, stream: Tensor) -> bool:
+    def _reads_stream(self, run: ModuleRun, stream: Tensor) -> bool:
         """Whether a module reads a stream, directly or behind a norm."""
-        given = run.given
-        if given is None or given.numel() != stream.numel():
+        if run.input is None or run.input.numel() != stream.numel():
             return False
-        normed = [norm.returned for norm in self._norms() if norm.given is not None and _equal(norm.given, stream)]
-        return any(torch.equal(given.flatten(), tensor.flatten()) for tensor in (stream, *normed) if tensor is not None)
+        streams = [stream]
+        for norm in self._norms():
+            if norm.output is not None and _equal(norm.input, stream):
+                streams.append(norm.output)
+        return any(torch.equal(run.input.flatten(), tensor.flatten()) for tensor in streams)
 
-    def _at(self, place: ModuleTensor) -> Tensor:
+    def _tensor_at(self, place: ModuleTensor) -> Tensor:
         """The tensor at a place in the block."""
-        runs = [self.block] if not place.path else [run for run in self.inside if self._inner(run) == place.path]
-        tensor = runs[0].given if place.incoming else runs[0].returned
+        runs = [self.block]
+        if place.path:
+            runs = [run for run in self.inner_runs if self._path_in_block(run) == place.path]
+        tensor = runs[0].input if place.incoming else runs[0].output
         assert tensor is not None
         return tensor
 
-    def _inner(self, run: ModuleRun) -> str:
+    def _path_in_block(self, run: ModuleRun) -> str:
         """Path of a run's module, relative to the block."""
         return run.path.removeprefix(f"{self.block.path}.")
 
@@ -561,95 +618,113 @@ class BlockFinder:
 
     def _norms(self) -> list[ModuleRun]:
         """The runs of norms inside the block."""
-        return [run for run in self.inside if is_norm(run.module)]
+        return [run for run in self.inner_runs if is_norm(run.module)]
 
     def _candidates(self, total: Tensor, base: Tensor, start: int, end: int) -> list[ModuleRun]:
         """Runs whose output may be a term of a sum, the outermost of those that return the same.
 
         A module that returns the total or the base adds nothing, and neither does a norm that reads the base.
         """
-        fitting = []
-        for run in self.inside:
-            out = run.returned
-            if out is None or not out.is_floating_point() or out.numel() != total.numel() or out.shape[-1] != total.shape[-1]:
+        possible_terms = []
+        for run in self.inner_runs:
+            output = run.output
+            if output is None or not output.is_floating_point():
                 continue
-            reads_base = is_norm(run.module) and _equal(run.given, base)
-            if run.entered > start and run.left < end and not reads_base and bool(out.any()):
-                fitting.append(run)
-        fitting.sort(key=lambda run: (run.path.count("."), run.entered))
-        chosen: list[ModuleRun] = []
-        for run in fitting:
-            tensor = self._as_stream(run.returned, total)
-            known = [total, base, *(self._as_stream(other.returned, total) for other in chosen)]
-            if not any(torch.equal(tensor, other) for other in known):
-                chosen.append(run)
-        return sorted(chosen[:MOST_CANDIDATES], key=lambda run: run.left)
+            if output.numel() != total.numel() or output.shape[-1] != total.shape[-1]:
+                continue
+            reads_base = is_norm(run.module) and _equal(run.input, base)
+            if run.start > start and run.end < end and not reads_base and bool(output.any()):
+                possible_terms.append(run)
+        possible_terms.sort(key=_depth_and_start)
+        candidates: list[ModuleRun] = []
+        tensors = [total, base]
+        for run in possible_terms:
+            tensor = self._as_stream(run.output, total)
+            if not any(torch.equal(tensor, earlier) for earlier in tensors):
+                candidates.append(run)
+                tensors.append(tensor)
+        return sorted(candidates[:MOST_CANDIDATES], key=lambda run: run.end)
 
-    def _reading(self, stream: Tensor) -> ModuleTensor | None:
+    def _place_of(self, stream: Tensor) -> ModuleTensor | None:
         """The input or output of a module that is a residual stream between sublayers; None if there is none."""
         allowed = rounding(self.arithmetic.dtype) * float(stream.norm())
         for incoming in (True, False):
-            for run in sorted(self.inside, key=lambda run: (run.path.count("."), run.entered)):
-                tensor = run.given if incoming else run.returned
+            for run in sorted(self.inner_runs, key=_depth_and_start):
+                tensor = run.input if incoming else run.output
                 if tensor is None or tensor.shape != stream.shape or not tensor.is_floating_point():
                     continue
                 if float((tensor.double() - stream).norm()) <= allowed:
-                    return ModuleTensor(self._inner(run), incoming)
+                    return ModuleTensor(self._path_in_block(run), incoming)
         return None
 
-    def _source(self, run: ModuleRun) -> ModuleRun:
+    def _source_run(self, run: ModuleRun) -> ModuleRun:
         """The run that computes what norms, dropouts and scales behind it pass on."""
-        while is_norm(run.module) or _passes_on(run.module):
-            before = [other for other in self.inside if other.left < run.entered and _equal(other.returned, run.given)]
-            if not before:
+        while is_norm(run.module) or _has_no_matrix(run.module):
+            earlier_runs = [earlier for earlier in self.inner_runs if earlier.end < run.start]
+            input_sources = [earlier for earlier in earlier_runs if _equal(earlier.output, run.input)]
+            if not input_sources:
                 return run
-            run = min(before, key=lambda other: other.path.count("."))
+            # The outermost of them.
+            run = min(input_sources, key=lambda source: source.path.count("."))
         return run
 
-    def _place_of_norms(self, additions: Sequence[Addition]) -> Literal["before", "after", "both", "none"]:
-        """Where normalisation sits in a block whose output is no norm's."""
-        terms = [run for addition in additions for run in addition.runs]
-        sources = [self._source(run) for run in terms]
-        after = any(is_norm(run.module) for run in terms)
-        before = any(_equal(source.given, norm.returned) for source in sources for norm in self._norms())
-        if before and after:
-            return "both"
-        return "before" if before else "after" if after else "none"
+    def _place_of_norms(self, terms: Sequence[ModuleRun]) -> Literal["before", "after", "both", "none"]:
+        """Where normalisation sits in a block whose output is no norm's.
 
-    def _families(self, terms: list[ModuleRun]) -> list[str]:
+        Args:
+            terms: the runs whose outputs are added to the stream.
+        """
+        norms_after = any(is_norm(run.module) for run in terms)
+        norms_before = any(self._reads_norm(self._source_run(run)) for run in terms)
+        if norms_before and norms_after:
+            return "both"
+        if norms_before:
+            return "before"
+        return "after" if norms_after else "none"
+
+    def _reads_norm(self, run: ModuleRun) -> bool:
+        """Whether a module reads the output of a norm in the block."""
+        return any(_equal(run.input, norm.output) for norm in self._norms())
+
+    def _family_names(self, terms: list[ModuleRun]) -> list[str]:
         """Names of sublayers in TransformerLens; "" for those of which a block has several."""
-        sources = [self._source(run) for run in terms]
-        kinds = [self._family(source, [other for other in sources if other is not source]) for source in sources]
+        sources = [self._source_run(run) for run in terms]
+        kinds: list[Kind] = []
+        for source in sources:
+            other_sublayers = [run for run in sources if run is not source]
+            kinds.append(self._kind(source, other_sublayers))
         names: list[str] = []
         for kind in kinds:
-            alike = [other for other in kinds if other.family == kind.family]
+            same_family = [sublayer for sublayer in kinds if sublayer.family == kind.family]
             # Of several modules without mixing of positions, the only one that is called an MLP.
-            alone = len(alike) == 1 or (kind.is_named and sum(other.is_named for other in alike) == 1)
-            names.append(kind.family if alone else "")
+            is_only_named = kind.is_named and sum(sublayer.is_named for sublayer in same_family) == 1
+            names.append(kind.family if len(same_family) == 1 or is_only_named else "")
         return names
 
-    def _family(self, run: ModuleRun, others: list[ModuleRun]) -> Kind:
+    def _kind(self, run: ModuleRun, other_sublayers: list[ModuleRun]) -> Kind:
         """The kind of sublayer: by its name, or else by whether it mixes positions."""
-        around: list[ModuleRun] = [run]
-        while (outer := around[-1].around) is not None and outer is not self.block:
+        nested_runs: list[ModuleRun] = [run]
+        while (outer := nested_runs[-1].parent) is not None and outer is not self.block:
             # A module that contains another sublayer is not part of this one.
-            if any(other.is_inside(outer) for other in others):
+            if any(sublayer.is_inside(outer) for sublayer in other_sublayers):
                 break
-            around.append(outer)
-        names = [self._inner(part).rpartition(".")[2] for part in around]
-        name = " ".join([*names, *(type(part.module).__name__ for part in around)]).lower()
+            nested_runs.append(outer)
+        names = [self._path_in_block(nested).rpartition(".")[2] for nested in nested_runs]
+        class_names = [type(nested.module).__name__ for nested in nested_runs]
+        text = " ".join([*names, *class_names]).lower()
         # Classes of a model such as Lfm2Moe have the name of a mixture of experts, whatever they compute.
-        is_mixture = any("moe" in part or "expert" in part for part in names)
+        is_mixture = any("moe" in name or "expert" in name for name in names)
         # The name of the module itself says more than the names around it: `post_attention_ff` is an MLP.
         is_called_mlp = bool(MLP_WORDS.intersection(names[0].lower().split("_")))
-        is_mlp = is_mixture or is_called_mlp or any(word in name for word in ("mlp", "feedforward", "feed_forward", "ffn"))
+        is_mlp = is_mixture or is_called_mlp or any(word in text for word in ("mlp", "feedforward", "feed_forward", "ffn"))
         # Before the test of positions: with keys of an earlier block, no position depends on what enters this one at others.
-        if not is_called_mlp and ("attn" in name or "attention" in name):
-            crosses = any(word in name for word in ("cross", "encoder_", "encdec"))
+        if not is_called_mlp and ("attn" in text or "attention" in text):
+            crosses = any(word in text for word in ("cross", "encoder_", "encdec"))
             return Kind("cross_attn_out" if crosses else "attn_out", True)
         if is_mlp:
             return Kind("mlp_out", True)
-        return Kind("mlp_out" if all(_is_by_position(part) for part in around) else "mixer_out", False)
+        is_by_position = all(_is_by_position(nested) for nested in nested_runs)
+        return Kind("mlp_out" if is_by_position else "mixer_out", False)
 
 
 @dataclass(frozen=True)
@@ -660,7 +735,12 @@ class Kind:
     is_named: bool
 
 
-def _fitted(outputs: Tensor, missing: Tensor, choices: Tensor) -> list[tuple[list[int], list[float]]]:
+def _depth_and_start(run: ModuleRun) -> tuple[int, int]:
+    """A key that sorts outer modules before inner ones, and modules of one depth as they run."""
+    return run.path.count("."), run.start
+
+
+def _best_multiples(outputs: Tensor, missing: Tensor, choices: Tensor) -> list[tuple[list[int], list[float]]]:
     """The choices of outputs whose multiples come nearest to a vector, with the fitted multipliers.
 
     Args:
@@ -668,26 +748,28 @@ def _fitted(outputs: Tensor, missing: Tensor, choices: Tensor) -> list[tuple[lis
         missing: `entry`.
         choices: `choice term`, indices of candidates.
     """
-    products, shares = outputs @ outputs.T, outputs @ missing
-    inner = products[choices[:, :, None], choices[:, None, :]]
-    fitted = (torch.linalg.pinv(inner, hermitian=True) @ shares[choices][..., None])[..., 0]
-    errors = missing @ missing - (fitted * shares[choices]).sum(-1)
+    # Least squares by the normal equations, for all choices at once.
+    gram = outputs @ outputs.T
+    projections = outputs @ missing
+    gram_of_choice = gram[choices[:, :, None], choices[:, None, :]]
+    fitted = (torch.linalg.pinv(gram_of_choice, hermitian=True) @ projections[choices][..., None])[..., 0]
+    errors = missing @ missing - (fitted * projections[choices]).sum(-1)
     # Gram matrices round, so several of the best are tried in full.
     best = errors.argsort()[:3]
     return list(zip(choices[best].tolist(), fitted[best].tolist(), strict=True))
 
 
-def _scaled(outputs: Tensor, total: Tensor, base: Tensor, choices: Tensor) -> list[tuple[list[int], float]]:
+def _best_scales(outputs: Tensor, total: Tensor, base: Tensor, choices: Tensor) -> list[tuple[list[int], float]]:
     """The choices of outputs whose sum with a base comes nearest to a multiple of a total, with the factor of the sum."""
     sums = base + outputs[choices].sum(1)
-    sizes = (sums * sums).sum(-1).clamp(min=1e-30)
-    factors = (sums @ total) / sizes
+    squared_norms = (sums * sums).sum(-1).clamp(min=1e-30)
+    factors = (sums @ total) / squared_norms
     errors = total @ total - factors * (sums @ total)
     best = errors.argsort()[:3]
     return list(zip(choices[best].tolist(), factors[best].tolist(), strict=True))
 
 
-def _passes_on(module: torch.nn.Module) -> bool:
+def _has_no_matrix(module: torch.nn.Module) -> bool:
     """Whether a module has no parts and no matrix, like a dropout or a scale."""
     return not list(module.children()) and all(weight.dim() < 2 for weight in module.parameters())
 
@@ -697,32 +779,36 @@ def _is_by_position(run: ModuleRun) -> bool:
 
     It runs again with another vector at the first position: the outputs at the others must not change.
     """
-    given = run.given
-    if given is None or given.dim() < 2 or given.shape[-2] < 2:
+    hidden = run.input
+    if hidden is None or hidden.dim() < 2 or hidden.shape[-2] < 2:
         return False
-    other = given.clone()
-    other[..., 0, :] = given[..., 0, :].flip(-1)
+    changed = hidden.clone()
+    changed[..., 0, :] = hidden[..., 0, :].flip(-1)
     module = without_hooks(run.module)
     try:
-        before, after = (_first_tensor(module(*args, **kwargs)) for args, kwargs in (_with(run, given), _with(run, other)))
+        output = _output_on(module, run, hidden)
+        changed_output = _output_on(module, run, changed)
     # Modules of any library fail in any way when they run outside of their model.
     except Exception:
         return False
-    if before is None or after is None or before.shape != after.shape or before.dim() < 2:
+    if output is None or changed_output is None or output.shape != changed_output.shape or output.dim() < 2:
         return False
-    return torch.allclose(before[..., 1:, :], after[..., 1:, :], rtol=1e-4, atol=1e-6)
+    return torch.allclose(output[..., 1:, :], changed_output[..., 1:, :], rtol=1e-4, atol=1e-6)
 
 
-def _with(run: ModuleRun, tensor: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a run, with another tensor in place of the first one."""
-    place = next((number for number, value in enumerate(run.args) if isinstance(value, Tensor)), None)
-    if place is not None:
-        return (*run.args[:place], tensor, *run.args[place + 1 :]), run.kwargs
-    name = next((name for name, value in run.kwargs.items() if isinstance(value, Tensor)), None)
-    return run.args, run.kwargs if name is None else {**run.kwargs, name: tensor}
+def _output_on(module: torch.nn.Module, run: ModuleRun, tensor: Tensor) -> Tensor | None:
+    """The output of a module on the arguments of a run, with another tensor in place of the first one."""
+    for number, value in enumerate(run.args):
+        if isinstance(value, Tensor):
+            args = (*run.args[:number], tensor, *run.args[number + 1 :])
+            return _first_tensor(module(*args, **run.kwargs))
+    for name, value in run.kwargs.items():
+        if isinstance(value, Tensor):
+            return _first_tensor(module(*run.args, **{**run.kwargs, name: tensor}))
+    return _first_tensor(module(*run.args, **run.kwargs))
 
 
-def _sums(addition: Addition, sublayers: Sequence[Sublayer]) -> list[BlockSum]:
+def _block_sums(addition: Addition, sublayers: Sequence[Sublayer]) -> list[BlockSum]:
     """The sums of an addition, one for each stream between its sublayers that a module reads."""
     sums: list[BlockSum] = []
     place = addition.base

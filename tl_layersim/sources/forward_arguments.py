@@ -43,8 +43,9 @@ def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor
         args: the positional arguments.
         options: the keyword arguments; those that are not tensors are unchanged.
     """
-    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-    return module(*(value.to(device) for value in args), **given)
+    moved_args = [value.to(device) for value in args]
+    moved_options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    return module(*moved_args, **moved_options)
 
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
@@ -63,13 +64,16 @@ def with_padding_ids(module: torch.nn.Module, tokens: Tensor, attended: Tensor |
         attended: `batch pos`, False at padding; None without padding.
     """
     pad = padding_id(module)
-    return tokens if pad is None or attended is None else torch.where(attended, tokens, pad)
+    if pad is None or attended is None:
+        return tokens
+    return torch.where(attended, tokens, pad)
 
 
 def padding_id(module: torch.nn.Module) -> int | None:
     """The padding id of a model's configuration; None if there is none in the vocabulary."""
     config = getattr(module, "config", None)
-    pad, vocabulary = getattr(config, "pad_token_id", None), getattr(text_config(config), "vocab_size", None)
+    pad = getattr(config, "pad_token_id", None)
+    vocabulary = getattr(text_config(config), "vocab_size", None)
     if not isinstance(pad, int) or pad < 0 or (isinstance(vocabulary, int) and pad >= vocabulary):
         return None
     return pad
@@ -91,16 +95,23 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     """
     _refuse_masked_positions(batch, model)
     options: dict[str, Any] = {**no_cache(module)}
-    accepts = inspect.signature(type(module).forward).parameters
-    is_required = model.mask_input in accepts and accepts[model.mask_input].default is inspect.Parameter.empty
+    parameters = inspect.signature(type(module).forward).parameters
+    takes_mask = model.mask_input in parameters
+    is_required = takes_mask and parameters[model.mask_input].default is inspect.Parameter.empty
     if batch.padded or is_required:
-        if model.mask_input not in accepts and not any(p.kind is p.VAR_KEYWORD for p in accepts.values()):
+        takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if not takes_mask and not takes_any_keyword:
             raise LayersimError(
                 f"{type(module).__name__} takes no `{model.mask_input}`, but the rows of a batch have different lengths. Use "
                 "batch_size=1."
             )
         options[model.mask_input] = batch.attention.long()
-    main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS
+    if batch.has_tokens:
+        main = TOKEN_IDS
+    elif model.main_input in batch.inputs:
+        main = model.main_input
+    else:
+        main = EMBEDDINGS
     for name, values in batch.inputs.items():
         if name in batch.images:
             # Models take no empty table.
@@ -120,8 +131,10 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         if model.token_input != TOKEN_IDS:
             return (), options | {model.token_input: batch.tokens}
         return (batch.tokens,), options
-    # A TransformerBridge has one argument for tokens, pixels and embeddings.
-    return ((options.pop(main),), options) if type(module).__name__ == "TransformerBridge" else ((), options)
+    if type(module).__name__ == "TransformerBridge":
+        # A TransformerBridge has one argument for tokens, pixels and embeddings.
+        return (options.pop(main),), options
+    return (), options
 
 
 def _refuse_masked_positions(batch: Batch, model: Model) -> None:
@@ -130,7 +143,8 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
     Raises:
         LayersimError: a mask hides positions.
     """
-    mask = INNER_MASKS.get(model.layers[0].partition(".")[0])
+    stack = model.layers[0].partition(".")[0]
+    mask = INNER_MASKS.get(stack)
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
         hidden = int((batch.inputs[mask] == 0).sum())
         raise LayersimError(
@@ -157,12 +171,13 @@ def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> 
         LayersimError: the configuration does not give the size of the main input.
     """
     token = torch.zeros(1, 1, dtype=torch.long)
-    more = {"decoder_input_ids": token} if decodes else {}
+    decoder_options = {"decoder_input_ids": token} if decodes else {}
     # A decoder that is read has tokens for its main input; what the model as a whole takes is what its encoder takes.
     main = getattr(module, "main_input_name", model.main_input) if decodes else model.main_input
     if main not in ROW_AXES:
-        return (token,), more
-    return (), {main: _in_dtype(torch.zeros(1, *shape_of_row(module, model, main)), model)} | more
+        return (token,), decoder_options
+    row = torch.zeros(1, *shape_of_row(module, model, main))
+    return (), {main: _in_dtype(row, model)} | decoder_options
 
 
 def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int, ...]:
@@ -178,12 +193,15 @@ def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int,
     """
     config = getattr(module, "config", None)
     config = getattr(config, "vision_config", config) if name == PIXELS else config
-    size, bins = getattr(config, "image_size", None), getattr(config, "num_mel_bins", None)
-    length = getattr(config, "max_source_positions", None)
-    if name == PIXELS and size is not None:
-        return (getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
-    if name == "input_features" and bins is not None and length is not None:
-        return (bins, 2 * length)
+    image_size = getattr(config, "image_size", None)
+    mel_bins = getattr(config, "num_mel_bins", None)
+    positions = getattr(config, "max_source_positions", None)
+    if name == PIXELS and image_size is not None:
+        height_and_width = image_size if isinstance(image_size, list | tuple) else (image_size, image_size)
+        return (getattr(config, "num_channels", 3), *height_and_width)
+    if name == "input_features" and mel_bins is not None and positions is not None:
+        # A convolution of stride 2 makes one position of two frames.
+        return (mel_bins, 2 * positions)
     frame_width = getattr(config, "feature_projection_input_dim", None)
     if name == "input_features" and frame_width is not None:
         return (FRAMES, frame_width)
@@ -219,11 +237,13 @@ def refusing_failed_forward(module: torch.nn.Module) -> Iterator[None]:
         if isinstance(error, LayersimError) or is_out_of_memory(error):
             raise
         parameters = inspect.signature(type(module).forward).parameters.values()
-        reads = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-        parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
+        inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+        models_inside = [f"model.{name}" for name, child in module.named_children() if hasattr(child, "base_model_prefix")]
         text = f"The forward pass of {type(module).__name__} fails on this data: {type(error).__name__}: {first_line(error)}."
         # Errors of shapes, dtypes and indices concern inputs that are there.
         if not isinstance(error, RuntimeError | IndexError):
-            text += f" Give all inputs that the model needs by name ({', '.join(reads[:6])})"
-            text += f", or measure {' or '.join(parts)} alone." if parts else "."
+            text += f" Give all inputs that the model needs by name ({', '.join(inputs[:6])})"
+            if models_inside:
+                text += f", or measure {' or '.join(models_inside)} alone"
+            text += "."
         raise LayersimError(text) from error

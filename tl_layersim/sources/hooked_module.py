@@ -89,13 +89,14 @@ class HookedSource(CanReadSites):
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
         """Set the block paths, the embedding and the description of the model."""
         model = self.module
+        self._named = layers is not None
         if self._is_transformer_lens:
             refuse_paths(layers, unembed, "TransformerLens models")
             self._model = describe_transformer_lens(model)
             self.embed = model.embed  # type: ignore[assignment]  # a module
-            self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
+            self.paths = [f"blocks.{number}" for number in range(len(model.blocks))]  # type: ignore[arg-type]  # its list of blocks
         else:
-            self.paths, self._named = find_blocks(model, layers), layers is not None
+            self.paths = find_blocks(model, layers)
             self.embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
@@ -114,19 +115,20 @@ class HookedSource(CanReadSites):
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
-        seen, point = list[int](), self.reading.points[0]
+        counts: list[int] = []
+        point = self.reading.points[0]
 
-        def note(hidden: Tensor) -> None:
-            seen.append(positions_of(hidden.shape, point.channels, point.name))
+        def count(hidden: Tensor) -> None:
+            counts.append(positions_of(hidden.shape, point.channels, point.name))
             forward.stop()
 
         refusing = refusing_failed_forward(self.module)
         with refusing, temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as forward:
-            handles.append(on_tensor(self._module_at(point.module), point.incoming, note))
+            handles.append(on_tensor(self._module_at(point.module), point.incoming, count))
             self.call(batch)
-        if not seen:
-            raise self._not_in_order(f"{point.name} was not reached")
-        return seen[0]
+        if not counts:
+            raise self._wrong_order(f"{point.name} was not reached")
+        return counts[0]
 
     def settle(self, batch: Batch) -> None:
         self.run_check(batch)
@@ -139,7 +141,8 @@ class HookedSource(CanReadSites):
             batch: rows with all inputs that the check needs.
         """
         if self._check is not None:
-            check, self._check = self._check, None
+            check = self._check
+            self._check = None
             check(batch)
 
     def note_widths(self, view: View) -> None:
@@ -148,75 +151,84 @@ class HookedSource(CanReadSites):
             self.reading = replace(self.reading, widths=view.widths)
 
     def _module_at(self, path: str) -> torch.nn.Module:
-        points: Any = self.module.hook_dict if self._is_transformer_lens else {}
-        point: torch.nn.Module | None = points.get(path)
-        return self.module.get_submodule(path) if point is None else point
+        hook_modules: Any = self.module.hook_dict if self._is_transformer_lens else {}
+        hook_module: torch.nn.Module | None = hook_modules.get(path)
+        return self.module.get_submodule(path) if hook_module is None else hook_module
 
     def modules_read(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
         """A dict from (module, whether its input is read) to the indices of the sites there."""
-        together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
+        sites_by_module: dict[tuple[torch.nn.Module, bool], list[int]] = {}
         for site, point in enumerate(self.reading.points):
-            together.setdefault((self._module_at(point.module), point.incoming), []).append(site)
-        return together
+            sites_by_module.setdefault((self._module_at(point.module), point.incoming), []).append(site)
+        return sites_by_module
 
     def _collect(self, batch: Batch) -> View:
-        points, order = self.reading.points, self.reading.order
-        seen, calls = list[int](), list[BlockCall]()
+        points = self.reading.points
+        order = self.reading.order
+        sites_read: list[int] = []
+        calls: list[BlockCall] = []
         runs: Counter[int] = Counter()
-        keep, (rows, pos) = batch.counted.reshape(-1).nonzero()[:, 0], batch.counted.shape
-        buffer = SiteBuffer(self.sites, keep, (rows, pos), batch.pooled, batch.has_positions)
+        counted_positions = batch.counted.reshape(-1).nonzero()[:, 0]
+        rows, pos = batch.counted.shape
+        buffer = SiteBuffer(self.sites, counted_positions, (rows, pos), batch.pooled, batch.has_positions)
 
         def read(sites: list[int], hidden: Tensor) -> None:
             if self.aside():
                 return
             for site in read_in_next_run(points, sites, runs):
                 point = points[site]
-                if site in seen:
-                    raise self._not_in_order(f"{point.name} (module {point.module}) was reached twice")
-                if order is not None and site != order[len(seen)]:
-                    expected = points[order[len(seen)]].name
-                    raise self._not_in_order(f"{point.name} (module {point.module}) was reached before {expected}")
-                whole = to_positions(whole_tensor(hidden, point.name), point.channels, point.name, batch.token_positions)
-                buffer.put(site, multiplied(whole, point.multiplier), point.part)
-                seen.append(site)
-            if len(seen) == len(points) and (not self.calling or len(calls) == len(self.blocks)):
+                if site in sites_read:
+                    raise self._wrong_order(f"{point.name} (module {point.module}) was reached twice")
+                if order is not None and site != order[len(sites_read)]:
+                    expected = points[order[len(sites_read)]].name
+                    raise self._wrong_order(f"{point.name} (module {point.module}) was reached before {expected}")
+                whole = whole_tensor(hidden, point.name)
+                by_position = to_positions(whole, point.channels, point.name, batch.token_positions)
+                buffer.put(site, multiplied(by_position, point.multiplier), point.part)
+                sites_read.append(site)
+            has_calls = not self.calling or len(calls) == len(self.blocks)
+            if len(sites_read) == len(points) and has_calls:
                 forward.stop()
 
         refusing = refusing_failed_forward(self.module)
         with refusing, torch.no_grad(), temporary_hooks() as handles, ForwardRun() as forward:
             if self.calling:
-                handles += self._note_calls(calls)
+                handles += self._call_hooks(calls)
             for (module, incoming), sites in self.modules_read().items():
                 handles.append(on_tensor(module, incoming, partial(read, sites)))
             self.call(batch)
-        if len(seen) < len(points):
-            raise self._not_in_order(f"{len(seen)} of {len(points)} sites were reached")
+        if len(sites_read) < len(points):
+            raise self._wrong_order(f"{len(sites_read)} of {len(points)} sites were reached")
         if self.calling and len(calls) != len(self.blocks):
-            raise self._not_in_order(f"it made {len(calls)} calls of {len(self.blocks)} blocks")
-        x = buffer.activations
+            raise self._wrong_order(f"it made {len(calls)} calls of {len(self.blocks)} blocks")
+        activations = buffer.activations
         # Beside activations without values, tokens keep theirs: minibatches and targets depend on them.
-        device = torch.device("cpu") if x.is_meta else x.device
-        fields: dict[str, Any] = {name: value.to(device) for name, value in tokens_alone(batch).token_fields().items()}
-        return View(x, sites=self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
+        device = torch.device("cpu") if activations.is_meta else activations.device
+        token_fields = tokens_alone(batch).token_fields()
+        fields: dict[str, Any] = {name: value.to(device) for name, value in token_fields.items()}
+        return View(activations, sites=self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
 
-    def _note_calls(self, calls: list[BlockCall]) -> list[RemovableHandle]:
+    def _call_hooks(self, calls: list[BlockCall]) -> list[RemovableHandle]:
         """Register hooks that append each block call to `calls`."""
-        given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
+        arguments: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
 
-        def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given[block] = with_own_residual(args, kwargs)
+        def enter(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments[block] = with_own_residual(args, kwargs)
 
-        def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
+        def leave(block: torch.nn.Module, _args: Any, output: Any) -> None:
             if not self.aside():
-                calls.append(record_call(block, *given.pop(block), output))
+                args, kwargs = arguments.pop(block)
+                calls.append(record_call(block, args, kwargs, output))
 
         # Before all other hooks, which will change the arguments once more when the block is called again.
-        entering = [on_enter(block, in_this_thread(before), first=True) for block in self.blocks]
-        return entering + [on_leave(block, in_this_thread(after)) for block in self.blocks]
+        enter_handles = [on_enter(block, in_this_thread(enter), first=True) for block in self.blocks]
+        leave_handles = [on_leave(block, in_this_thread(leave)) for block in self.blocks]
+        return enter_handles + leave_handles
 
-    def _not_in_order(self, given: str) -> LayersimError:
+    def _wrong_order(self, reason: str) -> LayersimError:
+        """The error for a forward pass that does not reach each site once and in order."""
         return LayersimError(
-            f"The forward pass of {self.model.name} must reach each site once, in the order of the blocks, but {given}. Each "
+            f"The forward pass of {self.model.name} must reach each site once, in the order of the blocks, but {reason}. Each "
             "block must run once, and no hook may run the model again."
         )
 
@@ -227,23 +239,25 @@ class HookedSource(CanReadSites):
 
     def _gap_on_row(self, row: Batch) -> Tensor:
         assert self.unembed is not None
-        seen: list[Tensor] = []
+        last_point = self.residual.points[-1]
+        residuals: list[Tensor] = []
 
-        def note(hidden: Tensor) -> None:
+        def append(hidden: Tensor) -> None:
             if not self.aside():
-                seen.append(hidden)
+                residuals.append(hidden)
 
         with refusing_out_of_memory(row), temporary_hooks() as handles, torch.no_grad():
-            handles.append(on_tensor(self._module_at(self.residual.points[-1].module), False, note))
+            handles.append(on_tensor(self._module_at(last_point.module), False, append))
             logits = tensor_of(self.call(row))
-            if not seen:
-                raise self._not_in_order(f"{self.residual.points[-1].name} was not reached")
+            if not residuals:
+                raise self._wrong_order(f"{last_point.name} was not reached")
             # The run of the last block that is measured.
-            self.choose_head(seen[0], logits, row)
-            return unembed_gap(self.unembed, seen[0][0], logits[0], row.attention[0])
+            residual = residuals[0]
+            self.choose_head(residual, logits, row)
+            return unembed_gap(self.unembed, residual[0], logits[0], row.attention[0])
 
-    def call(self, batch: Batch, **more: Any) -> Any:
-        """Run one forward pass over a batch, with `more` as further keyword arguments."""
+    def call(self, batch: Batch, **keywords: Any) -> Any:
+        """Run one forward pass over a batch, with further keyword arguments."""
         device = device_of(self.module if self.embed is None else self.embed)
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
@@ -251,4 +265,4 @@ class HookedSource(CanReadSites):
         # Graphs of `module.compile()` have no place for hooks.
         compiled = any(module._compiled_call_impl is not None for module in self.module.modules())
         with unrecorded(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            return call_on(device, self.module, args, options | more)
+            return call_on(device, self.module, args, options | keywords)

@@ -60,7 +60,9 @@ def on_tensor(module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], o
     def leave(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         see(first_tensor(output))
 
-    return on_enter(module, in_this_thread(enter)) if incoming else on_leave(module, in_this_thread(leave))
+    if incoming:
+        return on_enter(module, in_this_thread(enter))
+    return on_leave(module, in_this_thread(leave))
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,35 +129,38 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def in_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
     """A context manager that sets all submodules to training or evaluation mode."""
-    modes = [(sub, sub.training) for sub in every_module(module)]
+    modes = [(submodule, submodule.training) for submodule in every_module(module)]
     try:
-        for sub, _ in modes:
-            sub.training = training
+        for submodule, _ in modes:
+            submodule.training = training
         yield
     finally:
-        for sub, before in modes:
-            sub.training = before
+        for submodule, was_training in modes:
+            submodule.training = was_training
 
 
 @contextmanager
 def frozen_weights(module: torch.nn.Module) -> Iterator[None]:
     """A context manager in which weights get no gradients and inference mode is off."""
-    learning = [p for p in module.parameters() if p.requires_grad and not p.is_inference()]
+    trainable = [p for p in module.parameters() if p.requires_grad and not p.is_inference()]
     with torch.inference_mode(False):
         try:
-            for parameter in learning:
+            for parameter in trainable:
                 parameter.requires_grad_(False)
             yield
         finally:
-            for parameter in learning:
+            for parameter in trainable:
                 parameter.requires_grad_(True)
 
 
 def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
     """All submodules, including those inside a TransformerBridge that the bridge does not list."""
-    inner = vars(module).get("original_model")
-    more = inner.modules() if isinstance(inner, torch.nn.Module) else ()
-    return list(dict.fromkeys((*module.modules(), *more)))
+    modules = list(module.modules())
+    # A bridge keeps its Hugging Face model in its dict, where torch does not see it.
+    original_model = vars(module).get("original_model")
+    if isinstance(original_model, torch.nn.Module):
+        modules += original_model.modules()
+    return list(dict.fromkeys(modules))
 
 
 _local = threading.local()
@@ -164,11 +169,12 @@ _local = threading.local()
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """A context manager in which probes (`lsim.attach`) do not record forward passes of this thread."""
-    before, _local.unrecorded = is_unrecorded(), True
+    was_unrecorded = is_unrecorded()
+    _local.unrecorded = True
     try:
         yield
     finally:
-        _local.unrecorded = before
+        _local.unrecorded = was_unrecorded
 
 
 def is_unrecorded() -> bool:

@@ -35,7 +35,9 @@ def is_plain(parameter: Tensor) -> bool:
 def is_quantised(module: torch.nn.Module) -> bool:
     """Whether a module's own weights are quantised; weights of submodules do not count."""
     # GPTQ and AWQ pack weights in a buffer.
-    return "qweight" in module._buffers or not all(is_plain(p) for p in module._parameters.values() if p is not None)
+    if "qweight" in module._buffers:
+        return True
+    return any(parameter is not None and not is_plain(parameter) for parameter in module._parameters.values())
 
 
 def plain_parts(value: Tensor) -> Iterator[Tensor]:
@@ -63,10 +65,14 @@ def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
     Raises:
         LayersimError: the model has quantised weights.
     """
-    found = {path: type(sub).__name__ for path, sub in module.named_modules() if is_quantised(sub)}
-    if found:
-        kinds = ", ".join(sorted(set(found.values())))
-        raise LayersimError(f"{what}: {len(found)} modules ({kinds}), such as {next(iter(found))}. Use {do}.")
+    class_by_path: dict[str, str] = {}
+    for path, submodule in module.named_modules():
+        if is_quantised(submodule):
+            class_by_path[path] = type(submodule).__name__
+    if class_by_path:
+        kinds = ", ".join(sorted(set(class_by_path.values())))
+        example = next(iter(class_by_path))
+        raise LayersimError(f"{what}: {len(class_by_path)} modules ({kinds}), such as {example}. Use {do}.")
 
 
 # Attributes of a module, or of torch for all modules, that hold hooks.
@@ -76,7 +82,9 @@ KINDS_OF_HOOKS = {
     "backward hook": "_backward_hooks",
     "backward pre-hook": "_backward_pre_hooks",
 }
-EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
+# Words of the description of a change: its kind, and its end if it cannot be compared with a later run.
+EDIT = "nnsight edit"
+UNKNOWN_CONTENTS = "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
@@ -90,7 +98,7 @@ def hooks_on(module: torch.nn.Module) -> str:
         module: the model.
 
     Returns:
-        "" if there are none. `UNKNOWN` marks a hook that is not a function, or holds objects that cannot be named
+        "" if there are none. `UNKNOWN_CONTENTS` marks a hook that is not a function, or holds objects that cannot be named
         (`ValueNames`).
 
     Examples:
@@ -100,21 +108,35 @@ def hooks_on(module: torch.nn.Module) -> str:
         'forward hook of Linear: builtins.len'
     """
     paths = _paths(module)
-    known = {id(sub): f"module {path}" for sub, path in paths.items()}
-    places = [
-        (f"{kind} of {path}", hook)
-        for sub, path in [*paths.items(), (None, "every module")]
-        for kind, name in KINDS_OF_HOOKS.items()
-        for hook in (getattr(torch_module, f"_global{name}") if sub is None else getattr(sub, name)).values()
-    ]
-    changes = [(place, function) for place, hook in places if not _is_own(function := _user_function(hook))]
-    for sub, path in paths.items():
-        changes += [(f"{name} of {path}", function) for name, function in _replaced_methods(sub).items()]
-    found = []
+    changes: list[tuple[str, Any]] = []
+    for path, kind, hook in _hooks_in(paths):
+        function = _user_function(hook)
+        if not _is_of_known_package(function):
+            changes.append((f"{kind} of {path}", function))
+    for submodule, path in paths.items():
+        for method, function in _replaced_methods(submodule).items():
+            changes.append((f"{method} of {path}", function))
+    module_names = {id(submodule): f"module {path}" for submodule, path in paths.items()}
+    descriptions: list[str] = []
     for place, function in changes:
-        names = ValueNames(known)
-        found.append(_marked(f"{place}: {names.function(function)}", names))
-    return "; ".join(found)
+        names = ValueNames(module_names)
+        descriptions.append(_with_unknown_values(f"{place}: {names.function(function)}", names))
+    return "; ".join(descriptions)
+
+
+def _hooks_in(paths: dict[torch.nn.Module, str]) -> Iterator[tuple[str, str, Any]]:
+    """The hooks of modules, then those of torch for all modules: the path of the module, the kind of the hook, and the hook.
+
+    Args:
+        paths: paths of the modules.
+    """
+    for submodule, path in paths.items():
+        for kind, attribute in KINDS_OF_HOOKS.items():
+            for hook in getattr(submodule, attribute).values():
+                yield path, kind, hook
+    for kind, attribute in KINDS_OF_HOOKS.items():
+        for hook in getattr(torch_module, f"_global{attribute}").values():
+            yield "every module", kind, hook
 
 
 def edits_of(model: Any) -> str:
@@ -124,20 +146,26 @@ def edits_of(model: Any) -> str:
         model: an nnsight model.
 
     Returns:
-        "" if there are none. `UNKNOWN` marks an edit that holds objects that cannot be named (`ValueNames`).
+        "" if there are none. `UNKNOWN_CONTENTS` marks an edit that holds objects that cannot be named (`ValueNames`).
     """
     from nnsight.intervention.serialization import reduce_block
 
-    known = {id(envoy): f"envoy {envoy.path}" for envoy in model.modules()}
-    known |= {id(sub): f"module {path}" for sub, path in _paths(model._module).items()}
-    found = []
+    object_names = {id(envoy): f"envoy {envoy.path}" for envoy in model.modules()}
+    for submodule, path in _paths(model._module).items():
+        object_names[id(submodule)] = f"module {path}"
+    descriptions: list[str] = []
     for edit in model._edits:
         # An edit of a model that was deserialised has no source.
-        source, *values = ("", {"edit": edit}) if edit.node is None else reduce_block(edit.node, edit.glbls, edit.lcls)
-        envoys = [value for held in values for value in held.values() if hasattr(type(value), "interleave")]
-        names = ValueNames(known | {id(sub): f"envoy {sub.path}" for envoy in envoys for sub in envoy.modules()})
-        found.append(_marked(f"{EDIT} sha256 {names.digest(source.strip(), values)}", names))
-    return "; ".join(found)
+        source, *scopes = ("", {"edit": edit}) if edit.node is None else reduce_block(edit.node, edit.glbls, edit.lcls)
+        names_in_edit = dict(object_names)
+        for scope in scopes:
+            for value in scope.values():
+                is_envoy = hasattr(type(value), "interleave")
+                if is_envoy:
+                    names_in_edit |= {id(envoy): f"envoy {envoy.path}" for envoy in value.modules()}
+        names = ValueNames(names_in_edit)
+        descriptions.append(_with_unknown_values(f"{EDIT} sha256 {names.digest(source.strip(), scopes)}", names))
+    return "; ".join(descriptions)
 
 
 def refuse_edits(changes: str, what: str) -> None:
@@ -159,37 +187,44 @@ def refuse_edits(changes: str, what: str) -> None:
 
 def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
     """The paths of all submodules; the path of the model is its class name."""
-    inner = vars(module).get("original_model")
-    more = inner.named_modules() if isinstance(inner, torch.nn.Module) else ()
-    paths = {sub: f"original_model.{path}" for path, sub in more} | {sub: path for path, sub in module.named_modules()}
-    return {sub: paths[sub] or type(sub).__name__ for sub in every_module(module)}
+    paths: dict[torch.nn.Module, str] = {}
+    original_model = vars(module).get("original_model")
+    if isinstance(original_model, torch.nn.Module):
+        for path, submodule in original_model.named_modules():
+            paths[submodule] = f"original_model.{path}"
+    # Modules that a bridge lists too have the bridge's path.
+    for path, submodule in module.named_modules():
+        paths[submodule] = path
+    return {submodule: paths[submodule] or type(submodule).__name__ for submodule in every_module(module)}
 
 
 def _user_function(hook: Any) -> Any:
     """Remove wrappers by TransformerLens and `torch.no_grad()` from a hook, and return the function inside."""
     while defined_in(hook) == "transformer_lens.hook_points" and getattr(hook, "__closure__", None):
-        held = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))
-        inner = held.get("hook", held.get("full_hook"))
-        if inner is None:
+        captured_values = [cell.cell_contents for cell in hook.__closure__]
+        captured = dict(zip(hook.__code__.co_freevars, captured_values, strict=True))
+        wrapped_hook = captured.get("hook", captured.get("full_hook"))
+        if wrapped_hook is None:
             break
-        hook = inner
-    return inspect.unwrap(hook, stop=lambda inner: not _is_wrapper(inner))
+        hook = wrapped_hook
+    return inspect.unwrap(hook, stop=lambda function: not _is_wrapper(function))
 
 
 def _replaced_methods(module: torch.nn.Module) -> dict[str, Any]:
     """The functions that replace a module's `forward`, or methods that its forward calls, by the name of the method."""
-    methods = forward_methods(type(module))
-    found = {}
-    for name in ("forward", *(name for name in methods if name != "forward")):
+    called_methods = [name for name in forward_methods(type(module)) if name != "forward"]
+    replacements: dict[str, Any] = {}
+    for name in ("forward", *called_methods):
         function = _replacement(module, name)
         if function is not None:
-            found[name] = function
-    return found
+            replacements[name] = function
+    return replacements
 
 
 def _replacement(module: torch.nn.Module, name: str) -> Any:
     """The function that replaces a method of a module; None if there is none."""
-    function, method = vars(module).get(name), getattr(type(module), name, None)
+    function = vars(module).get(name)
+    method = getattr(type(module), name, None)
     # nnsight puts an object in the place of forward, whose body is that of the class, or a function that calls the other one.
     function = getattr(getattr(function, "state", None), "body", function)
 
@@ -207,27 +242,32 @@ def _replacement(module: torch.nn.Module, name: str) -> Any:
 
     if not callable(function) or is_from_class(function):
         return None
-    held = inspect.getclosurevars(function).nonlocals if defined_in(function).startswith("nnsight.") else {}
-    function = held.get("forward", function)
+    if defined_in(function).startswith("nnsight."):
+        captured = inspect.getclosurevars(function).nonlocals
+        function = captured.get("forward", function)
     function = inspect.unwrap(function, stop=is_replacement)
-    if is_from_class(function) or (_is_own(function) and not is_of_another_module(function)):
+    if is_from_class(function) or (_is_of_known_package(function) and not is_of_another_module(function)):
         return None
     return function
 
 
-def _is_own(function: Any) -> bool:
+def _is_of_known_package(function: Any) -> bool:
     return f"{defined_in(function)}.".startswith(OWN_PACKAGES)
 
 
 def _is_wrapper(function: Any) -> bool:
     """Whether a function is a wrapper of a library that leaves the numbers as they are. Autocast changes them."""
-    inner = getattr(function, "__func__", function)
-    changes = isinstance(inner, FunctionType) and any(isinstance(value, torch.autocast) for value in closure_of(inner))
-    return _is_own(function) and not changes
+    plain = getattr(function, "__func__", function)
+    is_autocast = isinstance(plain, FunctionType) and any(isinstance(value, torch.autocast) for value in closure_of(plain))
+    return _is_of_known_package(function) and not is_autocast
 
 
-def _marked(change: str, names: ValueNames) -> str:
-    return f"{change} with {', '.join(dict.fromkeys(names.unknown))}, {UNKNOWN}" if names.unknown else change
+def _with_unknown_values(change: str, names: ValueNames) -> str:
+    """The description of a change, with the values in it that cannot be compared with those of a later run."""
+    if not names.unknown:
+        return change
+    unknown_values = ", ".join(dict.fromkeys(names.unknown))
+    return f"{change} with {unknown_values}, {UNKNOWN_CONTENTS}"
 
 
 class StoredWeights:
@@ -284,23 +324,26 @@ def hash_weights(module: torch.nn.Module) -> str:
         >>> hash_weights(module) == before
         False
     """
-    whole, known, count = hashlib.sha256(), dict[int, bytes](), 0
-    for tensor, is_own in _stored_tensors(module):
+    checksum = hashlib.sha256()
+    digests: dict[int, bytes] = {}
+    count = 0
+    for tensor, is_held in _stored_tensors(module):
         if tensor.is_meta or hasattr(tensor, "placements"):
             return ""
         # Tied weights are one tensor. The address of one that is read or made for the checksum may be that of the next.
-        digest = known[id(tensor)] if id(tensor) in known else digest_of_tensor(tensor)
-        known |= {id(tensor): digest} if is_own else {}
-        whole.update(digest)
+        digest = digests[id(tensor)] if id(tensor) in digests else digest_of_tensor(tensor)
+        if is_held:
+            digests[id(tensor)] = digest
+        checksum.update(digest)
         count += 1
     modules = every_module(module)
-    numbers = {id(sub): f"module {number}" for number, sub in enumerate(modules)}
-    texts = ObjectTexts(ValueNames(numbers))
-    for sub in modules:
+    module_names = {id(submodule): f"module {number}" for number, submodule in enumerate(modules)}
+    texts = ObjectTexts(ValueNames(module_names))
+    for submodule in modules:
         # Modules that are used twice count twice.
-        children = [numbers[id(child)] for child in sub._modules.values() if child is not None]
-        whole.update(repr([texts.settings(sub), children]).encode())
-    return whole.hexdigest()[:12] if count else ""
+        children = [module_names[id(child)] for child in submodule._modules.values() if child is not None]
+        checksum.update(repr([texts.settings(submodule), children]).encode())
+    return checksum.hexdigest()[:12] if count else ""
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
@@ -308,40 +351,49 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
 
     The flag is True for parameters and buffers that modules hold. Weights that were not loaded are on the meta device.
     """
-    holders = _offloaded(module)
-    for sub in every_module(module):
-        if is_quantised(sub):
+    offloaded = _offloaded(module)
+    for submodule in every_module(module):
+        if is_quantised(submodule):
             # bitsandbytes and HQQ keep scales in objects of their own, which the state dict contains.
-            stored = [value for value in sub.state_dict().values() if isinstance(value, Tensor)]
-            yield from ((part, False) for value in stored for part in plain_parts(value))
+            for value in submodule.state_dict().values():
+                if isinstance(value, Tensor):
+                    for part in plain_parts(value):
+                        yield part, False
             continue
-        for name, value in [*sub._parameters.items(), *sub._buffers.items()]:
-            if value is None or _is_recomputed(sub, name):
+        for name, value in [*submodule._parameters.items(), *submodule._buffers.items()]:
+            if value is None or _is_recomputed(submodule, name):
                 continue
-            held = [weights.get(path + name) for weights, path in holders.get(sub, ())] if value.is_meta else []
-            read = next((one for one in held if isinstance(one, Tensor)), None)
-            yield (value, True) if read is None else (read, False)
+            offloaded_copy: Tensor | None = None
+            if value.is_meta:
+                copies = [weights_map.get(prefix + name) for weights_map, prefix in offloaded.get(submodule, ())]
+                offloaded_copy = next((copy for copy in copies if isinstance(copy, Tensor)), None)
+            if offloaded_copy is None:
+                yield value, True
+            else:
+                yield offloaded_copy, False
 
 
 def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
     """Where accelerate offloaded the weights: a dict from module to pairs (`weights_map`, prefix of the keys)."""
-    found: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
+    places: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
     for holder in every_module(module):
-        hook = vars(holder).get("_hf_hook")
-        for one in getattr(hook, "hooks", (hook,)):
-            weights = getattr(one, "weights_map", None)
-            if one is None or weights is None:
+        accelerate_hook = vars(holder).get("_hf_hook")
+        # A sequence of hooks has them in `hooks`.
+        for hook in getattr(accelerate_hook, "hooks", (accelerate_hook,)):
+            weights_map = getattr(hook, "weights_map", None)
+            if hook is None or weights_map is None:
                 continue
-            inside = holder.named_modules() if one.place_submodules else [("", holder)]
-            for path, sub in inside:
-                found.setdefault(sub, []).append((weights, f"{path}." if path else ""))
-    return found
+            submodules = holder.named_modules() if hook.place_submodules else [("", holder)]
+            for path, submodule in submodules:
+                places.setdefault(submodule, []).append((weights_map, f"{path}." if path else ""))
+    return places
 
 
 def _is_recomputed(module: torch.nn.Module, name: str) -> bool:
     """Whether forward passes recompute a buffer, such as frequencies that depend on the row length."""
     if name in module._parameters or not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
         return False
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-    return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+    rope_type = getattr(module, "rope_type", None)
+    # One for each kind of layer, in models of local and global attention.
+    rope_types = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+    return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in rope_types)

@@ -41,19 +41,22 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
     import transformers
 
     place = {"device_map": "auto"} if device == "auto" else {}
-    with _refusing(name, trust_remote_code, option) as options:
+    with _loading_options(name, trust_remote_code, option) as options:
         cls = _model_class(transformers.AutoConfig.from_pretrained(name, **options), trust_remote_code)
         loading = {"dtype": getattr(torch, dtype), "output_loading_info": True}
-        model, found = cls.from_pretrained(name, **loading, **options, **place)
+        model, loading_info = cls.from_pretrained(name, **loading, **options, **place)
         model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-    if missing := sorted(found["missing_keys"]):
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
+        examples = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         text = f"`{option}` is {name}, whose files lack {amount(len(missing), 'weight')}"
-        blocks = tuple(f"{path}." for path in lists_of_blocks(model).values())
-        if any(weight.startswith(blocks) for weight in missing):
-            raise LayersimError(f"{text} of the model's blocks: {shown}.")
-        warn(f"{text}: {shown}. These weights are now random.")
-    return (model if device == "auto" else model.to(device)).eval()
+        prefixes_of_blocks = tuple(f"{path}." for path in lists_of_blocks(model).values())
+        if any(weight.startswith(prefixes_of_blocks) for weight in missing):
+            raise LayersimError(f"{text} of the model's blocks: {examples}.")
+        warn(f"{text}: {examples}. These weights are now random.")
+    if device != "auto":
+        model = model.to(device)
+    return model.eval()
 
 
 def load_for_server(name: str, dtype: str | None, trust_remote_code: bool, option: str) -> Any:
@@ -71,10 +74,12 @@ def load_for_server(name: str, dtype: str | None, trust_remote_code: bool, optio
     import transformers
     from nnsight import TransformersModel
 
-    here = {} if dtype is None else {"dispatch": True, "dtype": getattr(torch, dtype)}
-    with _refusing(name, trust_remote_code, option) as options:
+    loading = {} if dtype is None else {"dispatch": True, "dtype": getattr(torch, dtype)}
+    with _loading_options(name, trust_remote_code, option) as options:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        return TransformersModel(name, task="text-generation", tokenizer=tokenizer, trust_remote_code=trust_remote_code, **here)
+        return TransformersModel(
+            name, task="text-generation", tokenizer=tokenizer, trust_remote_code=trust_remote_code, **loading
+        )
 
 
 def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any:
@@ -90,13 +95,16 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
     """
     import transformers
 
-    with _refusing(name, trust_remote_code, option) as options, torch.device("meta"):
+    with _loading_options(name, trust_remote_code, option) as options, torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(name, **options)
-        return _made(_model_class(config, trust_remote_code), config, trust_remote_code)
+        return _new_model(_model_class(config, trust_remote_code), config, trust_remote_code)
 
 
-def _made(cls: Any, config: Any, trust_remote_code: bool) -> Any:
-    return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
+def _new_model(cls: Any, config: Any, trust_remote_code: bool) -> Any:
+    """A model of a class of transformers, which may be one of its auto classes, with fresh weights."""
+    if hasattr(cls, "from_config"):
+        return cls.from_config(config, trust_remote_code=trust_remote_code)
+    return cls(config)
 
 
 # Fields of a config.json that transformers converts to others.
@@ -123,28 +131,45 @@ def model_without_weights(config: Any) -> Any:
     if isinstance(config, str):
         return load_without_weights(config, False, "model_or_config").eval()
     if isinstance(config, Mapping) and "model_type" in config:
-        given = dict(config)
-        config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
-        cls = type(config)
-        known = {*cls().to_dict(), *cls.attribute_map, *OLDER_FIELDS}
-        unknown = [name for name in given if name not in known and not name.startswith("_") and not name.endswith("_token_id")]
-        if unknown:
-            warn(f"{cls.__name__} has no fields {', '.join(unknown)}; those of `model_or_config` are ignored.")
+        config_fields = dict(config)
+        config = transformers.AutoConfig.for_model(config_fields.pop("model_type"), **config_fields)
+        _warn_of_unknown_fields(config_fields, type(config))
     if not isinstance(config, transformers.PreTrainedConfig):
         raise LayersimError(
             f"`model_or_config` is {brief(config)}; it must be a model, a configuration of transformers, its fields as a "
             "dict, or the folder or hub name of a model."
         )
-    causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
-    cls = transformers.AutoModelForCausalLM if causal and not config.architectures else _model_class(config, False)
+    has_causal_model = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    cls: Any = transformers.AutoModelForCausalLM
+    if config.architectures or not has_causal_model:
+        cls = _model_class(config, False)
     dtype = getattr(config, "dtype", None) or torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
     with torch.device("meta"):
-        model = _made(cls, config, False)
-    return model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype).eval()
+        model = _new_model(cls, config, False)
+    return model.to(dtype).eval()
+
+
+def _warn_of_unknown_fields(config_fields: Mapping[str, Any], cls: Any) -> None:
+    """Warn of fields that a class of configurations does not have.
+
+    Args:
+        config_fields: the fields, without "model_type".
+        cls: the class.
+    """
+    known_fields = {*cls().to_dict(), *cls.attribute_map, *OLDER_FIELDS}
+    unknown_fields: list[str] = []
+    for name in config_fields:
+        # Every configuration takes private fields and ids of special tokens.
+        if name not in known_fields and not name.startswith("_") and not name.endswith("_token_id"):
+            unknown_fields.append(name)
+    if unknown_fields:
+        warn(f"{cls.__name__} has no fields {', '.join(unknown_fields)}; those of `model_or_config` are ignored.")
 
 
 @contextmanager
-def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
+def _loading_options(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
     """A context manager that yields keyword arguments of `from_pretrained`. Errors inside it name `option`."""
     try:
         # Passed to each call: transformers asks at the terminal where it is not.
@@ -167,11 +192,13 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
     import transformers
 
     architecture = (config.architectures or ["AutoModel"])[0]
-    own = getattr(config, "auto_map", None) or {}
-    for auto, path in own.items() if trust_remote_code else ():
-        if auto.startswith("AutoModel") and str(path).rpartition(".")[2] == architecture and hasattr(transformers, auto):
-            return getattr(transformers, auto)
-    named = getattr(transformers, architecture, None)
+    if trust_remote_code:
+        classes_in_repository = getattr(config, "auto_map", None) or {}
+        for auto_class, path in classes_in_repository.items():
+            is_architecture = str(path).rpartition(".")[2] == architecture
+            if auto_class.startswith("AutoModel") and is_architecture and hasattr(transformers, auto_class):
+                return getattr(transformers, auto_class)
+    cls = getattr(transformers, architecture, None)
     # The name comes from a file, so it may be that of any object in transformers.
-    known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-    return named if known else transformers.AutoModel
+    is_model_class = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    return cls if is_model_class else transformers.AutoModel

@@ -38,7 +38,7 @@ from ..core.errors import LayersimError, without_secrets
 from ..data.images_of_rows import PIXEL_TABLES
 from ..data.non_token_inputs import PIXELS
 from ..data.row import ModelInputs
-from .identity import UNKNOWN, StoredWeights, hooks_on
+from .identity import UNKNOWN_CONTENTS, StoredWeights, hooks_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +96,22 @@ class Model(ModelInputs):
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
         """A dict of the fields `inputs`, `pads`, `starts` and `ends`, combined from both models."""
-        either = {**self.inputs, **other.inputs}
+        inputs = {**self.inputs, **other.inputs}
         # A value must be equivalent to leaving the input out in both models.
         for name in self.inputs.keys() & other.inputs.keys():
-            either[name] = self.inputs[name] if self.inputs[name] == other.inputs[name] else None
-        ids = {name: getattr(self, name) + getattr(other, name) for name in ("pads", "starts", "ends")}
-        return {"inputs": either} | {name: tuple(dict.fromkeys(both)) for name, both in ids.items()}
+            inputs[name] = self.inputs[name] if self.inputs[name] == other.inputs[name] else None
+        combined: dict[str, Any] = {"inputs": inputs}
+        for name in ("pads", "starts", "ends"):
+            ids = getattr(self, name) + getattr(other, name)
+            # Without repetition, in the order of the models.
+            combined[name] = tuple(dict.fromkeys(ids))
+        return combined
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """Dtype of the parameters; float32 if there are none."""
-        known: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."), torch.float32)
-        return known
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."), torch.float32)
+        return dtype
 
     @property
     def weights_hash(self) -> str:
@@ -128,7 +132,7 @@ class Model(ModelInputs):
         Raises:
             LayersimError: the model has a change that cannot be compared with a later run.
         """
-        unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN)]
+        unknown = [change for change in self.changes.split("; ") if change.endswith(UNKNOWN_CONTENTS)]
         if unknown and argument is not None:
             raise LayersimError(
                 f"`{argument}` needs a model that a later run can recognise, but {', '.join(unknown)} cannot be compared. "
@@ -161,7 +165,8 @@ class Model(ModelInputs):
 
 
 # Inputs of models that take the patches of images: which patches are padding, and in how many rows and columns they lie.
-PATCH_MASK, PATCH_SHAPES = "pixel_attention_mask", "spatial_shapes"
+PATCH_MASK = "pixel_attention_mask"
+PATCH_SHAPES = "spatial_shapes"
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
 HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
 
@@ -187,28 +192,29 @@ def describe(
         raise in_both_stacks(module)
     names, stream = locate(module, blocks, named)
     basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
-    basis += NORMS_BETWEEN if stack_of(module, blocks) == "decoder" and norms_between_layers(module) else ""
+    if stack_of(module, blocks) == "decoder" and norms_between_layers(module):
+        basis += NORMS_BETWEEN
     config = getattr(module, "config", None)
     text = text_config(config)
     if config is not None and hasattr(config, "to_dict"):
-        plain = plain_config(config)
+        settings = plain_config(config)
     else:
-        plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
-    first = next(module.parameters(), None)
-    length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+        shapes = [(name, list(parameter.shape)) for name, parameter in module.named_parameters()]
+        settings = {"class": type(module).__name__, "parameters": shapes}
+    first_parameter = next(module.parameters(), None)
     return Model(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
-        config_hash=hash_config(plain),
+        config_hash=hash_config(settings),
         weights=StoredWeights(module),
         changes=hooks_on(module),
         source=source,
-        dtype=str(first.dtype) if first is not None else "unknown",
+        dtype=str(first_parameter.dtype) if first_parameter is not None else "unknown",
         d_model=getattr(text, "hidden_size", None),
         vocabulary=getattr(text, "vocab_size", None),
-        context=length - (2 if getattr(text, "model_type", None) in NUMBERED_FROM_PAD else 0) if length else None,
+        context=_context(text),
         tokenizer=tokenizer,
         calls="gradients",
-        attention=_attention(module, text),
+        attention=_head_sizes(module, text),
         basis=basis if names[0].endswith(".hook_resid_pre") else MODULES,
         layers=names,
         stream=stream,
@@ -216,6 +222,15 @@ def describe(
         head=find_head(module, blocks, unembed) if is_last_stack(module, blocks) else None,
         **data_fields(module, blocks[0]),
     )
+
+
+def _context(config: Any) -> int | None:
+    """Largest number of tokens in a row; None if the configuration of the text model does not give it."""
+    positions: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if not positions:
+        return None
+    # Positions begin behind the padding id 1, so that the first two embeddings stand for no token.
+    return positions - 2 if getattr(config, "model_type", None) in NUMBERED_FROM_PAD else positions
 
 
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
@@ -229,35 +244,51 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     text = text_config(config)
     # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
-    names, main = _forward_names(module, block), _main_input(module)
-    own = ("input_ids", "attention_mask")
+    names = _input_names(module, block)
+    main_input = _main_input(module)
+    token_input = "input_ids"
+    mask_input = "attention_mask"
     stack = stack_of(module, [block])
     if stack == "decoder" and "decoder_input_ids" in names:
-        own = ("decoder_input_ids", "decoder_attention_mask")
-        main = own[0]
+        token_input = "decoder_input_ids"
+        mask_input = "decoder_attention_mask"
+        main_input = token_input
     if stack == "vision":
+        main_input = PIXELS
         # An attention mask beside the pixels is that of the other tower's texts.
-        main, own = PIXELS, (own[0], "")
+        mask_input = ""
     axes = _pixel_axes(module, names)
     if axes == 2 and PATCH_MASK in names:
-        own = (own[0], PATCH_MASK)
-    inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
-    ids = {"pads": "pad_token_id", "starts": "bos_token_id", "ends": "eos_token_id"}
-    more = {key: tuple(_ids(config, text, name)) for key, name in ids.items()} | {"processor": processor_of(module)}
-    more |= {"pixel_axes": axes, "channels": _image_channels(module) if axes == 3 else None}
-    more |= {"image_tokens": _image_tokens(config), "merged_patches": _merged_patches(config)}
-    return {"inputs": inputs, "main_input": main, "token_input": own[0], "mask_input": own[1]} | more
+        mask_input = PATCH_MASK
+    inputs: dict[str, int | None] = {}
+    for name in names:
+        if name not in (token_input, mask_input):
+            inputs[name] = zeros if name == "token_type_ids" else None
+    return {
+        "inputs": inputs,
+        "main_input": main_input,
+        "token_input": token_input,
+        "mask_input": mask_input,
+        "pads": tuple(_token_ids(config, text, "pad_token_id")),
+        "starts": tuple(_token_ids(config, text, "bos_token_id")),
+        "ends": tuple(_token_ids(config, text, "eos_token_id")),
+        "processor": processor_of(module),
+        "pixel_axes": axes,
+        "channels": _image_channels(module) if axes == 3 else None,
+        "image_tokens": _image_tokens(config),
+        "merged_patches": _merged_patches(config),
+    }
 
 
 def _image_tokens(config: Any) -> dict[str, int]:
     """Ids of the tokens that stand for parts of images and of videos, from the configuration."""
-    found = {}
+    tokens: dict[str, int] = {}
     for kind in PIXEL_TABLES:
         for name in (f"{kind}_token_id", f"{kind}_token_index"):
             token = getattr(config, name, None)
             if isinstance(token, int):
-                found[kind] = token
-    return found
+                tokens[kind] = token
+    return tokens
 
 
 def _merged_patches(config: Any) -> int:
@@ -286,28 +317,37 @@ def _pixel_axes(module: torch.nn.Module, names: list[str]) -> int | None:
 def _image_channels(module: torch.nn.Module) -> int | None:
     """Number of channels of the images that a model takes; None if unknown."""
     config = getattr(module, "config", None)
-    known = getattr(getattr(config, "vision_config", config), "num_channels", None)
-    first: Any = _image_convolutions(module)[0]
-    return known if isinstance(known, int) else int(first.in_channels)
+    vision_config = getattr(config, "vision_config", config)
+    channels = getattr(vision_config, "num_channels", None)
+    if isinstance(channels, int):
+        return channels
+    first_convolution: Any = _image_convolutions(module)[0]
+    return int(first_convolution.in_channels)
 
 
 def _main_input(module: torch.nn.Module) -> str:
     """Name of the main input: `main_input_name`, or the first argument of forward."""
-    own = getattr(module, "main_input_name", None)
-    if isinstance(own, str):
-        return own
+    name = getattr(module, "main_input_name", None)
+    if isinstance(name, str):
+        return name
+    # Without `self`.
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return next((p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), "input_ids")
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            return parameter.name
+    return "input_ids"
 
 
 def processor_of(model: Any) -> Any:
     """The model's image processor; None if it has none."""
-    given = getattr(model, "processor", None)
-    given = getattr(model, "image_processor", None) if given is None else given
-    return getattr(given, "image_processor", given)
+    processor = getattr(model, "processor", None)
+    if processor is None:
+        processor = getattr(model, "image_processor", None)
+    # A processor of images and texts holds one of images.
+    return getattr(processor, "image_processor", processor)
 
 
-def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
+def _input_names(module: torch.nn.Module, block: str) -> list[str]:
     """Argument names of the model's forward, and of inner modules that get its keyword arguments."""
     path = block.split(".")
     names: dict[str, None] = {}
@@ -316,33 +356,39 @@ def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
         if isinstance(owner, torch.nn.ModuleList):
             continue
         parameters = list(inspect.signature(type(owner).forward).parameters.values())[1:]
-        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for parameter in parameters:
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                names[parameter.name] = None
+        passes_on_keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if not passes_on_keywords:
             break
     return [name for name in names if name not in HANDLED and "label" not in name]
 
 
-def _ids(config: Any, text: Any, name: str) -> list[int]:
+def _token_ids(config: Any, text: Any, name: str) -> list[int]:
     """A list of the token ids under a name in a configuration; empty if there are none."""
     ids = getattr(text, name, None)
-    ids = getattr(config, name, None) if ids is None else ids
-    return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]
+    if ids is None:
+        ids = getattr(config, name, None)
+    candidates = ids if isinstance(ids, list | tuple) else [ids]
+    return [token for token in candidates if isinstance(token, int) and token >= 0]
 
 
-def _attention(module: torch.nn.Module, config: Any) -> str:
+def _head_sizes(module: torch.nn.Module, config: Any) -> str:
     """Head width and rotary dimensions as text, see `Provenance`.
 
     Args:
         module: the model; the frequencies of its rotary embeddings are half as many as the rotary dimensions.
         config: its configuration, with the names of Hugging Face or of TransformerLens.
     """
-    width, heads = setting(config, "hidden_size"), setting(config, "num_attention_heads")
+    width = setting(config, "hidden_size")
+    heads = setting(config, "num_attention_heads")
     # A Swin has a list of numbers of heads, one for each stage.
-    divided = width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 0
-    d_head = setting(config, "d_head", "head_dim") or divided
-    pairs = next((len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")), 0)
-    named = {"d_head": d_head, "rotary_dim": getattr(config, "rotary_dim", None) or 2 * pairs}
-    return ", ".join(f"{name} {value}" for name, value in named.items() if value)
+    width_of_head = width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 0
+    d_head = setting(config, "d_head", "head_dim") or width_of_head
+    frequencies = next((len(buffer) for name, buffer in module.named_buffers() if name.endswith("inv_freq")), 0)
+    sizes = {"d_head": d_head, "rotary_dim": getattr(config, "rotary_dim", None) or 2 * frequencies}
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size)
 
 
 def hash_config(config: dict[str, Any]) -> str:
@@ -367,12 +413,12 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         LayersimError: the modules are not blocks, and the user did not name them.
     """
     if not strangers:
-        post = is_post_norm(module, paths[0])
-        return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
+        basis = POST_NORM if is_post_norm(module, paths[0]) else PRE_NORM
+        return replace(model, stream="whole", basis=basis)
     if named:
         return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
-    given = f"{strangers[0]} does not take the output of the module before, or returns a feature map or another width"
-    raise unsupported_blocks(module, given)
+    reason = f"{strangers[0]} does not take the output of the module before, or returns a feature map or another width"
+    raise unsupported_blocks(module, reason)
 
 
 def describe_transformer_lens(model: Any) -> Model:
@@ -390,13 +436,13 @@ def describe_transformer_lens(model: Any) -> Model:
         )
     wrapped = model.original_model if type(model).__name__ == "TransformerBridge" else None
     # A bridge has the inputs of its Hugging Face model.
-    reading = {} if wrapped is None else data_fields(wrapped, find_blocks(wrapped, None)[0])
-    plain = {
-        key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
-    }
+    inputs = {} if wrapped is None else data_fields(wrapped, find_blocks(wrapped, None)[0])
+    # Settings of a load, which do not change the architecture.
+    left_out = ("model_name", "device", "dtype", "tokenizer_name")
+    settings = {name: value for name, value in cfg.to_dict().items() if name not in left_out}
     return Model(
         name=str(cfg.model_name),
-        config_hash=hash_config(plain),
+        config_hash=hash_config(settings),
         weights=StoredWeights(model),
         changes=hooks_on(model),
         source=type(model).__name__,
@@ -409,6 +455,6 @@ def describe_transformer_lens(model: Any) -> Model:
         tokenizer=model.tokenizer,
         head=head_of(model),
         calls="gradients",
-        attention=_attention(model, cfg),
-        **reading,
+        attention=_head_sizes(model, cfg),
+        **inputs,
     )

@@ -72,25 +72,28 @@ class TraceReader:
     on_server: bool
     differentiated: bool
 
-    def read(self, buffer: SiteBuffer, kept: Mapping[str, Tensor], calling: bool) -> View:
+    def read(self, buffer: SiteBuffer, token_fields: Mapping[str, Tensor], calling: bool) -> View:
         """Read the sites inside a trace, and return them as a `View`.
 
         Args:
             buffer: empty buffer of the activations.
-            kept: further fields of the view, `sample`.
+            token_fields: further fields of the view, `sample`.
             calling: whether the view carries block calls.
         """
         calls: list[Any] = []
-        given: dict[str, Any] = {}
-        last: Any = None
+        arguments: dict[str, Any] = {}
+        block_output: Any = None
         for step in self.steps:
-            read_step(step, buffer, given, calls if calling else None, self.differentiated)
-            last = step.envoy.output if step.is_block and not step.incoming else last
-        here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
+            read_step(step, buffer, arguments, calls if calling else None, self.differentiated)
+            if step.is_block and not step.incoming:
+                block_output = step.envoy.output
+        fields: dict[str, Any] = {}
+        for name, values in token_fields.items():
+            fields[name] = values.to(buffer.activations.device)
         lens = self.unembed
         if self.on_server and lens is not None:
-            lens = None if last is None else remote_lens(lens, first_tensor(last))
-        return View(**buffer.fields(), **here, unembed=lens, calls=tuple(calls))
+            lens = None if block_output is None else remote_lens(lens, first_tensor(block_output))
+        return View(**buffer.fields(), **fields, unembed=lens, calls=tuple(calls))
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
@@ -115,32 +118,32 @@ def is_edited(model: Any) -> bool:
 
 
 def read_step(
-    step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None, differentiated: bool
+    step: TraceStep, buffer: SiteBuffer, arguments: dict[str, Any], calls: list[Any] | None, differentiated: bool
 ) -> None:
     """Inside a trace, read the sites of a `TraceStep` and append block calls to `calls`.
 
     Args:
         step: the step.
         buffer: buffer of the activations.
-        given: arguments of the blocks entered so far, by path; changed in place.
+        arguments: arguments of the blocks entered so far, by path; changed in place.
         calls: list of block calls, changed in place; None if no analyzer needs them.
         differentiated: see `TraceReader`.
     """
     if step.incoming:
         args, kwargs = step.envoy.inputs
         if step.is_block and differentiated:
-            given[step.path], step.envoy.inputs = with_leaf(args, kwargs)
+            arguments[step.path], step.envoy.inputs = with_leaf(args, kwargs)
         elif step.is_block and calls is not None:
-            given[step.path] = with_own_residual(args, kwargs)
+            arguments[step.path] = with_own_residual(args, kwargs)
         value: Any = (*args, *kwargs.values())
     else:
         value = step.envoy.output
         if calls is not None and step.is_block:
-            args, kwargs = given[step.path]
+            args, kwargs = arguments[step.path]
             calls.append(record_call(step.envoy, args, kwargs, value, differentiated))
     for site, point in step.sites:
-        places = to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions)
-        buffer.put(site, multiplied(places, point.multiplier), point.part)
+        hidden = to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions)
+        buffer.put(site, multiplied(hidden, point.multiplier), point.part)
 
 
 T = TypeVar("T")
@@ -164,28 +167,42 @@ class NNsightSource(CanReadSites):
 
         # Functions of this package and of a user's analyzers are shipped by value: the server does not have them.
         nnsight.register("tl_layersim")
-        self.envoy, self.where = model, _where(model, remote)
-        self._remote, self._in_this_process = remote, remote in (False, "local")
+        self.envoy = model
+        self.where = _trace_options(model, remote)
+        self._remote = remote
+        self._in_this_process = remote in (False, "local")
         if not getattr(model, "dispatched", True) and self._in_this_process:
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
         self.module: torch.nn.Module = model._module
         if self._in_this_process:
             refuse_no_weights(self.module)
-        self.paths, self._named = find_blocks(self.module, layers), layers is not None
-        where = f" (remote={shown(remote)})" if remote else ""
+        self.paths = find_blocks(self.module, layers)
+        self._named = layers is not None
+        source = type(model).__name__
+        if remote:
+            source += f" (remote={shown(remote)})"
         tokenizer = getattr(model, "tokenizer", None)
-        known = describe(self.module, self.paths, type(model).__name__ + where, tokenizer, unembed, self._named)
-        self._heads = possible_heads(self.module, self.paths, known.head) if unembed is None else ()
-        changes = "; ".join(filter(None, (edits_of(model), known.changes)))
-        self._model = replace(known, processor=processor_of(model) or known.processor, changes=changes)
+        description = describe(self.module, self.paths, source, tokenizer, unembed, self._named)
+        self._heads = possible_heads(self.module, self.paths, description.head) if unembed is None else ()
+        changes = "; ".join(filter(None, (edits_of(model), description.changes)))
+        processor = processor_of(model) or description.processor
+        self._model = replace(description, processor=processor, changes=changes)
+        # By module, because nnsight may rename an envoy.
         self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
         self.blocks = [self._envoy_at(path) for path in self.paths]
         # Built from nnsight envoys, which stand for the modules in this process or on a server.
         self.lens = lens_of(self.module, self._model.head, self._envoy_at)
         points = residual_points(self._model.layers, self.paths)
-        events, place = (*points, *self._events()), {path: number for number, path in enumerate(self.paths)}
-        order = sorted(range(len(events)), key=lambda event: (place[events[event].module], not events[event].incoming))
+        events = (*points, *self._events())
+        block_numbers = {path: number for number, path in enumerate(self.paths)}
+
+        def forward_order(event: int) -> tuple[int, bool]:
+            # Block by block, the input of a block before its output.
+            point = events[event]
+            return block_numbers[point.module], not point.incoming
+
+        order = sorted(range(len(events)), key=forward_order)
         self._start_reading(points, tuple(order))
         self.choose_row_head()
 
@@ -198,7 +215,11 @@ class NNsightSource(CanReadSites):
         self.lens = lens_of(self.module, head, self._envoy_at)
 
     def _events(self) -> tuple[HookPoint, ...]:
-        return tuple(HookPoint(path, path, incoming) for path in self.paths for incoming in (True, False))
+        events: list[HookPoint] = []
+        for path in self.paths:
+            events.append(HookPoint(path, path, incoming=True))
+            events.append(HookPoint(path, path, incoming=False))
+        return tuple(events)
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
         points = super().hook_points(at, per_head)
@@ -216,7 +237,8 @@ class NNsightSource(CanReadSites):
 
     def steps(self) -> list[TraceStep]:
         """The module inputs and outputs that a trace reads, in forward order."""
-        points, order = self.reading.points, self.reading.order
+        points = self.reading.points
+        order = self.reading.order
         assert order is not None
         events = (*points, *self._events())
         steps: list[TraceStep] = []
@@ -240,9 +262,13 @@ class NNsightSource(CanReadSites):
     def count_positions(self, batch: Batch) -> int:
         args, options = forward_arguments(self.module, batch, self._model)
         point = self.reading.points[0]
-        read = self._envoy_at(point.module)
+        envoy = self._envoy_at(point.module)
+
+        def run(where: dict[str, Any]) -> list[int]:
+            return trace_shape(self.envoy, envoy, point.incoming, args, where | options)
+
         with refusing_out_of_memory(batch), refusing_failed_forward(self.module):
-            shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options), is_shape)
+            shape = self.request(run, is_shape)
         return positions_of(shape, point.channels, point.name)
 
     def request(self, run: Callable[[dict[str, Any]], T], fits: Callable[[Any], bool], size: int = 0) -> T:
@@ -260,20 +286,27 @@ class NNsightSource(CanReadSites):
             # Blocks are called again inside the trace.
             self.refuse_dependent_rows(batch)
             with refusing_out_of_memory(batch, f"a forward pass{self._indivisible()}"):
-                return self._traced(batch, kernels)
+                return self._run_trace(batch, kernels)
         return super().run(batch, kernels)
 
-    def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+    def _run_trace(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         args, options = forward_arguments(self.module, batch, self._model)
         return _trace(self.reader(), batch, (args, self.where | options), shippable(kernels), self.calling)
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self.lens is not None
-        row, lens, attended = batch.first_row, self.lens, batch.first_row.attention[0]
+        lens = self.lens
+        row = batch.first_row
+        attended = row.attention[0]
         args, options = forward_arguments(self.module, row, self._model)
-        about = (self.envoy, self.blocks[-1], lens, isinstance(self, OnServer))
+        last_block = self.blocks[-1]
+        on_server = isinstance(self, OnServer)
+
+        def run(where: dict[str, Any]) -> Tensor:
+            return _trace_gap(self.envoy, last_block, lens, on_server, args, where | options, attended)
+
         with refusing_out_of_memory(row):
-            return self.request(lambda at: _trace_gap(*about, args, at | options, attended), are_two_norms)
+            return self.request(run, are_two_norms)
 
     def collect(self, batch: Batch) -> View:
         if not self._in_this_process:
@@ -283,7 +316,7 @@ class NNsightSource(CanReadSites):
         return replace(super().collect(batch), unembed=lens)
 
     def _collect(self, batch: Batch) -> View:
-        not_finite, out = self._traced(batch, {"view": whole_view})
+        not_finite, out = self._run_trace(batch, {"view": whole_view})
         rows = f"rows {batch.first} to {batch.first + len(batch.tokens) - 1}"
         refuse_not_finite([count.cpu() for count in not_finite], [self.sites], rows)
         fields: dict[str, Any] = out["view"]
@@ -292,12 +325,15 @@ class NNsightSource(CanReadSites):
 
 def own_function(kernel: Any) -> Any:
     """The analyzer's function that a kernel wraps in `functools.partial` or other objects."""
-    inside = {at_sites: "kernel", by_leaf: "kernel", drawn: "read"}
+    # Argument of each wrapping function that holds the wrapped kernel.
+    wrapped_argument = {at_sites: "kernel", by_leaf: "kernel", drawn: "read"}
     while isinstance(kernel, partial | PoolKernel):
         if isinstance(kernel, PoolKernel):
             kernel = kernel.sums
+        elif kernel.func in wrapped_argument:
+            kernel = kernel.keywords[wrapped_argument[kernel.func]]
         else:
-            kernel = kernel.keywords[inside[kernel.func]] if kernel.func in inside else kernel.func
+            kernel = kernel.func
     return kernel
 
 
@@ -312,12 +348,14 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The flat indices of the positions in `batch.counted`, and a dict of tensors with one value per token."""
-    fields = tokens_alone(batch).token_fields()
-    del fields["sequence"], fields["position"]
-    return batch.counted.reshape(-1).nonzero()[:, 0], fields
+    token_fields = tokens_alone(batch).token_fields()
+    del token_fields["sequence"]
+    del token_fields["position"]
+    counted_positions = batch.counted.reshape(-1).nonzero()[:, 0]
+    return counted_positions, token_fields
 
 
-def _where(model: Any, remote: bool | str) -> dict[str, Any]:
+def _trace_options(model: Any, remote: bool | str) -> dict[str, Any]:
     """Keyword arguments of a trace in this process or in the local simulation."""
     from nnsight.intervention.backends.local import LocalSimulationBackend
     from nnsight.modeling.mixins.remotable import Remotable
@@ -352,15 +390,19 @@ def _trace(
     """Run kernels on a batch in one trace. The body is shipped, so it uses only local names, torch and the stdlib."""
     import nnsight
 
-    model, names = reader.model, reader.names
-    keep, kept = kept_of(batch)
-    shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
+    model = reader.model
+    names = reader.names
+    counted_positions, token_fields = kept_of(batch)
+    shape = (len(batch.counted), batch.counted.shape[1])
+    pooled = batch.pooled
+    has_tokens = batch.has_positions
     args, options = arguments
     ends_early = not is_edited(model)
     differentiated = reader.differentiated
     with torch.no_grad(), model.trace(*args, **options) as tracer:
         with gradients(differentiated):
-            view = reader.read(SiteBuffer(names, keep, shape, pooled, has_tokens), kept, calling)
+            buffer = SiteBuffer(names, counted_positions, shape, pooled, has_tokens)
+            view = reader.read(buffer, token_fields, calling)
             with torch.no_grad():
                 reduced = reduce(kernels, view)
         out: Reduced = nnsight.save(reduced)
@@ -388,9 +430,10 @@ def _trace_gap(
             lens = remote_lens(unembed, hidden) if on_server else unembed
             logits = tensor_of(model.output)[0]
             # Kernels run outside autocast, which a server may have switched on. Here the user's autocast gives the logits.
-            kept = not on_server and torch.is_autocast_enabled(hidden.device.type)
-            with torch.autocast(device_type=hidden.device.type, enabled=kept):
+            keeps_autocast = not on_server and torch.is_autocast_enabled(hidden.device.type)
+            with torch.autocast(device_type=hidden.device.type, enabled=keeps_autocast):
                 norms = unembed_gap(lens, hidden[0], logits, attended)
+        # A server sends back the variable of this name.
         found: Tensor = nnsight.save(sealed(norms, ticket))
     return found
 
@@ -399,9 +442,11 @@ def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...
     """The shape of a module's input or output, from one trace. The body is shipped, see `_trace`."""
     import nnsight
 
-    ends_early, ticket = not is_edited(model), ticket_of(options)
+    ends_early = not is_edited(model)
+    ticket = ticket_of(options)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
         shape = list(first_tensor(module.input if incoming else module.output).shape)
+        # A server sends back the variable of this name.
         found: list[int] = nnsight.save(sealed(shape, ticket))
         if ends_early:
             tracer.stop()

@@ -69,12 +69,12 @@ class OpenedModel:
                 f"`{self.argument.split(' ')[0]}` comes from torch.compile; its original module {type(original).__name__} is "
                 "used, because compiled graphs have no place for hooks."
             )
-            self._enter(original, "_orig_mod.")
+            self._replace_by_inner(original, "_orig_mod.")
         base = adapted_model(self.model)
         if base is not None:
-            self._enter(base, "base_model.model.")
+            self._replace_by_inner(base, "base_model.model.")
 
-    def _enter(self, inner: torch.nn.Module, prefix: str) -> None:
+    def _replace_by_inner(self, inner: torch.nn.Module, prefix: str) -> None:
         """Put a module inside the model in place of the model, whose paths begin with `prefix`."""
         object.__setattr__(self, "model", inner)
         for name in ("layers", "unembed"):
@@ -104,9 +104,14 @@ class OpenedModel:
         return {"layers": self.layers, "unembed": self.unembed, "verify": None if self.verify is None else "hf"}
 
     def __repr__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("model", "argument", "given")}
-        options = [f"{name}={brief(value)}" for name, value in given.items() if value not in (None, False)]
-        return f"OpenedModel({', '.join([type(self.model).__name__, *options])})"
+        parts = [type(self.model).__name__]
+        for field in fields(self):
+            if field.name in ("model", "argument", "given"):
+                continue
+            value = getattr(self, field.name)
+            if value not in (None, False):
+                parts.append(f"{field.name}={brief(value)}")
+        return f"OpenedModel({', '.join(parts)})"
 
 
 def adapted_model(model: Any) -> Any:
@@ -119,9 +124,10 @@ def adapted_model(model: Any) -> Any:
     wrapper: Any = model
     for config in wrapper.peft_config.values():
         kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
-        outside = getattr(config, "is_prompt_learning", False) or kind in ("XLORA", "POLY")
+        acts_outside = getattr(config, "is_prompt_learning", False) or kind in ("XLORA", "POLY")
         # Adapters of these act from a token on, which the wrapper finds.
-        if outside or getattr(config, "alora_invocation_tokens", None) is not None:
+        starts_at_token = getattr(config, "alora_invocation_tokens", None) is not None
+        if acts_outside or starts_at_token:
             return None
     return wrapper.base_model.model
 
@@ -134,9 +140,12 @@ def records_of(opened: Sequence[OpenedModel]) -> dict[str, Any]:
     Args:
         opened: the models.
     """
-    records = [one.record() for one in opened]
-    values = {name: [record[name] for record in records] for name in ("layers", "verify")}
-    return {name: None if own == [None] * len(own) else own for name, own in values.items()}
+    records = [opened_model.record() for opened_model in opened]
+    combined: dict[str, Any] = {}
+    for name in ("layers", "verify"):
+        values = [record[name] for record in records]
+        combined[name] = None if all(value is None for value in values) else values
+    return combined
 
 
 def open_local(
@@ -242,8 +251,8 @@ def sites(model: Any) -> pandas.DataFrame:
     if not isinstance(module, torch.nn.Module):
         raise unsupported_model(model)
     blocks = [] if is_transformer_lens(module) else find_stacks(module, opened.layers)
-    known = site_map(module, blocks, _watched_layouts(opened, module, blocks))
-    rows = [(site.point.name, site.family, site.block, _module(site), len(site.heads)) for site in known.sites]
+    model_sites = site_map(module, blocks, _watched_layouts(opened, module, blocks)).sites
+    rows = [(site.point.name, site.family, site.block, _module_and_side(site), len(site.heads)) for site in model_sites]
     table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])
     return table.astype({"block": "Int64"})
 
@@ -258,10 +267,12 @@ def _watched_layouts(opened: OpenedModel, module: torch.nn.Module, blocks: Seque
     return source.watched_layouts if isinstance(source, CanReadSites) else {}
 
 
-def _module(site: Site) -> str:
-    """Describe the module that a site reads."""
+def _module_and_side(site: Site) -> str:
+    """Describe the module that a site reads, and whether it reads the input or the output."""
     side = "input" if site.point.incoming else "output"
-    return f"{site.point.module} ({side if site.point.part is None else f'part of the {side}'})"
+    if site.point.part is not None:
+        side = f"part of the {side}"
+    return f"{site.point.module} ({side})"
 
 
 @typed
@@ -295,24 +306,30 @@ def untrained(model: Any, seed: Seed = 0) -> Any:
     model = OpenedModel.of(model).model
     refuse_changed(model)
     if is_nnsight(model):
-        made = untrained(model._module, seed)
-        made.tokenizer = getattr(model, "tokenizer", None)
-        return made
+        twin = untrained(model._module, seed)
+        twin.tokenizer = getattr(model, "tokenizer", None)
+        return twin
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = _made_again(model)
+        twin = _model_from_config(model)
     weight = next(model.parameters())
-    made = made.to(device=weight.device, dtype=weight.dtype).eval()
-    shapes, own = ({name: tuple(value.shape) for name, value in one.state_dict().items()} for one in (model, made))
-    if shapes != own:
-        different = next(name for name in shapes | own if shapes.get(name) != own.get(name))
+    twin = twin.to(device=weight.device, dtype=weight.dtype).eval()
+    shapes = _weight_shapes(model)
+    twin_shapes = _weight_shapes(twin)
+    if shapes != twin_shapes:
+        different = next(name for name in shapes | twin_shapes if shapes.get(name) != twin_shapes.get(name))
         raise LayersimError(
             f"`model` does not fit its configuration: {different} has shape {shapes.get(different)}, but an untrained model "
-            f"has {own.get(different)}."
+            f"has {twin_shapes.get(different)}."
         )
-    if hasattr(model, "tokenizer") and not hasattr(made, "tokenizer"):
-        made.tokenizer = model.tokenizer
-    return made
+    if hasattr(model, "tokenizer") and not hasattr(twin, "tokenizer"):
+        twin.tokenizer = model.tokenizer
+    return twin
+
+
+def _weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter and buffer, by name."""
+    return {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
 
 def refuse_changed(model: Any) -> None:
@@ -324,28 +341,36 @@ def refuse_changed(model: Any) -> None:
     Raises:
         LayersimError: names the changes.
     """
-    edits, module = (edits_of(model), model._module) if is_nnsight(model) else ("", model)
-    hooks = hooks_on(module) if isinstance(module, torch.nn.Module) else ""
-    if edits or hooks:
+    module = model
+    changes: list[str] = []
+    if is_nnsight(model):
+        module = model._module
+        changes.append(edits_of(model))
+    if isinstance(module, torch.nn.Module):
+        changes.append(hooks_on(module))
+    if any(changes):
         raise LayersimError(
-            f"`model` has hooks or edits, which an untrained model would lack: {'; '.join(filter(None, (edits, hooks)))}. "
+            f"`model` has hooks or edits, which an untrained model would lack: {'; '.join(filter(None, changes))}. "
             "Make untrained(model) first, and register the hooks on both models."
         )
 
 
-def _made_again(model: Any) -> Any:
+def _model_from_config(model: Any) -> Any:
     """Make a model of the same class from a model's configuration."""
     if is_transformer_lens(model):
         original = getattr(model, "original_model", None)
         if original is None:
             cfg = copy.deepcopy(model.cfg)
-            cfg.init_weights, cfg.seed = True, None
+            cfg.init_weights = True
+            # A seed of the configuration would take the place of the caller's.
+            cfg.seed = None
             return type(model)(cfg, tokenizer=model.tokenizer)
         if not getattr(model, "compatibility_mode", False):
             from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-            fresh, kind = type(original)(copy.deepcopy(original.config)), type(original).__name__
-            return build_bridge_from_module(fresh, kind, hf_config=fresh.config, tokenizer=model.tokenizer)
+            fresh = type(original)(copy.deepcopy(original.config))
+            architecture = type(original).__name__
+            return build_bridge_from_module(fresh, architecture, hf_config=fresh.config, tokenizer=model.tokenizer)
     elif hasattr(type(model), "_from_config") and getattr(model, "config", None) is not None:
         return type(model)(copy.deepcopy(model.config))
     raise LayersimError(

@@ -71,8 +71,8 @@ def joined(batch: Batch, groups: Sequence[list[int]], run: Callable[[list[int]],
         groups: indices of the rows in each group, ascending. Together they are all rows with a counted position.
         run: function that runs the rows of a group and returns their view.
     """
-    known = tokens_alone(batch)
-    row_of_sample = known.sequence
+    tokens_view = tokens_alone(batch)
+    row_of_sample = tokens_view.sequence
     whole: View | None = None
     for rows in groups:
         view = run(rows)
@@ -80,7 +80,9 @@ def joined(batch: Batch, groups: Sequence[list[int]], run: Callable[[list[int]],
             sites, _, width = view.activations.shape
             with refusing_out_of_memory(batch, f"keeping {len(row_of_sample)} samples at {sites} sites, {width} wide,"):
                 activations = view.activations.new_empty(sites, len(row_of_sample), width)
-            fields: dict[str, Any] = {name: value.to(activations.device) for name, value in known.token_fields().items()}
+            fields: dict[str, Any] = {}
+            for name, value in tokens_view.token_fields().items():
+                fields[name] = value.to(activations.device)
             whole = replace(view, activations=activations, memo={}, **fields)
         samples = torch.isin(row_of_sample, torch.tensor(rows)).nonzero()[:, 0]
         whole.activations[:, samples.to(view.activations.device)] = view.activations
@@ -131,11 +133,17 @@ def too_large(batch: Batch, work: str, error: BaseException) -> LayersimError:
         error: its exception.
     """
     rows, positions = batch.tokens.shape
-    argument, smaller = "batch_size", f"batch_size={rows // 2}, or fewer"
-    if rows == 1:
-        argument, smaller = ("seq_len", f"seq_len={positions // 2}, or fewer") if batch.has_tokens else ("data", "smaller rows")
-        smaller += "; or the model in bfloat16 or on more devices (device_map='auto')"
+    other_model = "; or the model in bfloat16 or on more devices (device_map='auto')"
+    if rows != 1:
+        argument = "batch_size"
+        remedy = f"batch_size={rows // 2}, or fewer"
+    elif batch.has_tokens:
+        argument = "seq_len"
+        remedy = f"seq_len={positions // 2}, or fewer{other_model}"
+    else:
+        argument = "data"
+        remedy = f"smaller rows{other_model}"
     return LayersimError(
         f"`{argument}` is too large: {work} of {amount(rows, 'row')} of {amount(positions, 'position')} runs out of memory: "
-        f"{first_line(error)}. Use {smaller}."
+        f"{first_line(error)}. Use {remedy}."
     )

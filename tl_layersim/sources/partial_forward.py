@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -45,17 +46,18 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         targets: see `predictions`.
     """
     predicted, ids = predictions(logits, targets)
-    row = (targets != NO_LABEL).nonzero()[:, 0].cpu()
-    each = {
+    row_of_target = (targets != NO_LABEL).nonzero()[:, 0].cpu()
+    scores = {
         "loss": cross_entropy(predicted, ids),
         "correct": predicted.argmax(-1) == ids,
         "count": torch.ones_like(ids),
     }
-    # On the CPU, where sums have one order.
-    return {
-        name: torch.zeros(len(targets), dtype=torch.float64).index_add(0, row, value.cpu().double())
-        for name, value in each.items()
-    }
+    sums: dict[str, Tensor] = {}
+    for name, values in scores.items():
+        # On the CPU, where sums have one order.
+        zeros = torch.zeros(len(targets), dtype=torch.float64)
+        sums[name] = zeros.index_add(0, row_of_target, values.cpu().double())
+    return sums
 
 
 def loss_and_gradient_of(logits: Tensor, targets: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -93,15 +95,16 @@ def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             f"`labels` has shape {tuple(targets.shape)}, which does not fit logits of shape {tuple(logits.shape)}: a "
             "language model needs a label for each position, a classifier one for each row."
         )
-    keep = targets != NO_LABEL
-    ids = targets[keep]
+    has_target = targets != NO_LABEL
+    ids = targets[has_target]
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
         raise LayersimError(
             f"`labels` holds ids from {int(ids.min())} to {int(ids.max())}; the model's classes are 0 to "
             f"{logits.shape[-1] - 1}."
         )
-    # Not logits[keep], because the backward pass of that adds one entry at a time.
-    return logits.flatten(0, -2).index_select(0, keep.flatten().nonzero()[:, 0]), ids
+    # Not logits[has_target], because the backward pass of that adds one entry at a time.
+    positions = has_target.flatten().nonzero()[:, 0]
+    return logits.flatten(0, -2).index_select(0, positions), ids
 
 
 def logits_of(output: Any) -> Tensor:
@@ -110,7 +113,8 @@ def logits_of(output: Any) -> Tensor:
     Raises:
         LayersimError: the model has no head.
     """
-    if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
+    has_residual = getattr(output, "last_hidden_state", None) is not None
+    if has_residual and getattr(output, "logits", None) is None:
         raise LayersimError(
             f"`model` has no head: its output has {', '.join(output.keys())} and no logits. Load the model by "
             f"{CLASSES_WITH_HEAD}."
@@ -158,8 +162,8 @@ class SplitModel(ABC):
             return
         self.source.settle(batch)
         need_stream(self.source.model, "Stitching")
-        found = self.source.model
-        self.model = replace(self.model, stream=found.stream, basis=found.basis, head=found.head)
+        verified = self.source.model
+        self.model = replace(self.model, stream=verified.stream, basis=verified.basis, head=verified.head)
 
     def refuse_dependent_rows(self, batches: Sequence[Batch]) -> None:  # noqa: B027 (not known of a model on a server)
         """Raise an error if rows of a batch that run together change one another.
@@ -191,19 +195,20 @@ class SplitModel(ABC):
 
     def hidden(self, batch: Batch, layer: int) -> Tensor:
         """The residual at a layer (`batch pos d_model`), padding included."""
-        return self.lower(batch, layer, _as_it_is)["hidden"]
+        return self.lower(batch, layer, _as_hidden)["hidden"]
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
         """A dict of sums over the targets of each row: "loss", "correct" and "count" (`score_of`).
 
         If given, `x` replaces the residual at the layer.
         """
-        return {name: value.cpu() for name, value in self.upper(batch, targets, layer, x).items()}
+        sums = self.upper(batch, targets, layer, x)
+        return {name: value.cpu() for name, value in sums.items()}
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
         """The mean cross-entropy with `x` as the residual at a layer, and its gradient with respect to `x`."""
-        found = self.upper(batch, targets, layer, x, gradient=True)
-        return float(found["loss"]), found["gradient"].to(x.dtype)
+        output = self.upper(batch, targets, layer, x, gradient=True)
+        return float(output["loss"]), output["gradient"].to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         """Apply `moments_of` to the residuals of two stitched models at attended tokens.
@@ -217,7 +222,8 @@ class SplitModel(ABC):
             h: residual of the front model, which runs before this model, `batch pos d_front`.
         """
         read = partial(_moments_with, moments_of=moments_of, h=h, attention=batch.attention)
-        return {name: value.cpu() for name, value in self.lower(batch, layer, read).items()}
+        sums = self.lower(batch, layer, read)
+        return {name: value.cpu() for name, value in sums.items()}
 
     def padded(self, batch: Batch) -> Batch:
         """The batch, with the padding id of this model's configuration at padding positions."""
@@ -250,31 +256,35 @@ class SplitModel(ABC):
             LayersimError: the model cannot be split at this layer, or its loss is NaN.
         """
         with self._refusing_failures(layer):
-            own, x = self.score(batch, targets), self.hidden(batch, layer)
-            again = self.score(batch, targets, layer, x)
+            whole_score = self.score(batch, targets)
+            x = self.hidden(batch, layer)
+            split_score = self.score(batch, targets, layer, x)
             # Reversed coordinates give another direction of the same norm.
-            other = self.score(batch, targets, layer, x.flip(-1))
-        ours, theirs, wrong = (float(score["loss"].sum()) for score in (again, own, other))
-        if ours != ours and theirs != theirs:
+            changed_score = self.score(batch, targets, layer, x.flip(-1))
+        whole_loss = float(whole_score["loss"].sum())
+        split_loss = float(split_score["loss"].sum())
+        changed_loss = float(changed_score["loss"].sum())
+        if math.isnan(split_loss) and math.isnan(whole_loss):
             raise LayersimError(
                 f"The loss of {self.model.name} in {self.model.dtype} on the first row is NaN, before anything is stitched. "
                 f"{WHY_NOT_FINITE}"
             )
-        tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
-        same = abs(ours - theirs) <= tolerance
-        if not same or wrong == theirs:
-            found = (
-                f"a change of the residual at this layer leaves the loss at {theirs:.6g}"
-                if same
-                else f"the loss of the model is {theirs:.6g}, but the later blocks give {ours:.6g} from the same residual"
+        tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(whole_loss))
+        if not abs(split_loss - whole_loss) <= tolerance:
+            reason = (
+                f"the loss of the model is {whole_loss:.6g}, but the later blocks give {split_loss:.6g} from the same residual"
             )
-            raise LayersimError(
-                f"{self.model.name} cannot be split at {self.model.layers[layer]}: {found}. layers=[...] must name blocks that "
-                "run one after the other."
-            )
+        elif changed_loss == whole_loss:
+            reason = f"a change of the residual at this layer leaves the loss at {whole_loss:.6g}"
+        else:
+            return
+        raise LayersimError(
+            f"{self.model.name} cannot be split at {self.model.layers[layer]}: {reason}. layers=[...] must name blocks that "
+            "run one after the other."
+        )
 
 
-def _as_it_is(x: Tensor) -> dict[str, Tensor]:
+def _as_hidden(x: Tensor) -> dict[str, Tensor]:
     return {"hidden": x}
 
 
@@ -282,8 +292,8 @@ def _moments_with(x: Tensor, moments_of: Moments, h: Tensor, attention: Tensor) 
     """Apply `moments_of` to the residuals `h` and `x` at attended tokens."""
     # Apple's GPUs have no float64.
     device = torch.device("cpu") if x.device.type == "mps" else x.device
-    keep = attention.to(device)
-    return moments_of(h.to(device)[keep], x.to(device)[keep])
+    attention = attention.to(device)
+    return moments_of(h.to(device)[attention], x.to(device)[attention])
 
 
 def attended(batch: Batch, x: Tensor) -> Tensor:
@@ -309,25 +319,28 @@ def read_residuals(
         whole: whether the forward pass runs to its end.
         above: a module after the blocks, at whose input the forward pass ends in place of the layer itself.
     """
-    found: dict[int, Tensor] = {}
-    top = max(layers)
+    residuals: dict[int, Tensor] = {}
+    highest = max(layers)
 
     def read(layer: int, hidden: Tensor) -> None:
-        found.setdefault(layer, hidden)
-        if layer == top and not whole and above is None:
+        residuals.setdefault(layer, hidden)
+        if layer == highest and not whole and above is None:
             forward.stop()
 
     def stop(_: Tensor) -> None:
-        if top in found:
+        if highest in residuals:
             forward.stop()
 
     # Forward passes of other threads go on to their end.
     with temporary_hooks() as handles, ForwardRun() as forward:
-        handles += [on_tensor(blocks[max(layer, 1) - 1], layer == 0, partial(read, layer)) for layer in layers]
+        for layer in layers:
+            # Layer 0 is the input of the first block, layer i the output of the i-th one.
+            block = blocks[max(layer, 1) - 1]
+            handles.append(on_tensor(block, layer == 0, partial(read, layer)))
         if above is not None and not whole:
             handles.append(on_tensor(above, True, stop))
         call()
-    return found
+    return residuals
 
 
 class LocalSplitModel(SplitModel):
@@ -341,8 +354,10 @@ class LocalSplitModel(SplitModel):
     source: HookedSource
 
     def __init__(self, source: HookedSource, model: Model) -> None:
-        self.source, self.model = source, model
-        self.module, self.blocks = source.module, source.blocks
+        self.source = source
+        self.model = model
+        self.module = source.module
+        self.blocks = source.blocks
         self._tuples: list[int] | None = None
         self._example: Batch | None = None
 
@@ -368,7 +383,8 @@ class LocalSplitModel(SplitModel):
 
     def lower(self, batch: Batch, layer: int, read: Reading) -> dict[str, Tensor]:
         with torch.no_grad():
-            return read(as_positions(self.read(layer, lambda: self.source.call(self.padded(batch))).detach()))
+            residual = self.read(layer, lambda: self.source.call(self.padded(batch)))
+            return read(as_positions(residual.detach()))
 
     def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
         with torch.set_grad_enabled(gradient):
@@ -392,13 +408,13 @@ class LocalSplitModel(SplitModel):
         Raises:
             LayersimError: the forward pass did not reach the layer.
         """
-        found = read_residuals(self.blocks, [layer], call)
-        if not found:
+        residuals = read_residuals(self.blocks, [layer], call)
+        if not residuals:
             raise LayersimError(
                 f"The forward pass of {self.model.name} ({type(self.module).__name__}) did not reach "
                 f"{self.model.layers[layer]}. Pass the model before torch.compile, or compile only its blocks."
             )
-        return found[layer]
+        return residuals[layer]
 
     @contextmanager
     def entered(self, layer: int, give: Replacement) -> Iterator[None]:
@@ -413,40 +429,45 @@ class LocalSplitModel(SplitModel):
                 device it gets.
         """
         tuples = self.tuples()
-        below = self.blocks[:layer]
-        before = [vars(block).get("forward") for block in below]
+        blocks_below = self.blocks[:layer]
+        # What stands in a block's own dict: None, or a forward that a library or the user put there.
+        original_forwards = [vars(block).get("forward") for block in blocks_below]
 
-        def put(given: Tensor) -> Tensor:
-            x = give(given).to(device=given.device, dtype=given.dtype)
-            return x[:, 0] if given.dim() == 2 else x
+        def replacement_of(hidden: Tensor) -> Tensor:
+            x = give(hidden).to(device=hidden.device, dtype=hidden.dtype)
+            return x[:, 0] if hidden.dim() == 2 else x
 
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            given = first_tensor((*args, *kwargs.values()))
-            x = put(given)
-            swapped = [x if value is given else value for value in args]
-            return tuple(swapped), {name: x if value is given else value for name, value in kwargs.items()}
+            hidden = first_tensor((*args, *kwargs.values()))
+            x = replacement_of(hidden)
+            new_args = tuple(x if value is hidden else value for value in args)
+            new_kwargs = {name: x if value is hidden else value for name, value in kwargs.items()}
+            return new_args, new_kwargs
 
         with temporary_hooks() as handles:
             if layer == 0:
                 handles.append(on_enter(self.blocks[0], enter, first=True))
             try:
-                for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
+                for number, (block, length) in enumerate(zip(blocks_below, tuples, strict=False)):
+                    # The last block below the layer returns the new residual; the others return their input.
+                    replace_residual = replacement_of if number == layer - 1 else None
+                    runs_for_bias = number == 0 and length > 1 and self._shares_bias()
+                    block_forward = block.forward if runs_for_bias else None
                     # Written into the instance's dict, because the components of a TransformerBridge pass attributes on to the
                     # modules they wrap.
-                    own = block.forward if number == 0 and length > 1 and self._shares_bias() else None
-                    vars(block)["forward"] = _pass_on(length, put if number == layer - 1 else None, own)
+                    vars(block)["forward"] = _pass_on(length, replace_residual, block_forward)
                 yield
             finally:
-                for block, own in zip(below, before, strict=True):
-                    if own is None:
+                for block, original_forward in zip(blocks_below, original_forwards, strict=True):
+                    if original_forward is None:
                         vars(block).pop("forward", None)
                     else:
-                        vars(block)["forward"] = own
+                        vars(block)["forward"] = original_forward
 
     def _shares_bias(self) -> bool:
         """Whether block 0 computes the attention bias of all blocks, as in T5."""
-        biased = [any(getattr(sub, "has_relative_attention_bias", False) for sub in block.modules()) for block in self.blocks]
-        return biased[0] and not any(biased[1:])
+        first_block, *later_blocks = self.blocks
+        return _computes_bias(first_block) and not any(_computes_bias(block) for block in later_blocks)
 
     def tuples(self, call: Callable[[], Any] | None = None) -> list[int]:
         """The length of each block's output tuple; 0 if a block returns the residual alone.
@@ -457,33 +478,46 @@ class LocalSplitModel(SplitModel):
         if self._tuples is None:
             lengths: dict[int, int] = {}
 
-            def note(number: int) -> Callable[..., None]:
-                return lambda _m, _a, output: lengths.update({number: len(output) if isinstance(output, tuple) else 0})
+            def note(number: int, _module: nn.Module, _args: Any, output: Any) -> None:
+                lengths[number] = len(output) if isinstance(output, tuple) else 0
 
             with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module):
-                handles += [on_leave(block, note(number)) for number, block in enumerate(self.blocks)]
-                call() if call is not None else self.source.call(self._example or _one_token())
+                for number, block in enumerate(self.blocks):
+                    handles.append(on_leave(block, partial(note, number)))
+                if call is None:
+                    self.source.call(self._example or _one_token())
+                else:
+                    call()
             self._tuples = [lengths.get(number, 0) for number in range(len(self.blocks))]
         return self._tuples
 
 
+def _computes_bias(block: nn.Module) -> bool:
+    """Whether a block computes an attention bias from relative positions."""
+    return any(getattr(submodule, "has_relative_attention_bias", False) for submodule in block.modules())
+
+
 def _one_token() -> Batch:
-    one = torch.ones(1, 1, dtype=torch.bool)
-    return Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    attention = torch.ones(1, 1, dtype=torch.bool)
+    return Batch(token, attention, attention, 0)
 
 
-def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A replacement for a block's `forward`: it returns the block's input, or `put(input)`.
+def _pass_on(length: int, replace_residual: Replacement | None, block_forward: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A replacement for a block's `forward`: it returns the block's input, or `replace_residual(input)`.
 
-    The result is the first item of a tuple unless `length` is 0. With `own`, the block's own forward, the block runs for what
-    it returns beside the residual.
+    The result is the first item of a tuple unless `length` is 0. With `block_forward`, the block's own forward, the block runs
+    for what it returns beside the residual.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = first_tensor((*args, *kwargs.values()))
-        hidden = hidden if put is None else put(hidden)
-        with torch.no_grad():
-            rest = [None] * (length - 1) if own is None else own(*args, **kwargs)[1:]
-        return (hidden, *rest) if length else hidden
+        if replace_residual is not None:
+            hidden = replace_residual(hidden)
+        other_outputs: Sequence[Any] = [None] * (length - 1)
+        if block_forward is not None:
+            with torch.no_grad():
+                other_outputs = block_forward(*args, **kwargs)[1:]
+        return (hidden, *other_outputs) if length else hidden
 
     return forward

@@ -42,7 +42,9 @@ def sealed(value: Any, ticket: str | None) -> Any:
         >>> ticket, number == seal_sum({"a": 1}), number == seal_sum({"a": 2})
         ('t', True, False)
     """
-    return value if ticket is None else (ticket, seal_sum(value), value)
+    if ticket is None:
+        return value
+    return ticket, seal_sum(value), value
 
 
 def seal_sum(value: Any) -> int:
@@ -51,9 +53,11 @@ def seal_sum(value: Any) -> int:
     Args:
         value: see `sealed`.
     """
+    parts: list[Any] = []
     if isinstance(value, dict):
         # Names have no order.
-        parts: list[Any] = [item for name in sorted(value) for item in (name, value[name])]
+        for name in sorted(value):
+            parts += [name, value[name]]
         start = 1
     elif isinstance(value, (list, tuple)):
         parts = list(value)
@@ -61,7 +65,8 @@ def seal_sum(value: Any) -> int:
     elif isinstance(value, Tensor):
         return _checksum_of_tensor(value)
     else:
-        return _hash(torch.tensor(list(f"{type(value).__name__} {value!r}".encode()), dtype=torch.int64))
+        text = f"{type(value).__name__} {value!r}"
+        return _hash(torch.tensor(list(text.encode()), dtype=torch.int64))
     total = start + len(parts)
     for part in parts:
         total = (total * 1_000_003 + seal_sum(part)) % MODULUS
@@ -71,18 +76,22 @@ def seal_sum(value: Any) -> int:
 def _checksum_of_tensor(value: Tensor) -> int:
     flat = value.detach().cpu().contiguous().reshape(-1)
     kind = seal_sum(f"{value.dtype} {list(value.shape)}")
+    # Eight bytes at a time, or one.
     bits = flat.view(torch.int64) if flat.element_size() == 8 else flat.view(torch.uint8).long()
     return (kind * 1_000_003 + _hash(bits)) % MODULUS
 
 
 def _hash(values: Tensor) -> int:
     """Hash of integers that depends on their order."""
-    return int(mixed(mixed(values) + torch.arange(len(values))).sum()) % MODULUS
+    positions = torch.arange(len(values))
+    return int(mixed(mixed(values) + positions).sum()) % MODULUS
 
 
 def is_shape(value: Any) -> bool:
     """Whether a result is the shape of a tensor, a list of up to eight sizes."""
-    return isinstance(value, list) and 0 < len(value) <= 8 and all(type(size) is int and size >= 0 for size in value)
+    if not isinstance(value, list) or not 0 < len(value) <= 8:
+        return False
+    return all(type(size) is int and size >= 0 for size in value)
 
 
 def are_two_norms(value: Any) -> bool:
@@ -92,4 +101,6 @@ def are_two_norms(value: Any) -> bool:
 
 def are_tensors(value: Any) -> bool:
     """Whether a result is a dict of tensors."""
-    return isinstance(value, dict) and bool(value) and all(isinstance(one, Tensor) for one in value.values())
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(tensor, Tensor) for tensor in value.values())

@@ -29,35 +29,44 @@ def refuse_one_model(models: Mapping[str, Any]) -> None:
         LayersimError: two different objects run the same modules with adapters.
     """
     for (name_a, a), (name_b, b) in itertools.combinations(models.items(), 2):
-        opened_a, opened_b = OpenedModel.of(a), OpenedModel.of(b)
+        opened_a = OpenedModel.of(a)
+        opened_b = OpenedModel.of(b)
         if opened_a.on_server or opened_b.on_server:
             continue
-        module_a, module_b = _module(opened_a.model), _module(opened_b.model)
+        module_a = _module(opened_a.model)
+        module_b = _module(opened_b.model)
         if module_a is None or module_b is None or _edits(opened_a.model) != _edits(opened_b.model):
             continue
-        shared = _weighted(module_a).keys() & _weighted(module_b).keys()
-        sizes = _weighted(module_a)
-        smaller = min(sum(sizes.values()), sum(_weighted(module_b).values()))
-        if not shared or sum(sizes[module] for module in shared) <= ONE_MODEL * smaller:
+        sizes_a = _weight_counts(module_a)
+        sizes_b = _weight_counts(module_b)
+        shared_modules = sizes_a.keys() & sizes_b.keys()
+        shared_size = sum(sizes_a[module] for module in shared_modules)
+        smaller_size = min(sum(sizes_a.values()), sum(sizes_b.values()))
+        if not shared_modules or shared_size <= ONE_MODEL * smaller_size:
             continue
-        same_object = opened_a.given is opened_b.given
-        adapted = has_adapters(module_a) or has_adapters(module_b)
-        if same_object and not adapted:
+        is_same_object = opened_a.given is opened_b.given
+        is_adapted = has_adapters(module_a) or has_adapters(module_b)
+        if is_same_object and not is_adapted:
             continue
-        why = "adapters change their base model in place" if adapted else "a change of one is a change of the other"
-        kinds = [type(opened.given).__name__ for opened in (opened_a, opened_b)]
+        reason = "adapters change their base model in place" if is_adapted else "a change of one is a change of the other"
+        class_a = type(opened_a.given).__name__
+        class_b = type(opened_b.given).__name__
         text = (
-            f"`{name_a}` ({kinds[0]}) and `{name_b}` ({kinds[1]}) run the same modules, and {why}, so both give the same "
+            f"`{name_a}` ({class_a}) and `{name_b}` ({class_b}) run the same modules, and {reason}, so both give the same "
             "activations. Load the first model again, or copy it (copy.deepcopy) before it is changed."
         )
-        if adapted and not same_object:
+        if is_adapted and not is_same_object:
             raise LayersimError(text)
         warn(text)
 
 
 def has_adapters(module: torch.nn.Module) -> bool:
     """Whether a module holds layers of peft."""
-    return any(cls.__module__.split(".")[0] == "peft" for part in module.modules() for cls in type(part).__mro__)
+    return any(_is_of_peft(submodule) for submodule in module.modules())
+
+
+def _is_of_peft(module: torch.nn.Module) -> bool:
+    return any(cls.__module__.split(".")[0] == "peft" for cls in type(module).__mro__)
 
 
 def _module(model: Any) -> torch.nn.Module | None:
@@ -67,10 +76,15 @@ def _module(model: Any) -> torch.nn.Module | None:
 
 
 def _edits(model: Any) -> str:
+    """The edits of an nnsight model as text; "" for other models."""
     return edits_of(model) if is_nnsight(model) else ""
 
 
-def _weighted(module: torch.nn.Module) -> dict[torch.nn.Module, int]:
+def _weight_counts(module: torch.nn.Module) -> dict[torch.nn.Module, int]:
     """The submodules that hold weights of their own, with the number of these."""
-    sizes = {part: sum(weight.numel() for weight in part.parameters(recurse=False)) for part in module.modules()}
-    return {part: size for part, size in sizes.items() if size}
+    counts: dict[torch.nn.Module, int] = {}
+    for submodule in module.modules():
+        count = sum(weight.numel() for weight in submodule.parameters(recurse=False))
+        if count:
+            counts[submodule] = count
+    return counts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,7 +162,11 @@ class Source(ABC):
             Sums of the next batches in groups of 2^k rows that can be pushed by `core.sums.push`: the index of a group's first
             row is a multiple of its count.
         """
-        return ([PartialSums(batch.leaf, *own) for own in self.sums(batch, kernels)] for batch in batches)
+        for batch in batches:
+            groups = []
+            for not_finite, out in self.sums(batch, kernels):
+                groups.append(PartialSums(batch.leaf, not_finite, out))
+            yield groups
 
 
 class HasModule(Source):
@@ -298,20 +304,21 @@ def position_counter(sources: Sequence[Source]) -> Callable[[Batch], int] | None
     None if a source does not accept such rows. The function raises an error if the models give a row different numbers of
     positions.
     """
-    able = [source for source in sources if isinstance(source, CanCountPositions)]
+    counting_sources = [source for source in sources if isinstance(source, CanCountPositions)]
 
-    def count(batch: Batch) -> int:
-        counts = [source.count_positions(batch) for source in able]
+    def count_positions(batch: Batch) -> int:
+        counts = [source.count_positions(batch) for source in counting_sources]
         # The mean of a row is one sample in each of them.
         if len(set(counts)) > 1 and not batch.pooled:
+            by_model = [f"{count} in {source.model.name}" for source, count in zip(counting_sources, counts, strict=True)]
             raise LayersimError(
                 "The models have different numbers of positions for the same row, so their samples do not match: "
-                + ", ".join(f"{count} in {source.model.name}" for source, count in zip(able, counts, strict=True))
+                + ", ".join(by_model)
                 + ". Pass positions='mean' to compare one sample for each row."
             )
         return counts[0]
 
-    return count if len(able) == len(sources) else None
+    return count_positions if len(counting_sources) == len(sources) else None
 
 
 def firing_order(
@@ -332,21 +339,22 @@ def firing_order(
     order: list[int] = []
     widths: dict[int, int] = {}
     runs: Counter[int] = Counter()
-    together: dict[tuple[str, bool], list[int]] = {}
+    # Points that read one module have one hook.
+    points_by_module: dict[tuple[str, bool], list[int]] = {}
     for number, point in enumerate(points):
-        together.setdefault((point.module, point.incoming), []).append(number)
+        points_by_module.setdefault((point.module, point.incoming), []).append(number)
 
     shape = None if pos is None else (1, pos)
 
-    def see(of_module: list[int], given: Tensor) -> None:
-        numbers = read_in_next_run(points, of_module, runs)
+    def see(points_of_module: list[int], tensor: Tensor) -> None:
+        numbers = read_in_next_run(points, points_of_module, runs)
         for number in numbers:
             if number in widths:
                 raise not_once(points[number].name, points[number].module, SEVERAL_RUNS)
         order.extend(numbers)
         for number in numbers:
             point = points[number]
-            hidden = to_positions(given, point.channels, point.name, pos)
+            hidden = to_positions(tensor, point.channels, point.name, pos)
             if STREAM_SITE in point.name and hidden.dim() > 3:
                 raise LayersimError(
                     f"`at` names {point.name}, which is {' x '.join(map(str, hidden.shape))} for one row; a residual stream "
@@ -356,15 +364,17 @@ def firing_order(
 
     # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
     with temporary_hooks() as handles, torch.no_grad(), kernels_alone():
-        handles += [on_tensor(modules[path], incoming, partial(see, numbers)) for (path, incoming), numbers in together.items()]
+        for (path, incoming), numbers in points_by_module.items():
+            handles.append(on_tensor(modules[path], incoming, partial(see, numbers)))
         try:
             run()
         except LayersimError:
             raise
         except Exception:
+            # What fails after the last point is no part of what is measured.
             if len(order) < len(points):
                 raise
-    for numbers in together.values():
+    for numbers in points_by_module.values():
         for number in numbers:
             point = points[number]
             if number in widths:
@@ -385,21 +395,22 @@ def on_short_row(batch: Batch, check: Callable[[Batch], T]) -> T:
         batch: the rows.
         check: function that runs a forward pass over one row, and raises an error if the activations are not those of the row.
     """
-    short, whole = batch.short_row, batch.whole_row
+    short_row = batch.short_row
+    whole_row = batch.whole_row
     try:
-        return check(short)
+        return check(short_row)
     except Exception:
-        if short.tokens.shape == whole.tokens.shape:
+        if short_row.tokens.shape == whole_row.tokens.shape:
             raise
-    found = check(whole)
+    result = check(whole_row)
     try:
         check(batch.doubled_row)
     except LayersimError:
         raise
     except Exception:
         # The row is too long for the model.
-        return found
-    return found
+        return result
+    return result
 
 
 # Number of different tokens in a row from which it tells heads apart.
@@ -473,20 +484,20 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             LayersimError: a forward pass runs out of memory; or rows must run together, but change one another.
         """
         while True:
-            view = self._grouped(batch, self._rows_together)
+            view = self._collect_groups(batch, self._rows_together)
             if self._needs_comparison(batch) and self._changes_rows(batch, view):
-                self._separate()
+                self._separate_rows()
                 continue
             return view
 
-    def _grouped(self, batch: Batch, together: Together) -> View:
+    def _collect_groups(self, batch: Batch, together: Together) -> View:
         """Run the rows of a batch that may run together, group by group."""
         if together is Together.ALL:
-            return self._in_memory(batch)
+            return self._collect_in_memory(batch)
         groups = together.groups(batch)
         if len(groups) > 1 and self._indivisible():
-            raise self._not_apart()
-        return joined(batch, groups, lambda rows: self._in_memory(batch.chosen(rows)))
+            raise self._inseparable_rows()
+        return joined(batch, groups, lambda rows: self._collect_in_memory(batch.chosen(rows)))
 
     def refuse_dependent_rows(self, batch: Batch) -> None:
         """Raise an error if rows of a batch that run together change one another.
@@ -500,9 +511,10 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             with self._without_calls():
                 self.collect(batch)
         if self._rows_together is not Together.ALL and len(self._rows_together.groups(batch)) > 1:
-            raise self._not_apart()
+            raise self._inseparable_rows()
 
-    def _not_apart(self) -> LayersimError:
+    def _inseparable_rows(self) -> LayersimError:
+        """The error for rows that change one another, but must run in one forward pass."""
         return LayersimError(
             f"`batch_size` is above 1, but in {self.model.name} other rows of a batch, or padding, change the activations of a "
             f"row, and they cannot run apart{self._indivisible()}. Use Data(..., batch_size=1)."
@@ -521,25 +533,26 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             batch: the rows.
             view: their activations.
         """
-        number = row_to_compare(batch, self._rows_together)
-        if number is None:
+        row_number = row_to_compare(batch, self._rows_together)
+        if row_number is None:
             return False
-        row = batch.chosen([number])
+        row = batch.chosen([row_number])
         with self._without_calls():
-            alone = self._in_memory(row).activations
-            own = view.activations[:, (view.sequence == number).nonzero()[:, 0]]
-            found = gaps(own, alone)
-            allowed = allowed_gaps(len(own), self._model.torch_dtype, own.device)
-            if bool((found > allowed).any()):
+            alone = self._collect_in_memory(row).activations
+            in_batch = view.activations[:, (view.sequence == row_number).nonzero()[:, 0]]
+            gaps_to_batch = gaps(in_batch, alone)
+            allowed = allowed_gaps(len(in_batch), self._model.torch_dtype, in_batch.device)
+            if bool((gaps_to_batch > allowed).any()):
                 # Copies of the row have the same rounding as a batch, and change one another least.
-                copies = self._in_memory(row.chosen([0] * len(batch.tokens)))
-                noise = gaps(copies.activations[:, (copies.sequence == 0).nonzero()[:, 0]], alone)
-                if bool((found > allowed + TIMES_NOISE * noise).any()):
+                copies = self._collect_in_memory(row.chosen([0] * len(batch.tokens)))
+                first_copy = copies.activations[:, (copies.sequence == 0).nonzero()[:, 0]]
+                noise = gaps(first_copy, alone)
+                if bool((gaps_to_batch > allowed + TIMES_NOISE * noise).any()):
                     return True
         self._compared.add((self._rows_together, batch.padded))
         return False
 
-    def _separate(self) -> None:
+    def _separate_rows(self) -> None:
         """Run fewer rows together from now on."""
         self._rows_together = self._rows_together.next
         LOG.warning(
@@ -551,13 +564,14 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     @contextmanager
     def _without_calls(self) -> Iterator[None]:
         """A context manager in which views contain no calls of blocks."""
-        before, self.calling = self.calling, False
+        was_calling = self.calling
+        self.calling = False
         try:
             yield
         finally:
-            self.calling = before
+            self.calling = was_calling
 
-    def _in_memory(self, batch: Batch) -> View:
+    def _collect_in_memory(self, batch: Batch) -> View:
         """Run rows together, in as many forward passes as memory requires.
 
         A forward pass that runs out of memory is repeated with half of its rows; further batches begin with the number of rows
@@ -567,7 +581,8 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             LayersimError: a forward pass of one row, or of rows that must run together, runs out of memory.
         """
         total = len(batch.tokens)
-        before = size = min(self._rows or total, total)
+        first_size = min(self._rows or total, total)
+        size = first_size
         while True:
             try:
                 view = self._collect(batch) if size == total else in_parts(batch, size, self._collect)
@@ -580,12 +595,12 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             # After the `except` clause, because the traceback holds the activations of the failed forward pass.
             size = (size + 1) // 2
             release_memory()
-        if size < before:
+        if size < first_size:
             self._rows = size
             LOG.warning(
                 "Out of memory with %d rows in a forward pass (batch of rows %d to %d, %d positions): %s at a time from "
                 "now on. Minibatches stay as they are.",
-                before,
+                first_size,
                 batch.first,
                 batch.first + total - 1,
                 batch.tokens.shape[1],
@@ -657,11 +672,11 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         # What TransformerLens processes it describes itself.
         blocks = [] if is_transformer_lens(self.module) else [self.module.get_submodule(path) for path in self.paths]
         with torch.no_grad(), kernels_alone(), self.evaluating(), self.settling():
-            seen = self.watched(lambda: self.call(row), row.token_positions, blocks)
-        if seen.is_post_norm and self._model.basis == PRE_NORM:
+            forward = self.watched(lambda: self.call(row), row.token_positions, blocks)
+        if forward.is_post_norm and self._model.basis == PRE_NORM:
             self._model = replace(self._model, basis=POST_NORM)
-        if seen.output is not None and seen.last is not None:
-            self.choose_head(seen.last, seen.output, row)
+        if forward.output is not None and forward.last is not None:
+            self.choose_head(forward.last, forward.output, row)
 
     def watched(
         self, call: Callable[[], Any], pos: int | None = None, blocks: Sequence[torch.nn.Module] = ()
@@ -678,9 +693,9 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """
         points = self.residual.points
         modules = {point.module: self._module_at(point.module) for point in points}
-        seen = watch(points, modules, blocks, call, pos, self.aside)
-        seen.check(self._model.name)
-        return seen
+        forward = watch(points, modules, blocks, call, pos, self.aside)
+        forward.check(self._model.name)
+        return forward
 
     def choose_head(self, hidden: Tensor, output: Any, row: Batch) -> None:
         """Keep the first head that gives the model's own logits: of the possible heads, then the one that a forward pass shows.
@@ -693,15 +708,16 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             row: the row.
         """
         allowed = rounding(self._model.torch_dtype, torch.float32)
-        passes = [(hidden, output, row)]
+        forward_passes = [(hidden, output, row)]
         if not tells_heads_apart(row):
-            other = self.on_synthetic_row(self._last_block_and_output)
-            passes += [] if other is None else [other]
-        for heads in (self._heads, self._watched_heads(row)):
-            for head in heads:
-                if all(self._head_gap(head, *one_pass) <= allowed for one_pass in passes):
-                    self._set_head(head)
-                    return
+            synthetic_pass = self.on_synthetic_row(self._last_block_and_output)
+            if synthetic_pass is not None:
+                forward_passes.append(synthetic_pass)
+        # The heads of a recorded forward pass come second, and are looked for only if no other head fits.
+        for head in itertools.chain(self._heads, self._watched_heads(row)):
+            if all(self._head_gap(head, *forward_pass) <= allowed for forward_pass in forward_passes):
+                self._set_head(head)
+                return
 
     def choose_row_head(self) -> None:
         """Find out, on a synthetic row, which positions the head of a row classifier reads."""
@@ -761,7 +777,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             assert lens is not None
             difference, size = unembed_gap(lens, hidden[0], tensor_of(output)[0], row.attention[0]).tolist()
             gap: float = difference / max(size, 1e-3)
-            return gap if gap == gap else float("inf")
+            return float("inf") if math.isnan(gap) else gap
         return float("inf")
 
     def _watched_heads(self, row: Batch) -> Iterator[Head]:
@@ -778,10 +794,11 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def _heads_of(self, recorded: RecordedForward, token: int) -> Iterator[Head]:
         """The head of a recorded forward pass as a chain of modules, then as the rest of the pass on a token id."""
-        last = recorded.of(self.paths[-1])[-1]
-        if any(type(run.module) is type(last.module) for run in tail_runs(recorded, last)):
-            # `layers` leaves out later blocks, which are no part of a head.
-            return
+        last_block_run = recorded.runs_of(self.paths[-1])[-1]
+        for run in tail_runs(recorded, last_block_run):
+            if type(run.module) is type(last_block_run.module):
+                # `layers` leaves out later blocks, which are no part of a head.
+                return
         arithmetic = arithmetic_of(text_config(getattr(self.module, "config", None)), self._model.torch_dtype)
         head = watched_head(recorded, self.paths[-1], tensor_of(recorded.output), arithmetic)
         if head is not None:
@@ -803,7 +820,8 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def settling(self) -> Iterator[None]:
         """A context manager that tests, in its first forward pass, whether modules share one residual stream."""
         with temporary_hooks() as handles:
-            handles += [on_tensor(*place) for place in self.stream_test(lambda: None)]
+            for module, incoming, see in self.stream_test(lambda: None):
+                handles.append(on_tensor(module, incoming, see))
             yield
 
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
@@ -814,33 +832,43 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Args:
             end: function that is called after the last module.
         """
-        last: Tensor | None = None
+        # The first row of what the module before returned.
+        last_output: Tensor | None = None
+        # Paths of the modules that do not pass on the stream; a dict, because they are named in order.
         strangers = dict[str, None]()
 
-        def see(path: str, incoming: bool, hidden: Tensor) -> None:
-            nonlocal last
-            before, given = last, hidden.detach()[:1]
-            if incoming:
-                # NaNs are reported elsewhere.
-                given = given.nan_to_num()
-                if before is None or given.shape != before.shape or not torch.equal(given, before.to(given).nan_to_num()):
-                    strangers[path] = None
-                return
-            if path == self.paths[0]:
+        def enter(path: str, hidden: Tensor) -> None:
+            # NaNs are reported elsewhere.
+            row = hidden.detach()[:1].nan_to_num()
+            if last_output is None or row.shape != last_output.shape or not torch.equal(row, last_output.to(row).nan_to_num()):
+                strangers[path] = None
+
+        def leave(path: str, hidden: Tensor) -> None:
+            nonlocal last_output
+            is_first = path == self.paths[0]
+            if is_first:
                 # A new forward pass.
                 strangers.clear()
-            if hidden.dim() > 3 or (path != self.paths[0] and before is not None and hidden.shape[-1] != before.shape[-1]):
+            changes_width = not is_first and last_output is not None and hidden.shape[-1] != last_output.shape[-1]
+            if hidden.dim() > 3 or changes_width:
                 strangers[path] = None
             # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
             # One copy at a time: those of all modules may be larger than the memory that is left.
-            last = given.clone()
+            last_output = hidden.detach()[:1].clone()
             if path == self.paths[-1] and self._model.stream == "unknown":
                 self._model = settled(self._model, self.module, self.paths, self._named, list(strangers))
                 end()
 
-        places = [(path, incoming) for path in self.paths for incoming in (True, False)]
-        unknown = self._model.stream == "unknown"
-        return [(self.module.get_submodule(path), side, partial(see, path, side)) for path, side in places[1:] if unknown]
+        if self._model.stream != "unknown":
+            return []
+        hooks: list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]] = []
+        for path in self.paths:
+            module = self.module.get_submodule(path)
+            # No module of the stream runs before the first one.
+            if path != self.paths[0]:
+                hooks.append((module, True, partial(enter, path)))
+            hooks.append((module, False, partial(leave, path)))
+        return hooks
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -859,10 +887,12 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         # Names with a stage may lie in other stages than the one whose residual stream is read.
         prefixes = tuple(f"{stage}." for stage in lists_by_stage(self.module))
         blocks = self.paths
-        if any(isinstance(item, str) and item.startswith(prefixes) for item in items_of(at)):
+        items = items_of(at)
+        if any(isinstance(item, str) and item.startswith(prefixes) for item in items):
             # Each stage has a number of positions of its own, so families keep the names of their stages.
-            stage, blocks = stack_of(self.module, self.paths), find_stacks(self.module, None)
-            at = [f"{stage}.{item}" if item in SITE_NAMES else item for item in items_of(at)]
+            stage = stack_of(self.module, self.paths)
+            blocks = find_stacks(self.module, None)
+            at = [f"{stage}.{item}" if item in SITE_NAMES else item for item in items]
         points = find_points(self.module, blocks, at, per_head, self.watched_layouts)
         refuse_sharded_sites(self.module, points)
         return self._with_channels(points)
@@ -884,7 +914,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         recorded = record_forward(self.module, lambda: self.call(row))
         config = nearest_config(self.module, self.paths[0])
         anatomy = find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
-        hidden = recorded.of(anatomy.blocks[-1].path)[-1].returned
+        hidden = recorded.runs_of(anatomy.blocks[-1].path)[-1].output
         if hidden is None:
             return anatomy
         for head in (*self._heads, *self._heads_of(recorded, int(row.tokens[0, 0]))):
@@ -894,6 +924,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         return anatomy
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
+        """Hook points with the channel axes of their modules, if the model has convolutions."""
         # Tested once, and not for each of what may be hundreds of points.
         if is_transformer_lens(self.module) or not has_convolution(self.module):
             return points
@@ -911,10 +942,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Args:
             at: see `hook_points`.
         """
-        prefix, items = f"{stack_of(self.module, self.paths)}.", items_of(at)
-        own = [item.removeprefix(prefix) if isinstance(item, str) else item for item in items]
-        families = [plain if plain in SITE_NAMES else item for plain, item in zip(own, items, strict=True)]
-        return at if families == items else families
+        prefix = f"{stack_of(self.module, self.paths)}."
+        items = items_of(at)
+        renamed: list[Any] = []
+        for item in items:
+            family = item.removeprefix(prefix) if isinstance(item, str) else item
+            renamed.append(family if family in SITE_NAMES else item)
+        return at if renamed == items else renamed
 
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         """Read these hook points instead of the residual layers in later forward passes."""
@@ -923,9 +957,9 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     @contextmanager
     def reading_at(self, points: tuple[HookPoint, ...]) -> Iterator[None]:
         """A context manager in which forward passes read other hook points."""
-        before = self.reading
+        previous = self.reading
         self.read_at(points)
         try:
             yield
         finally:
-            self.reading = before
+            self.reading = previous

@@ -34,7 +34,8 @@ class TowerSource(HookedSource):
     """
 
     def __init__(self, clip: torch.nn.Module, tower: Tower) -> None:
-        self.clip, self.tower = clip, tower
+        self.clip = clip
+        self.tower = tower
         self._positions: dict[tuple[int, ...], int] = {}
         module = clip.get_submodule(tower.path)
         count = len(module.get_submodule(tower.blocks))  # type: ignore[arg-type]  # a list of modules
@@ -43,19 +44,21 @@ class TowerSource(HookedSource):
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
         super()._open(layers, unembed)
         config: Any = self.clip.config
-        own = self._model
+        model_name = getattr(config, "_name_or_path", "") or type(self.clip).__name__
+        # The name of a folder and the version of transformers do not change the architecture.
+        settings = config.to_dict() | {"transformers_version": None, "_name_or_path": None}
         # A model may carry its tokenizer, or the processor of both.
         carrier = self.clip if hasattr(self.clip, "tokenizer") else getattr(self.clip, "processor", None)
         self._model = replace(
-            own,
-            name=f"{getattr(config, '_name_or_path', '') or type(self.clip).__name__}, {self.tower.name} tower",
-            config_hash=hash_config(config.to_dict() | {"transformers_version": None, "_name_or_path": None}),
+            self._model,
+            name=f"{model_name}, {self.tower.name} tower",
+            config_hash=hash_config(settings),
             weights=StoredWeights(self.clip),
             changes=hooks_on(self.clip),
             basis=POST_NORM if is_post_norm(self.module, self.paths[0]) else PRE_NORM,
             layers=tuple(f"{self.tower.name}.{name}" for name in layer_names(len(self.paths))),
             stream="whole",
-            d_model=getattr(getattr(self.module, "config", None), "hidden_size", own.d_model),
+            d_model=getattr(getattr(self.module, "config", None), "hidden_size", self._model.d_model),
             tokenizer=getattr(carrier, "tokenizer", None),
             processor=processor_of(self.clip),
         )
@@ -63,10 +66,10 @@ class TowerSource(HookedSource):
     def settle(self, batch: Batch) -> None:
         # The check compares both towers, and so needs the inputs of both.
         self.run_check(batch)
-        super().settle(self._own(batch))
+        super().settle(self._batch_of_tower(batch))
 
     def collect(self, batch: Batch) -> View:
-        return super().collect(self._own(batch))
+        return super().collect(self._batch_of_tower(batch))
 
     def projected(self) -> Unembed:
         """An `Unembed` of the tower's final norm and projection to the shared space."""
@@ -74,11 +77,12 @@ class TowerSource(HookedSource):
         assert lens is not None
         return lens
 
-    def _own(self, batch: Batch) -> Batch:
+    def _batch_of_tower(self, batch: Batch) -> Batch:
         """The batch of this tower's inputs, from a batch of image-text pairs."""
         if self.tower.name == "text":
             # The first part of a longer text fills the context, but for a BOS of its own.
-            latest, context = max(start for _, start in batch.origins), self.model.context
+            latest = max(start for _, start in batch.origins)
+            context = self.model.context
             if latest >= min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN) - 1:
                 raise LayersimError(
                     f"`data` has a text of more than {latest} tokens; the context of the text tower has {context}. Cut the "
@@ -93,21 +97,22 @@ class TowerSource(HookedSource):
                 "tokenizer=processor."
             )
         refuse_integers(PIXELS, pixels)
-        rows = torch.zeros(len(pixels), 1, dtype=torch.int64)
-        alone = Batch(
-            rows,
-            rows == 0,
-            rows == 0,
+        placeholders = torch.zeros(len(pixels), 1, dtype=torch.int64)
+        attention = placeholders == 0
+        images = Batch(
+            placeholders,
+            attention,
+            attention,
             batch.first,
             origins=batch.origins,
             texts=batch.texts,
             inputs={PIXELS: pixels},
             has_tokens=False,
         )
-        key = tuple(pixels.shape[1:])
-        if key not in self._positions:
-            self._positions[key] = self.count_positions(alone.first_row)
-        return alone.with_positions(self._positions[key], Positions("first"))
+        size = tuple(pixels.shape[1:])
+        if size not in self._positions:
+            self._positions[size] = self.count_positions(images.first_row)
+        return images.with_positions(self._positions[size], Positions("first"))
 
 
 def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
@@ -121,8 +126,8 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
     """
     kind = str(getattr(getattr(clip, "config", None), "model_type", None))
     if kind not in TOWERS_BY_TYPE or not has_both_towers(clip):
-        more = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
-        raise LayersimError(f"`clip` is {brief(clip)}{more}; it must be {CLASSES}.")
+        reason = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
+        raise LayersimError(f"`clip` is {brief(clip)}{reason}; it must be {CLASSES}.")
     vision, text = TOWERS_BY_TYPE[kind]
     return TowerSource(clip, vision), TowerSource(clip, text)
 
@@ -130,7 +135,8 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
 def pair_model(vision: Model, text: Model) -> Model:
     """A model description with the inputs of both towers, for data of images and texts."""
     name = text.name.removesuffix(", text tower")
-    return replace(text, name=name, inputs={**text.inputs, **vision.inputs, PIXELS: None}, processor=vision.processor)
+    inputs = {**text.inputs, **vision.inputs, PIXELS: None}
+    return replace(text, name=name, inputs=inputs, processor=vision.processor)
 
 
 def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -> None:
@@ -143,15 +149,24 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
     Raises:
         LayersimError: the two differ by more than rounding.
     """
-    row, clip = batch.first_row, sources[0].clip
-    device, dtype = next((p.device, p.dtype) for p in clip.parameters())
-    own = [unit(source.projected()(source.collect(row).activations[-1])) for source in sources]
-    inputs = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in row.inputs.items()}
+    row = batch.first_row
+    clip = sources[0].clip
+    first_parameter = next(clip.parameters())
+    device = first_parameter.device
+    dtype = first_parameter.dtype
+    projections: list[Tensor] = []
+    for source in sources:
+        last_layer = source.collect(row).activations[-1]
+        projections.append(unit(source.projected()(last_layer)))
+    inputs: dict[str, Tensor] = {}
+    for name, values in row.inputs.items():
+        inputs[name] = values.to(device, dtype if values.is_floating_point() else None)
     with torch.no_grad():
         output: Any = clip(input_ids=row.tokens.to(device), **inputs)
-    for source, ours, name in zip(sources, own, ("image_embeds", "text_embeds"), strict=True):
+    for source, projection, name in zip(sources, projections, ("image_embeds", "text_embeds"), strict=True):
+        embedding = unit(getattr(output, name))
         # Vectors that are zero on both sides are refused with the result.
-        gap = float((ours.nan_to_num() - unit(getattr(output, name)).nan_to_num()).norm())
+        gap = float((projection.nan_to_num() - embedding.nan_to_num()).norm())
         if not gap <= rounding(dtype):
             raise LayersimError(
                 f"The projected last layer of the {source.tower.name} tower must equal `{name}` of {type(clip).__name__}, but "
@@ -197,10 +212,10 @@ def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
     """
     if eos is None:
         return tokens.argmax()
-    found = (tokens == eos).nonzero()[:, 0]
-    if not len(found):
+    end_positions = (tokens == eos).nonzero()[:, 0]
+    if not len(end_positions):
         raise LayersimError(
             f"`data` has a text of {len(tokens)} tokens without the end-of-text token {eos}, at which the text tower is read. "
             "Give texts with tokenizer=processor, or cut them with tokenizer(texts, truncation=True)."
         )
-    return found[0]
+    return end_positions[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,13 +87,13 @@ class WatchedForward:
                 raise LayersimError(
                     f"The layers of {model} cannot be read: {point.name} (module {point.module}) is reached {reached} in a "
                     "forward pass over one row of this data, and each block must run exactly once."
-                    + (f" {_of_runs(point.name, self.runs[number])}" if self.runs[number] > 1 else "")
+                    + (f" {_how_to_read_runs(point.name, self.runs[number])}" if self.runs[number] > 1 else "")
                 )
-        for before, number in zip(self.order, self.order[1:], strict=False):
-            if number < before:
+        for previous, number in itertools.pairwise(self.order):
+            if number < previous:
                 raise LayersimError(
                     f"The layers of {model} cannot be read: the forward pass reaches {self.points[number].name} (module "
-                    f"{self.points[number].module}) after {self.points[before].name}. `layers` must name blocks in the order "
+                    f"{self.points[number].module}) after {self.points[previous].name}. `layers` must name blocks in the order "
                     "in which they run."
                 )
         if self.summed:
@@ -116,12 +117,11 @@ class WatchedForward:
         return shape[:-1] in ((1, self.pos), (self.pos,))
 
 
-def _of_runs(name: str, runs: int) -> str:
+def _how_to_read_runs(name: str, runs: int) -> str:
     """How to read the runs of a block."""
-    first, second = (f"'{name}[{run}]'" for run in range(2))
     return (
-        f"To read its {runs} runs, name them in the order of the forward pass, at=[{first}, {second}, ...], for CKA, Cosine or "
-        "another measure of any sites."
+        f"To read its {runs} runs, name them in the order of the forward pass, at=['{name}[0]', '{name}[1]', ...], for CKA, "
+        "Cosine or another measure of any sites."
     )
 
 
@@ -143,25 +143,26 @@ def watch(
         pos: number of positions of the row, if tokens determine it.
         aside: whether the current forward pass is not that of the model.
     """
-    seen = WatchedForward(points, pos)
+    forward = WatchedForward(points, pos)
     with temporary_hooks() as handles:
 
         def see(number: int, hidden: Tensor) -> None:
             if not aside():
-                seen.see(number, hidden)
+                forward.see(number, hidden)
 
-        handles += [on_tensor(modules[point.module], point.incoming, partial(see, n)) for n, point in enumerate(points)]
+        for number, point in enumerate(points):
+            handles.append(on_tensor(modules[point.module], point.incoming, partial(see, number)))
         for block in blocks:
-            handles += _norm_hooks(block, seen.ends_in_norm)
-        handles += _sum_hooks(blocks, seen.summed)
+            handles += _norm_hooks(block, forward.ends_in_norm)
+        handles += _sum_hooks(blocks, forward.summed)
         try:
-            seen.output = call()
+            forward.output = call()
         except LayersimError:
             raise
         except Exception:
-            if not seen.is_complete:
+            if not forward.is_complete:
                 raise
-    return seen
+    return forward
 
 
 def _sum_hooks(blocks: Sequence[torch.nn.Module], summed: list[str]) -> list[RemovableHandle]:
@@ -172,42 +173,56 @@ def _sum_hooks(blocks: Sequence[torch.nn.Module], summed: list[str]) -> list[Rem
     returned: list[Tensor] = []
 
     def leave(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-        parts = output if isinstance(output, tuple | list) else ()
-        floats = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-        alike = [part.detach().clone() for part in floats if part.shape == floats[0].shape]
-        returned[:] = alike if len(alike) > 1 else []
+        items = output if isinstance(output, tuple | list) else ()
+        tensors = [item for item in items if isinstance(item, Tensor) and item.is_floating_point()]
+        same_shape = [tensor.detach().clone() for tensor in tensors if tensor.shape == tensors[0].shape]
+        returned[:] = same_shape if len(same_shape) > 1 else []
 
-    def read(block: str, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        for other in returned[1:]:
-            total = returned[0] + other
-            reads_both = sum(any(_is_same(value, part) for part in (returned[0], other)) for value in given) > 1
-            if reads_both or any(_is_same(value, total) for value in given):
+    def enter_norm(block: str, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        for second in returned[1:]:
+            first = returned[0]
+            total = first + second
+            terms_read = 0
+            for value in inputs:
+                if _is_nonzero_and_equal(value, first) or _is_nonzero_and_equal(value, second):
+                    terms_read += 1
+            # A norm that adds the two itself has both among its inputs.
+            if terms_read > 1 or any(_is_nonzero_and_equal(value, total) for value in inputs):
                 summed.append(block)
 
     handles = [on_leave(block, in_this_thread(leave)) for block in blocks]
     for block in blocks:
-        seen = in_this_thread(partial(read, type(block).__name__))
-        handles += [on_enter(part, seen) for part in block.modules() if part is not block and has_name_of_norm(type(part))]
+        hook = in_this_thread(partial(enter_norm, type(block).__name__))
+        handles += [on_enter(norm, hook) for norm in _norms_inside(block)]
     return handles
 
 
-def _is_same(value: Tensor, other: Tensor) -> bool:
-    return value.shape == other.shape and bool(other.any()) and torch.equal(value, other)
+def _is_nonzero_and_equal(value: Tensor, reference: Tensor) -> bool:
+    return value.shape == reference.shape and bool(reference.any()) and torch.equal(value, reference)
+
+
+def _norms_inside(block: torch.nn.Module) -> list[torch.nn.Module]:
+    """The norms inside a block, by the names of their classes."""
+    return [module for module in block.modules() if module is not block and has_name_of_norm(type(module))]
 
 
 def _norm_hooks(block: torch.nn.Module, ends_in_norm: list[bool]) -> list[RemovableHandle]:
     """Hooks that append to a list, for each run of a block, whether its output is the output of a norm inside it."""
-    last: list[Tensor] = []
+    last_normed: Tensor | None = None
 
-    def keep(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+    def leave_norm(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        nonlocal last_normed
         if isinstance(output, Tensor):
-            last[:] = [output]
+            last_normed = output
 
-    def compare(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+    def leave_block(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        nonlocal last_normed
         hidden = first_tensor(output)
-        ends_in_norm.append(any(hidden.shape == normed.shape and torch.equal(hidden, normed) for normed in last))
-        last.clear()
+        is_normed = last_normed is not None and hidden.shape == last_normed.shape and torch.equal(hidden, last_normed)
+        ends_in_norm.append(is_normed)
+        last_normed = None
 
-    norms = [part for part in block.modules() if part is not block and has_name_of_norm(type(part))]
-    return [on_leave(norm, in_this_thread(keep)) for norm in norms] + [on_leave(block, in_this_thread(compare))]
+    handles = [on_leave(norm, in_this_thread(leave_norm)) for norm in _norms_inside(block)]
+    handles.append(on_leave(block, in_this_thread(leave_block)))
+    return handles

@@ -58,7 +58,8 @@ class _PythonValues(TorchFunctionMode):
             return []
         if func is torch.nn.functional.scaled_dot_product_attention and len(args) == 3 and args[0].is_meta:
             query, key, value = args
-            return CPU_ATTENTION(query, key, value)[0] if query.shape[-1] == value.shape[-1] else func(*args, **kwargs)
+            if query.shape[-1] == value.shape[-1]:
+                return CPU_ATTENTION(query, key, value)[0]
         return func(*args, **kwargs)
 
 
@@ -68,43 +69,56 @@ class _TensorValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as a
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name == "_to_copy" and given[0].dtype == torch.bool and not given[0].is_meta:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name == "_to_copy" and tensors[0].dtype == torch.bool and not tensors[0].is_meta:
+            mask = tensors[0]
             out = func(*args, **kwargs)
-            return _with_fraction(out, float(given[0].double().mean()) if given[0].numel() else 1.0) if out.is_meta else out
-        if not any(tensor.is_meta for tensor in given):
+            if not out.is_meta:
+                return out
+            return _with_fraction(out, float(mask.double().mean()) if mask.numel() else 1.0)
+        if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         if name == "_local_scalar_dense":
-            [number] = given
-            typical = 1.0 if number.dtype.is_floating_point else 1
-            return _fraction(number) > 0 if number.dtype == torch.bool else typical
+            [number] = tensors
+            if number.dtype == torch.bool:
+                return _fraction_true(number) > 0
+            return 1.0 if number.dtype.is_floating_point else 1
         if name == "_to_copy" and "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         if name == "index":
             return self._index(func, *args)
         if name == "nonzero":
-            return args[0].new_empty(_true_in(args[0]), args[0].dim(), dtype=torch.int64)
+            return args[0].new_empty(_count_true(args[0]), args[0].dim(), dtype=torch.int64)
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         if name == "bincount":
-            return args[0].new_empty(kwargs.get("minlength", args[2] if len(args) > 2 else 0), dtype=torch.int64)
+            bins = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+            return args[0].new_empty(bins, dtype=torch.int64)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.dtype == torch.bool:
-            least = min((_fraction(tensor) for tensor in given if tensor.dtype == torch.bool), default=1.0)
-            negated = 1.0 - least if name in ("bitwise_not", "logical_not") else least
-            _with_fraction(out, {"any": 0.0, "all": 1.0}.get(name, negated))
+            fraction = min((_fraction_true(tensor) for tensor in tensors if tensor.dtype == torch.bool), default=1.0)
+            if name in ("bitwise_not", "logical_not"):
+                fraction = 1.0 - fraction
+            elif name == "any":
+                fraction = 0.0
+            elif name == "all":
+                fraction = 1.0
+            _with_fraction(out, fraction)
         return out
 
     def _index(self, func: Any, x: Tensor, indices: list[Tensor | None]) -> Tensor:
         """Index a tensor; a mask selects its recorded fraction of elements."""
-        whole: list[Tensor | None] = []
+        meta_indices: list[Tensor | None] = []
         for index in indices:
-            if index is None or index.dtype != torch.bool:
-                whole.append(None if index is None else index.to("meta"))
+            if index is None:
+                meta_indices.append(None)
+            elif index.dtype != torch.bool:
+                meta_indices.append(index.to("meta"))
             else:
-                count = _true_in(index) if index.is_meta else int(index.sum())
-                whole += [torch.empty(count, dtype=torch.int64, device="meta")] * index.dim()
-        out: Tensor = func(x.to("meta"), whole)
-        return _with_fraction(out, _fraction(x)) if x.dtype == torch.bool else out
+                # A mask is as many integer indices as it has axes.
+                count = _count_true(index) if index.is_meta else int(index.sum())
+                meta_indices += [torch.empty(count, dtype=torch.int64, device="meta")] * index.dim()
+        out: Tensor = func(x.to("meta"), meta_indices)
+        return _with_fraction(out, _fraction_true(x)) if x.dtype == torch.bool else out
 
 
 def _with_fraction(mask: Tensor, fraction: float) -> Tensor:
@@ -113,9 +127,9 @@ def _with_fraction(mask: Tensor, fraction: float) -> Tensor:
     return mask
 
 
-def _fraction(mask: Tensor) -> float:
+def _fraction_true(mask: Tensor) -> float:
     return float(getattr(mask, "fraction_true", 1.0))
 
 
-def _true_in(mask: Tensor) -> int:
-    return round(_fraction(mask) * mask.numel())
+def _count_true(mask: Tensor) -> int:
+    return round(_fraction_true(mask) * mask.numel())
