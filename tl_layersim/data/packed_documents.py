@@ -40,8 +40,12 @@ def documents_in(row: Row, model: ModelInputs) -> list[Row]:
             f"`{name}` begins again within row {row.source} of the data, which therefore holds {len(starts)} documents, but "
             f"the head of {model.name} makes one prediction per row. Give each document as a row."
         )
-    ends = [*(start - 1 for start in starts[1:]), len(attended) - 1]
-    return [row[int(attended[start]) : int(attended[end]) + 1] for start, end in zip(starts, ends, strict=True)]
+    documents = []
+    for start, stop in itertools.pairwise([*starts, len(attended)]):
+        first = int(attended[start])
+        last = int(attended[stop - 1])
+        documents.append(row[first : last + 1])
+    return documents
 
 
 def document_starts(ids: Tensor, name: str, number: int) -> list[int]:
