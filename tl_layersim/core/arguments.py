@@ -105,7 +105,7 @@ def typed(call: _T) -> _T:
             return run(*args, **kwargs)
         except _checker()[1] as error:
             remove_secrets(error)
-            raise _in_a_sentence(error, call.__qualname__.removesuffix(".__init__"), arguments) from None
+            raise _error_in_words(error, call.__qualname__.removesuffix(".__init__"), arguments) from None
         except Exception as error:
             remove_secrets(error)
             raise
@@ -129,7 +129,7 @@ def _resolve_inherited(cls: type, init: Any) -> None:
 _TENSORS = {"Float": "a floating-point tensor", "Integer": "an integer tensor", "Shaped": "a tensor"}
 
 
-def _in_words(expected: str) -> str:
+def _type_in_words(expected: str) -> str:
     """Wording of a type that jaxtyping printed."""
 
     def tensor_in_words(match: re.Match[str]) -> str:
@@ -143,7 +143,7 @@ def _in_words(expected: str) -> str:
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 
-def _in_a_sentence(error: BaseException, name: str, arguments: dict[str, Any]) -> LayersimTypeError:
+def _error_in_words(error: BaseException, name: str, arguments: dict[str, Any]) -> LayersimTypeError:
     """Convert a jaxtyping error to a `LayersimTypeError`.
 
     Args:
@@ -161,7 +161,7 @@ def _in_a_sentence(error: BaseException, name: str, arguments: dict[str, Any]) -
         cause = cause.__context__
     if match is None:
         return LayersimTypeError(f"{name}: {message}")
-    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
+    expected = _type_in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
     # Sizes that other arguments give to the dimensions of the shape.
     sizes = []
     for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE):

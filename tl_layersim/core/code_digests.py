@@ -157,11 +157,11 @@ class ValueNames:
         """
         values: list[Any] = []
         while isinstance(function, functools.partial):
-            values.append(_arguments(function))
+            values.append(_partial_arguments(function))
             function = function.func
         # Decorators of libraries such as torch.no_grad() hold objects of their own, so only their code counts.
         while (inner := getattr(function, "__wrapped__", None)) is not None and is_of_library(function):
-            values += self._decorator(function)
+            values += self._decorator_values(function)
             function = inner
         method_object = getattr(function, "__self__", None)
         # For a method, the function of its class.
@@ -173,11 +173,11 @@ class ValueNames:
             self._remember(plain_function, name)
             if method_object is not None:
                 values.append(self._object_of_method(method_object, plain_function))
-            values += [closure_of(plain_function), _defaults(plain_function)]
+            values += [closure_of(plain_function), _default_values(plain_function)]
             module = defined_in(plain_function)
             code = version_of(module) if _is_library(module) else digest_of_code([plain_function])
             if not _is_library(module) and not _is_installed(sys.modules.get(module)):
-                values.append(self._globals(plain_function))
+                values.append(self._global_values(plain_function))
         else:
             # An object that can be called, or a function of C, which has no code to digest.
             self.unknown.append(name)
@@ -224,7 +224,7 @@ class ValueNames:
         if isinstance(value, torch.autocast):
             return ["autocast", value.device, repr(value.fast_dtype), value._enabled]
         if isinstance(value, torch.nn.Module):
-            return self._module(value)
+            return self._module_name(value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject:
             return self.named(value.tolist())
         if isinstance(value, torch.Tensor) and not value.is_meta:
@@ -232,7 +232,7 @@ class ValueNames:
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, type):
-            return self._class(value)
+            return self._class_name(value)
         if isinstance(value, FunctionType | MethodType | functools.partial):
             return self.function(value)
         if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | type | None):
@@ -250,14 +250,14 @@ class ValueNames:
         self._names[id(value)] = name
         self._named_objects.append(value)
 
-    def _decorator(self, function: Callable[..., Any]) -> list[Any]:
+    def _decorator_values(self, function: Callable[..., Any]) -> list[Any]:
         """Code of a wrapper that a library's decorator made, and the precision that it sets."""
         if not isinstance(function, FunctionType):
             return []
         precision = [item for item in closure_of(function) if isinstance(item, torch.autocast)]
         return [digest_of_code([function]), precision]
 
-    def _module(self, module: torch.nn.Module) -> str:
+    def _module_name(self, module: torch.nn.Module) -> str:
         """Name of a module: its class, and a digest of the settings of all submodules and of its weights."""
         name = type(module).__qualname__
         # A module that reaches itself is digested once.
@@ -268,7 +268,7 @@ class ValueNames:
         self._remember(module, f"{name} {self.digest(repr(settings), weights)}")
         return self._names[id(module)]
 
-    def _class(self, kind: type) -> str:
+    def _class_name(self, kind: type) -> str:
         """Name of a class, with a digest of its code if it is the user's."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if _is_library(kind.__module__):
@@ -280,7 +280,7 @@ class ValueNames:
         self._remember(kind, f"{name} {digest}")
         return self._names[id(kind)]
 
-    def _globals(self, function: FunctionType) -> dict[str, Any]:
+    def _global_values(self, function: FunctionType) -> dict[str, Any]:
         """Names of the global values that a function reads, and of those that it reads from modules of the user."""
         attributes = _names_in(function.__code__)
         names = {}
@@ -329,7 +329,7 @@ def closure_of(function: FunctionType) -> list[Any]:
     return values
 
 
-def _defaults(function: FunctionType) -> list[Any]:
+def _default_values(function: FunctionType) -> list[Any]:
     """Default values of a function's arguments, without those that it changes."""
     code = function.__code__
     defaults = function.__defaults__ or ()
@@ -339,7 +339,7 @@ def _defaults(function: FunctionType) -> list[Any]:
     return [value for name, value in (*positional, *keyword_only) if name not in _written_names(code)]
 
 
-def _arguments(function: functools.partial[Any]) -> list[Any]:
+def _partial_arguments(function: functools.partial[Any]) -> list[Any]:
     """Arguments that a `functools.partial` holds, without those that its function changes."""
     inner = getattr(function.func, "__func__", function.func)
     if not isinstance(inner, FunctionType):

@@ -58,8 +58,10 @@ def without_login(host: str) -> str:
 # address; and an access token of the Hugging Face hub, also inside a longer name.
 _LOGIN = re.compile(r"((?<!\w)[a-z][\w+.-]*://|(?<!\w)(?:https?|ftps?|wss?|ssh|s3):/)[^/\s]*@", re.IGNORECASE)
 _BARE_LOGIN = re.compile(r"(^|[\s'\"`(\[=,])[^/\s:@'\"`]+:[^/\s@]+@")
-_VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
-_TOKEN = re.compile(r"(hf_|api_org_)[A-Za-z0-9]{16,}")
+_SECRET_PARAMETER = re.compile(
+    r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE
+)
+_HUB_TOKEN = re.compile(r"(hf_|api_org_)[A-Za-z0-9]{16,}")
 
 # The warnings that `recorded_warnings` lists, and whether they are issued. The variable belongs to one thread. Filters of the
 # standard library belong to the process, and threads that change them at the same time leave them changed.
@@ -97,7 +99,7 @@ def without_secrets(text: str) -> str:
         'https://host/model?token=***'
     """
     text = _BARE_LOGIN.sub(r"\1", _LOGIN.sub(r"\1", text))
-    return _TOKEN.sub(r"\1***", _VALUE.sub(r"\1***", text))
+    return _HUB_TOKEN.sub(r"\1***", _SECRET_PARAMETER.sub(r"\1***", text))
 
 
 # Characters that reorder the text around them.

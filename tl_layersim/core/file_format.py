@@ -76,7 +76,7 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
     with replacing(path) as file:
         file.write(len(front).to_bytes(8, "little") + front)
         for tensor in tensors_on_cpu.values():
-            file.write(_bytes(tensor))
+            file.write(_bytes_of_tensor(tensor))
     return Path(path)
 
 
@@ -91,11 +91,11 @@ def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(_bytes(tensor))
+        digest.update(_bytes_of_tensor(tensor))
     return digest.hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
@@ -285,13 +285,13 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
+def reading(path: str | os.PathLike[str], content: str, remedy: str) -> Iterator[None]:
     """Context manager that turns errors of a malformed file into a `LayersimError`.
 
     Args:
         path: path of the file.
-        what: the expected content, such as "a complete checkpoint".
-        do: the remedy, as a sentence without its full stop.
+        content: the expected content, such as "a complete checkpoint".
+        remedy: the remedy, as a sentence without its full stop.
 
     Raises:
         LayersimError: a part of the file is missing, or of another type.
@@ -301,10 +301,10 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
     except LayersimError as error:
         if str(path) in str(error):
             raise
-        raise _malformed(path, what, do, str(error)) from error
+        raise _malformed(path, content, remedy, str(error)) from error
     except MALFORMED as error:
-        raise _malformed(path, what, do, f"{type(error).__name__}: {error}") from error
+        raise _malformed(path, content, remedy, f"{type(error).__name__}: {error}") from error
 
 
-def _malformed(path: str | os.PathLike[str], what: str, do: str, reason: str) -> LayersimError:
-    return LayersimError(f"{path} is not {what} ({excerpt(reason, 300)}). {do}.")
+def _malformed(path: str | os.PathLike[str], content: str, remedy: str, reason: str) -> LayersimError:
+    return LayersimError(f"{path} is not {content} ({excerpt(reason, 300)}). {remedy}.")

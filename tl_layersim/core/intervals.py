@@ -56,8 +56,8 @@ def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantil
         # The first bin that is not empty and whose cumulative count reaches the target.
         index = ((cumulative < target) | (cumulative == 0)).sum(-1, keepdim=True).clamp(max=bins - 1)
         count = counts.gather(-1, index)
-        before = cumulative.gather(-1, index) - count
-        fraction = (target - before) / count
+        count_before = cumulative.gather(-1, index) - count
+        fraction = (target - count_before) / count
         value = low + (index + fraction) * width
         values.append(value.squeeze(-1).masked_fill(is_empty, math.nan))
     return torch.stack(values)

@@ -331,10 +331,10 @@ def result_table(result: Any) -> xarray.Dataset:
         labels |= {axis: list(result.coordinates(axis)) for axis in declared.axes}
     depths = {}
     for axis in labels:
-        depths_of_sites = _depths(result, axis)
+        depths_of_sites = _relative_depths(result, axis)
         if depths_of_sites:
             depths[f"{axis}_depth"] = (axis, depths_of_sites)
-    return xarray.Dataset(variables, labels | depths, _provenance(result))
+    return xarray.Dataset(variables, labels | depths, _provenance_attributes(result))
 
 
 @typed
@@ -445,7 +445,7 @@ def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
         warn(f"The runs{of_analyzer} were measured with different options: {'; '.join(different)}.")
 
 
-def _provenance(result: Any) -> dict[str, str | int | float]:
+def _provenance_attributes(result: Any) -> dict[str, str | int | float]:
     """The provenance as texts and numbers, because xarray files hold nothing else. Options and versions become JSON."""
     attributes: dict[str, str | int | float] = {"result": type(result).__name__}
     for key, value in asdict(result.provenance).items():
@@ -454,7 +454,7 @@ def _provenance(result: Any) -> dict[str, str | int | float]:
     return attributes
 
 
-def _depths(result: Any, axis: str) -> list[float]:
+def _relative_depths(result: Any, axis: str) -> list[float]:
     """Relative depth of each site along an axis, from 0 to 1. 0 is the model's first site, 1 its last. Empty without sites."""
     sites = result.coordinates("column") if axis == "column" else result.layers
     labels = result.coordinates(axis)

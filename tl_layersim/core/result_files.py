@@ -142,7 +142,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
     with reading(path, f"a complete {header['kind']}", "Copy the file again, or run the analysis again"):
         if header["kind"] == "result":
             return _unpack(path, header, tensors, base, report)
-        return report(_unpack_each(path, header["results"], tensors, base, report))
+        return report(_unpack_results(path, header["results"], tensors, base, report))
 
 
 def _unpack(
@@ -181,12 +181,12 @@ def _unpack(
     nested_tensors = by_first_name(nested_headers, tensors_of_nested)
     for name in nested_headers.keys() - set(ALIKE):
         likes = {} if like is None else getattr(like, name)
-        values[name] = report(_unpack_each(path, nested_headers[name], nested_tensors[name], base, report, likes))
+        values[name] = report(_unpack_results(path, nested_headers[name], nested_tensors[name], base, report, likes))
     result = cls(**values, **tensors_of_result)
     alike = {}
     for name in nested_headers.keys() & set(ALIKE):
         likes = dict.fromkeys(nested_headers[name], result)
-        results = _unpack_each(path, nested_headers[name], nested_tensors[name], base, report, likes)
+        results = _unpack_results(path, nested_headers[name], nested_tensors[name], base, report, likes)
         alike[name] = tuple(results.values())
     return replace(result, **alike)
 
@@ -210,7 +210,7 @@ def _refuse_other_types(cls: type[Any], values: Mapping[str, Any]) -> None:
             raise LayersimError(f"`{name}` of {cls.__name__} is {brief(value)}; it is of another type than the field")
 
 
-def _unpack_each(
+def _unpack_results(
     path: str | os.PathLike[str],
     headers: Mapping[str, Any],
     tensors: Mapping[str, Tensor],

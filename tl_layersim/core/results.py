@@ -508,7 +508,9 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
         kind = type(result).__name__
         results.append({"name": name, "kind": kind, "headline": headline_texts(result), "run": result.provenance})
     intervals = any(result.has_intervals for result in report.values())
-    address = f"{SCHEME}{repo}" + (f"@{revision}" if revision not in (None, "main") else "")
+    address = f"{SCHEME}{repo}"
+    if revision not in (None, "main"):
+        address += f"@{revision}"
     # Every value of the card goes through `_as_plain_text`: names come from files.
     page = Environment(trim_blocks=True, lstrip_blocks=True, finalize=_as_plain_text)
     # Of a model that was loaded from a folder, the last part of its path.

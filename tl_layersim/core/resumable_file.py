@@ -145,14 +145,14 @@ class ResumableFile:
         return self.path is not None and time.monotonic() > self._time_of_next_save
 
     @contextmanager
-    def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
+    def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], subject: Callable[[], str]) -> Iterator[None]:
         """Context manager that saves the state after an exception, Ctrl-C included.
 
         The exception gets a note of where the run can be resumed, or of why it cannot.
 
         Args:
             snapshot: the state at that moment; None if it cannot be kept.
-            kept: subject and verb of the note, such as "The sums of 1024 tokens are".
+            subject: subject and verb of the note, such as "The sums of 1024 tokens are".
         """
         try:
             yield
@@ -161,7 +161,7 @@ class ResumableFile:
                 state = None if self.path is None else snapshot()
                 if state is not None:
                     self.write(*state)
-                    error.add_note(f"{kept()} in {self.path}; the same call continues from there.")
+                    error.add_note(f"{subject()} in {self.path}; the same call continues from there.")
             except OSError as write_error:
                 error.add_note(str(write_error))
             raise

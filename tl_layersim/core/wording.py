@@ -53,18 +53,18 @@ def brief(value: object) -> str:
     return text if is_readable else kind
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A question that proposes the known name nearest to a misspelt one; empty if none is near.
 
     Args:
         name: the name as it was written.
-        known: the names that exist.
+        names: the names that exist.
 
     Examples:
         >>> did_you_mean("max_token", ["max_tokens", "seq_len"])
         ' Did you mean max_tokens?'
     """
-    nearest = difflib.get_close_matches(name, list(known), n=1)
+    nearest = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""
 
 

@@ -469,12 +469,12 @@ class Batches:
         """Whether the data is an iterator whose rows are not kept, so that it can be read only once."""
         return self.data.read_once and (self._kept_rows is None or self._kept_rows.notes is None)
 
-    def read_ahead(self, reader: str, do: str) -> None:
+    def read_ahead(self, reader: str, remedy: str) -> None:
         """Read an iterator to its end and keep the rows, because several passes need them.
 
         Args:
             reader: the analyzer or function that needs several passes, for the error message.
-            do: the data or analyzer to pass instead, for the error message.
+            remedy: the data or analyzer to pass instead, for the error message.
 
         Raises:
             LayersimError: the rows take more than `MOST_KEPT` bytes.
@@ -483,7 +483,7 @@ class Batches:
             if self._kept_rows is not None and not self._kept_rows.fits:
                 raise LayersimError(
                     f"`data` is a generator, which can be read only once, and {reader} needs several passes. The rows take "
-                    f"more than {in_words(MOST_KEPT)}, so they were not kept: pass {do}."
+                    f"more than {in_words(MOST_KEPT)}, so they were not kept: pass {remedy}."
                 )
 
     @property

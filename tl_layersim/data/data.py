@@ -226,7 +226,7 @@ class Data:
             **defaults: options for raw data in which the call differs from the defaults of `Data`.
         """
         if not isinstance(given, Data):
-            return cls(given, **defaults)._of_call(SourceReading())
+            return cls(given, **defaults)._for_call(SourceReading())
         if given._is_of_call:
             return given
         # An iterator that was read cannot be read again, so its rows are those that were kept.
@@ -234,9 +234,9 @@ class Data:
             content = content_digest(given.source)
             if content is None or content != given._reading.content:
                 object.__setattr__(given, "_reading", SourceReading(content))
-        return given._of_call(given._reading)
+        return given._for_call(given._reading)
 
-    def _of_call(self, reading: SourceReading) -> Data:
+    def _for_call(self, reading: SourceReading) -> Data:
         """A copy for one call, which shares the rows that were read."""
         copy = replace(self)
         object.__setattr__(copy, "_reading", reading)
@@ -261,7 +261,7 @@ class Data:
         Args:
             rule: the rule, see `positions`.
         """
-        return replace(self, positions=rule)._of_call(self._reading)
+        return replace(self, positions=rule)._for_call(self._reading)
 
     def kept(self, key: Hashable) -> KeptRows | None:
         """The `KeptRows` of the last pass with this key; None before the first pass.
@@ -346,7 +346,7 @@ def _shown_row(row: Row, tokenizer: Any) -> str:
 
 
 # Options that a result records as they are; a tokenizer is recorded by its class and size.
-OPTIONS = tuple(f.name for f in fields(Data) if f.init and f.name not in ("source", "tokenizer"))
+OPTIONS = tuple(option.name for option in fields(Data) if option.init and option.name not in ("source", "tokenizer"))
 DATA_OPTIONS = (*OPTIONS, *RECORDED)
 
 

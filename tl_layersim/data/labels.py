@@ -36,18 +36,18 @@ def number_tensor(values: Any, name: str = "data", allowed: str = "numbers, in r
                 [5, 6]])
     """
     try:
-        return _joined(values).detach().cpu()
+        return _as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise LayersimError(f"`{name}` is {brief(values)}; it must hold {allowed}.") from error
 
 
-def _joined(values: Any) -> Tensor:
+def _as_tensor(values: Any) -> Tensor:
     if not isinstance(values, list | tuple):
         return torch.as_tensor(values)
     first = values[0] if values else None
     if isinstance(first, list | tuple | Tensor | np.ndarray):
         # Floats of nested lists become float32, torch's default, and arrays keep their type.
-        return torch.stack([_joined(value) for value in values])
+        return torch.stack([_as_tensor(value) for value in values])
     return torch.tensor(list(values))
 
 

@@ -127,7 +127,7 @@ def _pixel_axes(shape: torch.Size, axes: int, level: Level, model: ModelInputs) 
     return 2 if axes <= 3 else 3
 
 
-def _by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
+def _tensors_by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
     """Split the values of an input by row. `count` is None for a single row without an axis of rows.
 
     Raises:
@@ -156,7 +156,7 @@ def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tens
         inputs: columns of inputs.
         count: number of rows; None if the values are one row without an axis of rows.
     """
-    columns = {name: _by_row(name, values, count) for name, values in inputs.items()}
+    columns = {name: _tensors_by_row(name, values, count) for name, values in inputs.items()}
     rows = []
     for number in range(1 if count is None else count):
         rows.append({name: column[number] for name, column in columns.items()})
@@ -402,10 +402,10 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return cut
 
 
-def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
+def decoder_alone(content: str, model: ModelInputs) -> LayersimError:
     """The error for data that lacks the inputs of the encoder or of the decoder."""
     return LayersimError(
-        f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
+        f"`data` holds {content}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
         f"`decoder_input_ids`. To measure only the encoder, pass texts or token ids with `at='encoder.resid_post'`."
     )
 

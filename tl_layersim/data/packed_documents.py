@@ -66,12 +66,12 @@ def document_starts(ids: Tensor, name: str, number: int) -> list[int]:
     """
     values: list[int] = ids.tolist()
     starts = [0] if values else []
-    for place, (before, value) in enumerate(itertools.pairwise(values), start=1):
-        if value == before + 1:
+    for place, (previous, value) in enumerate(itertools.pairwise(values), start=1):
+        if value == previous + 1:
             continue
-        if value > before or (value == before and value != values[0]):
+        if value > previous or (value == previous and value != values[0]):
             raise LayersimError(
-                f"`{name}` goes from {before} to {value} in row {number} of the data; it must rise by 1 from token to token, "
+                f"`{name}` goes from {previous} to {value} in row {number} of the data; it must rise by 1 from token to token, "
                 "or begin again at a lower value, where another document begins."
             )
         starts.append(place)

@@ -101,7 +101,7 @@ class Positions:
                 )
             chosen = after_skipped[marks[after_skipped]]
         elif callable(self.rule):
-            chosen = attended[self._chosen(tokens[attended].clone())]
+            chosen = attended[self._chosen_by_function(tokens[attended].clone())]
         elif isinstance(self.rule, slice):
             # Tensors have no slices with a negative step.
             chosen = after_skipped[list(range(len(after_skipped))[self.rule])]
@@ -143,7 +143,7 @@ class Positions:
         if callable(self.rule):
             raise LayersimError("`positions` is a function of token ids, but the rows have no token ids. Use a slice.")
 
-    def _chosen(self, tokens: Tensor) -> Tensor:
+    def _chosen_by_function(self, tokens: Tensor) -> Tensor:
         """Indices that the function selects among the attended tokens of a row."""
         assert callable(self.rule)
         count = len(tokens)

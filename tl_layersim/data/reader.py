@@ -93,19 +93,19 @@ class Reader:
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
             yield from self.items(data.tolist())
         elif self._is_one_image(data):
-            yield from self._image(data)
+            yield from self._rows_of_image(data)
         elif is_images(data) and self.model.main_input == PIXELS and self.model.processor is not None:
             for image in data:
-                yield from self._image(image)
+                yield from self._rows_of_image(image)
         elif isinstance(data, np.ndarray | Tensor):
-            yield from self._table(data, level)
+            yield from self._rows_of_table(data, level)
         elif isinstance(data, Mapping):
-            yield from self._mapping(data, level)
+            yield from self._items_of_mapping(data, level)
         elif hasattr(data, "columns") and hasattr(data, "to_dict"):
             # A pandas table, which iterates over the names of its columns.
-            yield from self._mapping({name: data[name].tolist() for name in data.columns}, "batch")
-        elif _is_ids(data):
-            yield from self._table(data, level)
+            yield from self._items_of_mapping({name: data[name].tolist() for name in data.columns}, "batch")
+        elif _is_row_of_ids(data):
+            yield from self._rows_of_table(data, level)
         elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.data.column is None and is_chat(data):
             yield Text(None, messages=data)
         elif isinstance(data, tuple) and len(data) != 1:
@@ -122,7 +122,7 @@ class Reader:
         """Raise an error if the user names a column, but the data has no columns."""
         if self.data.column is None and self._group_column is None:
             return
-        without_columns = isinstance(data, str | np.ndarray | Tensor) or _is_ids(data)
+        without_columns = isinstance(data, str | np.ndarray | Tensor) or _is_row_of_ids(data)
         if self.data.column is not None and without_columns:
             raise LayersimError(f"`column` is {self.data.column!r}, but `data` holds {brief(data)}, which has no columns.")
         if self._group_column is not None and (without_columns or is_image(data)):
@@ -152,7 +152,7 @@ class Reader:
                 item = tuple(item)
             yield from self.items(item, level)
 
-    def _table(self, values: Any, level: Level) -> Iterator[Row]:
+    def _rows_of_table(self, values: Any, level: Level) -> Iterator[Row]:
         """Yield the rows of a tensor or array that holds token ids or the model's main input."""
         main_input = self.model.main_input
         table = number_tensor(values)
@@ -161,19 +161,19 @@ class Reader:
         column = main_input if is_main_input else self.model.token_input
         yield from self._rows({column: table}, column, column, level)
 
-    def _image(self, image: Any) -> Iterator[Row]:
+    def _rows_of_image(self, image: Any) -> Iterator[Row]:
         if self.model.main_input != PIXELS:
             raise LayersimError(
                 f"`data` holds an image ({type(image).__name__}), but {self.model.name} takes `{self.model.main_input}`."
             )
         yield from self._rows(processed([image], self.model), PIXELS, PIXELS, "batch")
 
-    def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
+    def _items_of_mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Row]:
         data = {name: as_plain(value) for name, value in data.items()}
         groups = self._groups_in(data)
         column = self.data.column
-        named = column if isinstance(column, str) else None
-        images = image_column(data, self.model, named)
+        named_column = column if isinstance(column, str) else None
+        images = image_column(data, self.model, named_column)
         columns_read = [*LABELS, self.model.mask_input]
         if self.marks:
             columns_read.append(self.marks)
@@ -187,9 +187,15 @@ class Reader:
                 inputs = processed([data[images]], self.model)
                 data |= {name: values[0] for name, values in inputs.items()}
                 level = "row"
-        main = main_column(data, self.model) if column is None or named == images else None
-        if named is not None and named != images and is_floats(data.get(named)) and self.model.main_input != TOKEN_IDS:
-            main = named
+        main = main_column(data, self.model) if column is None or named_column == images else None
+        if (
+            named_column is not None
+            and named_column != images
+            and self.model.main_input != TOKEN_IDS
+            and is_floats(data.get(named_column))
+        ):
+            # The main input under another name.
+            main = named_column
         if main is not None:
             self._log_unread(data, [*columns_read, main])
             name = main if main == EMBEDDINGS else self.model.main_input
@@ -268,8 +274,8 @@ class Reader:
         chats = chats_in(values)
         is_one_row = len(chats) == 1 and (isinstance(values, Mapping) or any(isinstance(item, Mapping) for item in values))
         inputs_of_rows = rows_of(inputs, None if is_one_row else len(chats))
-        labels = self._classes(data, len(chats))
-        groups_of_rows = _by_row(self._group_column, groups, len(chats))
+        labels = self._class_labels(data, len(chats))
+        groups_of_rows = _values_by_row(self._group_column, groups, len(chats))
         for chat, label, inputs_of_row, group in zip(chats, labels, inputs_of_rows, groups_of_rows, strict=True):
             yield Text(None, label, messages=chat, inputs=inputs_of_row, group=group)
 
@@ -282,8 +288,8 @@ class Reader:
             raise LayersimError(f"`data` has {contents}; both columns must hold one text for each row.")
         texts = list(zip(*sides, strict=True))
         inputs_of_rows = rows_of(inputs, None if is_one_row else len(texts))
-        labels = self._classes(data, len(texts))
-        groups_of_rows = _by_row(self._group_column, groups, len(texts))
+        labels = self._class_labels(data, len(texts))
+        groups_of_rows = _values_by_row(self._group_column, groups, len(texts))
         for parts, label, inputs_of_row, group in zip(texts, labels, inputs_of_rows, groups_of_rows, strict=True):
             text = parts[0]
             second = parts[1] if len(parts) > 1 else None
@@ -299,11 +305,11 @@ class Reader:
             self.notes.unread = True
             LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
-    def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
+    def _class_labels(self, data: Mapping[str, Any], count: int) -> list[int | None]:
         labels = labels_in(data) if self.labelled else None
         if labels is None:
             return [None] * count
-        return _by_row("labels", whole_numbers(labels).reshape(-1).tolist(), count)
+        return _values_by_row("labels", whole_numbers(labels).reshape(-1).tolist(), count)
 
     def _rows(self, data: Mapping[str, Any], column: str, name: str, level: Level, groups: Any = None) -> Iterator[Row]:
         """Yield rows of token ids, or of another input such as pixels or embeddings.
@@ -325,7 +331,7 @@ class Reader:
         mask = data.get(model.mask_input)
         labels = labels_in(data) if self.labelled else None
         # A table of masks is checked at once, masks of different lengths row by row.
-        masks = _by_row(model.mask_input, as_mask(mask, model.mask_input) if hasattr(mask, "ndim") else mask, count)
+        masks = _values_by_row(model.mask_input, as_mask(mask, model.mask_input) if hasattr(mask, "ndim") else mask, count)
         if has_tokens and mask is None:
             masks = self._derived_masks(values_of_rows)
         if name == WAVES:
@@ -333,8 +339,8 @@ class Reader:
             # The recordings have no padding any more.
             mask = None
         marks = data.get(self.marks) if self.marks else None
-        marks_of_rows = _by_row(self.marks, marks, count)
-        labels_of_rows = _by_row("labels", labels, count)
+        marks_of_rows = _values_by_row(self.marks, marks, count)
+        labels_of_rows = _values_by_row("labels", labels, count)
         skipped = [column, name, model.mask_input]
         if not has_tokens:
             # Without token ids, the mask is not passed on: `attention_mask` would belong to tokens.
@@ -346,11 +352,12 @@ class Reader:
             of_images, images_of_rows = split_images(columns, values_of_rows, is_one_row, model)
             self.notes.once(images_missing(columns, values_of_rows, model) or "")
         inputs_of_rows = rows_of({key: column for key, column in columns.items() if key not in of_images}, count)
-        groups_of_rows = _by_row(self._group_column, groups, count)
-        if self._group_column in LABELS and any(
-            isinstance(group, list) or getattr(group, "ndim", 0) for group in groups_of_rows
-        ):
-            raise _groups_of_positions(self._group_column)
+        groups_of_rows = _values_by_row(self._group_column, groups, count)
+        if self._group_column in LABELS:
+            # A column of labels has one value for each row, or one for each position.
+            for group in groups_of_rows:
+                if isinstance(group, list) or getattr(group, "ndim", 0) > 0:
+                    raise _groups_of_positions(self._group_column)
         has_patches = name == PIXELS and model.pixel_axes == 2
         has_length = has_tokens or has_patches or name == EMBEDDINGS
         for values, mask_of_row, label, marks_of_row, further, images, group in zip(
@@ -402,6 +409,7 @@ class Reader:
         tables = [torch.stack(rows)] if have_equal_length else [row[None] for row in rows]
         masks: list[Tensor] = []
         for table in tables:
+            # A table of empty rows has masks without positions.
             masks += self._derived_mask(table) if table.numel() else table.bool()
         return masks
 
@@ -450,7 +458,7 @@ def _groups_of_positions(name: str) -> LayersimError:
     )
 
 
-def _by_row(name: str | None, column: Any, count: int | None) -> list[Any]:
+def _values_by_row(name: str | None, column: Any, count: int | None) -> list[Any]:
     """Split a column of masks or labels into one item per row; each is None if the data lacks the column.
 
     Args:
@@ -501,7 +509,7 @@ def _row_mask(values: Any, length: int, column: str, unknown: bool = False) -> T
     return torch.ones(length, dtype=torch.bool)
 
 
-def _is_ids(data: Any) -> bool:
+def _is_row_of_ids(data: Any) -> bool:
     """Whether data is a list of ints, a single row of token ids."""
     return isinstance(data, list) and bool(data) and all(isinstance(x, int) and not isinstance(x, bool) for x in data)
 

@@ -221,7 +221,7 @@ class TextRows:
 
     def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
         """Yield the items in order, with texts and chats tokenised; rows of tokens are unchanged."""
-        for kind, group in itertools.groupby(self._numbered(items), _kind):
+        for kind, group in itertools.groupby(self._numbered(items), _kind_of_item):
             if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
                 raise LayersimError(f"`{name}` applies to chats only, but `data` holds texts or tokens.")
@@ -451,7 +451,7 @@ def _overlaps(start: int, end: int, spans: Sequence[tuple[int, int]]) -> bool:
     return any(start < span_end and end > span_start for span_start, span_end in spans)
 
 
-def _kind(item: Text | Row) -> str:
+def _kind_of_item(item: Text | Row) -> str:
     if isinstance(item, Row):
         return "row"
     return "text" if item.messages is None else "chat"
@@ -495,10 +495,9 @@ def _assistant_spans(
 def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
     """Remove empty fields from the messages of a chat. Raises an error for content other than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
-        raise LayersimError(
-            f"`data` in row {number} is {None if messages == () else brief(messages)}; it must be a chat, a list of messages "
-            "with role and content."
-        )
+        # `chats_in` returns () for a chat of None.
+        value = None if messages == () else brief(messages)
+        raise LayersimError(f"`data` in row {number} is {value}; it must be a chat, a list of messages with role and content.")
     texts = []
     for message in messages:
         fields = {name: value for name, value in message.items() if value is not None}
