@@ -98,14 +98,14 @@ def typed(call: _T) -> _T:
     def checked_call(*args: Any, **kwargs: Any) -> Any:
         run, signature = checked()
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{call.__qualname__.removesuffix('.__init__')}() {error}") from None
         try:
             return run(*args, **kwargs)
         except _checker()[1] as error:
             remove_secrets(error)
-            raise _in_a_sentence(error, call.__qualname__.removesuffix(".__init__"), given) from None
+            raise _error_in_words(error, call.__qualname__.removesuffix(".__init__"), arguments) from None
         except Exception as error:
             remove_secrets(error)
             raise
@@ -129,46 +129,56 @@ def _resolve_inherited(cls: type, init: Any) -> None:
 _TENSORS = {"Float": "a floating-point tensor", "Integer": "an integer tensor", "Shaped": "a tensor"}
 
 
-def _in_words(expected: str) -> str:
+def _type_in_words(expected: str) -> str:
     """Wording of a type that jaxtyping printed."""
-    expected = re.sub(
-        r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]",
-        lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
-        expected,
-    )
+
+    def tensor_in_words(match: re.Match[str]) -> str:
+        kind, shape = match.groups()
+        return f"{_TENSORS[kind]} `{shape.strip()}`"
+
+    expected = re.sub(r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]", tensor_in_words, expected)
     expected = re.sub(r"(?:typing\.)?Annotated\[.*?beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
     # Names of modules are removed from types.
     expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 
-def _in_a_sentence(error: BaseException, name: str, given: dict[str, Any]) -> LayersimTypeError:
+def _error_in_words(error: BaseException, name: str, arguments: dict[str, Any]) -> LayersimTypeError:
     """Convert a jaxtyping error to a `LayersimTypeError`.
 
     Args:
         error: jaxtyping's error.
         name: name of the call.
-        given: arguments of the call by name.
+        arguments: arguments of the call by name.
     """
-    message, match, cause = str(error), None, error.__context__
+    message = str(error)
     # jaxtyping's own message may name no argument: beartype checks one random item of a list, and picks another one when
     # jaxtyping repeats its check. The error of beartype's check is among the contexts of jaxtyping's error.
+    match = None
+    cause = error.__context__
     while match is None and cause is not None:
-        match, cause = _MESSAGE.search(_COLOURS.sub("", str(cause))), cause.__context__
+        match = _MESSAGE.search(_COLOURS.sub("", str(cause)))
+        cause = cause.__context__
     if match is None:
         return LayersimTypeError(f"{name}: {message}")
-    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
+    expected = _type_in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
     # Sizes that other arguments give to the dimensions of the shape.
-    sizes = [f"{axis}={size}" for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE) if axis in expected]
-    expected += f" with {', '.join(sizes)}" if sizes else ""
+    sizes = []
+    for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE):
+        if axis in expected:
+            sizes.append(f"{axis}={size}")
+    if sizes:
+        expected += f" with {', '.join(sizes)}"
     parameter = match["name"]
-    if parameter not in given:
-        return LayersimTypeError(f"{f'`{parameter}`' if parameter else 'The result'} of {name} is not {expected}.")
-    value = brief(given[parameter])
+    if parameter not in arguments:
+        subject = f"`{parameter}`" if parameter else "The result"
+        return LayersimTypeError(f"{subject} of {name} is not {expected}.")
+    value = arguments[parameter]
+    text = brief(value)
     # The text of a tensor or of a long list names its type.
-    own = given[parameter] is None or value.startswith(("a ", "an ", "the "))
-    kind = "" if own else f", {with_article(type(given[parameter]).__name__)}"
-    return LayersimTypeError(f"`{parameter}` of {name} is {value}{kind}; it must be {expected}.")
+    if value is not None and not text.startswith(("a ", "an ", "the ")):
+        text += f", {with_article(type(value).__name__)}"
+    return LayersimTypeError(f"`{parameter}` of {name} is {text}; it must be {expected}.")
 
 
 def is_of_type(value: Any, hint: Any) -> bool:
@@ -182,7 +192,8 @@ def is_of_type(value: Any, hint: Any) -> bool:
         >>> is_of_type(("a", 7), tuple[str, ...]), is_of_type(("a", "b"), tuple[str, ...]), is_of_type(True, int)
         (False, True, False)
     """
-    origin, parts = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    parts = get_args(hint)
     if hint is Any:
         return True
     if origin is Annotated:
@@ -194,16 +205,17 @@ def is_of_type(value: Any, hint: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and _are_of_types(value, parts)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        keys, entries = parts
-        return isinstance(value, Mapping) and all(
-            is_of_type(key, keys) and is_of_type(entry, entries) for key, entry in value.items()
-        )
+        key_type, entry_type = parts
+        if not isinstance(value, Mapping):
+            return False
+        return all(is_of_type(key, key_type) and is_of_type(entry, entry_type) for key, entry in value.items())
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     cls = hint if origin is None else origin
-    return isinstance(value, cls) if isinstance(cls, type) else True
+    # A type of another form, such as a type variable, holds everything.
+    return not isinstance(cls, type) or isinstance(value, cls)
 
 
 def _are_of_types(items: tuple[Any, ...], parts: tuple[Any, ...]) -> bool:
@@ -250,7 +262,8 @@ class _Path:
             encoded = os.fsencode(text)
         except UnicodeEncodeError:
             return False
-        return len(encoded) <= LONGEST_PATH and all(len(name) <= LONGEST_NAME for name in encoded.split(os.fsencode(os.sep)))
+        names = encoded.split(os.fsencode(os.sep))
+        return len(encoded) <= LONGEST_PATH and all(len(name) <= LONGEST_NAME for name in names)
 
     def __repr__(self) -> str:
         return f"a path without zero bytes, with names of at most {LONGEST_NAME} bytes"

@@ -30,10 +30,16 @@ def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
         if id(function) in functions:
             continue
         functions[id(function)] = function
-        names = {name for code in codes_in(function.__code__) for name in code.co_names}
-        named = (function.__globals__.get(name) for name in sorted(names))
-        waiting += [item for item in named if isinstance(item, FunctionType) and item.__module__ == function.__module__]
+        for name in sorted(_names_in(function.__code__)):
+            item = function.__globals__.get(name)
+            if isinstance(item, FunctionType) and item.__module__ == function.__module__:
+                waiting.append(item)
     return list(functions.values())
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names of globals and attributes in a code object and the code inside it."""
+    return {name for inner in codes_in(code) for name in inner.co_names}
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -46,9 +52,13 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 def plain_constants(code: CodeType) -> list[str]:
     """Constants of a code object as texts. Nested code is left out, and the texts are equal in every process."""
-    plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
-    # The order of a set differs between processes.
-    return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
+    texts = []
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            continue
+        # The order of a set differs between processes.
+        texts.append(repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item))
+    return texts
 
 
 def digest_of_code(starts: Iterable[FunctionType]) -> str:
@@ -56,9 +66,12 @@ def digest_of_code(starts: Iterable[FunctionType]) -> str:
 
     Functions of the same module that they call are included, see `called_by`.
     """
-    seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
+    codes: dict[str, CodeType] = {}
+    for function in called_by(starts):
+        for code in codes_in(function.__code__):
+            codes[code.co_qualname] = code
     digest = hashlib.sha256()
-    for name, code in sorted(seen.items()):
+    for name, code in sorted(codes.items()):
         digest.update(repr((name, code.co_code, code.co_names, plain_constants(code))).encode())
     return digest.hexdigest()[:12]
 
@@ -83,9 +96,9 @@ def defined_in(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     # `functools.wraps` copies `__module__` from the function inside, but not the globals.
-    own = getattr(function, "__func__", function)
-    if isinstance(own, FunctionType) and "__name__" in own.__globals__:
-        return str(own.__globals__["__name__"])
+    plain_function = getattr(function, "__func__", function)
+    if isinstance(plain_function, FunctionType) and "__name__" in plain_function.__globals__:
+        return str(plain_function.__globals__["__name__"])
     return getattr(function, "__module__", None) or type(function).__module__
 
 
@@ -120,16 +133,16 @@ class ValueNames:
     libraries are named by the version of the package.
 
     Args:
-        known: names of other objects, by `id`.
+        names: names of other objects, by `id`.
 
     Attributes:
         unknown: classes of the objects without such a name, whose contents are missing from the digest.
     """
 
-    def __init__(self, known: Mapping[int, str] = MappingProxyType({})) -> None:
-        self._known = dict(known)
+    def __init__(self, names: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._names = dict(names)
         # Objects whose `id` is a key: no other object may get it.
-        self._held: list[Any] = []
+        self._named_objects: list[Any] = []
         self.unknown: list[str] = []
 
     def function(self, function: Callable[..., Any]) -> str:
@@ -144,42 +157,48 @@ class ValueNames:
         """
         values: list[Any] = []
         while isinstance(function, functools.partial):
-            values.append(_arguments(function))
+            values.append(_partial_arguments(function))
             function = function.func
         # Decorators of libraries such as torch.no_grad() hold objects of their own, so only their code counts.
         while (inner := getattr(function, "__wrapped__", None)) is not None and is_of_library(function):
-            values += self._decorator(function)
+            values += self._decorator_values(function)
             function = inner
-        bound = getattr(function, "__self__", None)
-        own: Any = getattr(function, "__func__", function)
+        method_object = getattr(function, "__self__", None)
+        # For a method, the function of its class.
+        plain_function: Any = getattr(function, "__func__", function)
         name = f"{defined_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-        is_alone = bound is None and not values
-        if isinstance(own, FunctionType):
+        is_alone = method_object is None and not values
+        if isinstance(plain_function, FunctionType):
             # A function that reaches itself is digested once.
-            self._know(own, name)
-            if bound is not None:
-                known = id(bound) in self._known or isinstance(bound, type | torch.nn.Module)
-                held = dict(getattr(bound, "__dict__", {}))
-                for changed in held.keys() & _written_names(own.__code__):
-                    del held[changed]
-                values.append(bound if known else [type(bound), held])
-            values += [closure_of(own), _defaults(own)]
-            module = defined_in(own)
-            code = version_of(module) if _is_library(module) else digest_of_code([own])
+            self._remember(plain_function, name)
+            if method_object is not None:
+                values.append(self._object_of_method(method_object, plain_function))
+            values += [closure_of(plain_function), _default_values(plain_function)]
+            module = defined_in(plain_function)
+            code = version_of(module) if _is_library(module) else digest_of_code([plain_function])
             if not _is_library(module) and not _is_installed(sys.modules.get(module)):
-                values.append(self._globals(own))
+                values.append(self._global_values(plain_function))
         else:
             # An object that can be called, or a function of C, which has no code to digest.
             self.unknown.append(name)
-            call = vars(type(own)).get("__call__")
+            call = vars(type(plain_function)).get("__call__")
             code = digest_of_code([call]) if isinstance(call, FunctionType) else ""
-            values.append(getattr(own, "__dict__", {}))
+            values.append(getattr(plain_function, "__dict__", {}))
         text = f"{name} sha256 {self.digest(code, values)}"
         if is_alone:
-            self._know(own, text)
+            self._remember(plain_function, text)
         else:
-            self._known.pop(id(own), None)
+            self._names.pop(id(plain_function), None)
         return text
+
+    def _object_of_method(self, value: Any, method: FunctionType) -> Any:
+        """The object of a method, or its class and those of its attributes that the method does not change."""
+        if id(value) in self._names or isinstance(value, type | torch.nn.Module):
+            return value
+        attributes = dict(getattr(value, "__dict__", {}))
+        for name in attributes.keys() & _written_names(method.__code__):
+            del attributes[name]
+        return [type(value), attributes]
 
     def digest(self, text: str, values: Any) -> str:
         """Digest (12 hex digits) of a text and of values."""
@@ -191,10 +210,11 @@ class ValueNames:
             return [type(value).__qualname__, value.name]
         if value is None or isinstance(value, str | bytes | bool | int | float | complex):
             return value
-        if id(value) in self._known:
-            return self._known[id(value)]
+        if id(value) in self._names:
+            return self._names[id(value)]
         if isinstance(value, Mapping):
-            return sorted(([self.named(key), self.named(item)] for key, item in value.items()), key=repr)
+            pairs = [[self.named(key), self.named(item)] for key, item in value.items()]
+            return sorted(pairs, key=repr)
         if isinstance(value, list | tuple):
             return [self.named(item) for item in value]
         if isinstance(value, set | frozenset):
@@ -204,7 +224,7 @@ class ValueNames:
         if isinstance(value, torch.autocast):
             return ["autocast", value.device, repr(value.fast_dtype), value._enabled]
         if isinstance(value, torch.nn.Module):
-            return self._module(value)
+            return self._module_name(value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject:
             return self.named(value.tolist())
         if isinstance(value, torch.Tensor) and not value.is_meta:
@@ -212,61 +232,66 @@ class ValueNames:
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, type):
-            return self._class(value)
+            return self._class_name(value)
         if isinstance(value, FunctionType | MethodType | functools.partial):
             return self.function(value)
         if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | type | None):
             return f"{value.__module__}.{value.__qualname__}"
         if hasattr(value, "tobytes"):
             # Arrays of NumPy, and images.
-            kind, size = getattr(value, "dtype", type(value).__qualname__), getattr(value, "shape", getattr(value, "size", ""))
+            kind = getattr(value, "dtype", type(value).__qualname__)
+            size = getattr(value, "shape", getattr(value, "size", ""))
             return [str(kind), size, hashlib.sha256(value.tobytes()).hexdigest()]
         self.unknown.append(type(value).__qualname__)
         return type(value).__qualname__
 
-    def _know(self, value: Any, name: str) -> None:
+    def _remember(self, value: Any, name: str) -> None:
         """Name an object by `name` from now on."""
-        self._known[id(value)] = name
-        self._held.append(value)
+        self._names[id(value)] = name
+        self._named_objects.append(value)
 
-    def _decorator(self, function: Callable[..., Any]) -> list[Any]:
+    def _decorator_values(self, function: Callable[..., Any]) -> list[Any]:
         """Code of a wrapper that a library's decorator made, and the precision that it sets."""
         if not isinstance(function, FunctionType):
             return []
-        return [digest_of_code([function]), [item for item in closure_of(function) if isinstance(item, torch.autocast)]]
+        precision = [item for item in closure_of(function) if isinstance(item, torch.autocast)]
+        return [digest_of_code([function]), precision]
 
-    def _module(self, module: torch.nn.Module) -> str:
+    def _module_name(self, module: torch.nn.Module) -> str:
         """Name of a module: its class, and a digest of the settings of all submodules and of its weights."""
         name = type(module).__qualname__
-        self._know(module, name)
-        texts, weights = ObjectTexts(self), module.state_dict()
-        settings = [texts.settings(sub) for sub in module.modules()]
-        held = {key: value for key, value in weights.items() if isinstance(value, torch.Tensor)}
-        self._know(module, f"{name} {self.digest(repr(settings), held)}")
-        return self._known[id(module)]
+        # A module that reaches itself is digested once.
+        self._remember(module, name)
+        texts = ObjectTexts(self)
+        weights = {key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+        settings = [texts.settings(submodule) for submodule in module.modules()]
+        self._remember(module, f"{name} {self.digest(repr(settings), weights)}")
+        return self._names[id(module)]
 
-    def _class(self, kind: type) -> str:
+    def _class_name(self, kind: type) -> str:
         """Name of a class, with a digest of its code if it is the user's."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if _is_library(kind.__module__):
             return name
-        self._know(kind, name)
+        self._remember(kind, name)
         # What a class holds beside code may have no name; only values that a function holds itself are reported.
-        inside = ObjectTexts(ValueNames(self._known))
-        self._know(kind, f"{name} {hashlib.sha256(inside.class_text(kind).encode()).hexdigest()[:12]}")
-        return self._known[id(kind)]
+        texts = ObjectTexts(ValueNames(self._names))
+        digest = hashlib.sha256(texts.class_text(kind).encode()).hexdigest()[:12]
+        self._remember(kind, f"{name} {digest}")
+        return self._names[id(kind)]
 
-    def _globals(self, function: FunctionType) -> dict[str, Any]:
+    def _global_values(self, function: FunctionType) -> dict[str, Any]:
         """Names of the global values that a function reads, and of those that it reads from modules of the user."""
-        read = _names_of_globals(function.__code__) - _written_names(function.__code__)
-        found = {name: function.__globals__[name] for name in sorted(read) if name in function.__globals__}
-        attributes = {name for code in codes_in(function.__code__) for name in code.co_names}
-        return {
-            name: self._of_module(value, attributes, 2) if isinstance(value, ModuleType) else self.named(value)
-            for name, value in found.items()
-        }
+        attributes = _names_in(function.__code__)
+        names = {}
+        for name in sorted(_names_of_globals(function.__code__) - _written_names(function.__code__)):
+            if name not in function.__globals__:
+                continue
+            value = function.__globals__[name]
+            names[name] = self._user_module(value, attributes, 2) if isinstance(value, ModuleType) else self.named(value)
+        return names
 
-    def _of_module(self, module: ModuleType, attributes: set[str], depth: int) -> Any:
+    def _user_module(self, module: ModuleType, attributes: set[str], depth: int) -> Any:
         """Name of a module with those of its attributes that code may read; the name alone for a module of a library.
 
         Args:
@@ -276,14 +301,15 @@ class ValueNames:
         """
         if _is_library(module.__name__) or _is_installed(module):
             return f"{module.__name__} {version_of(module.__name__)}"
-        inside, named = ValueNames(self._known), dict[str, Any]()
+        names_inside = ValueNames(self._names)
+        names: dict[str, Any] = {}
         for name in sorted(attributes & vars(module).keys()):
             value = vars(module)[name]
             if not isinstance(value, ModuleType):
-                named[name] = inside.named(value)
+                names[name] = names_inside.named(value)
             elif depth:
-                named[name] = inside._of_module(value, attributes, depth - 1)
-        return [module.__name__, sorted(named.items(), key=repr)]
+                names[name] = names_inside._user_module(value, attributes, depth - 1)
+        return [module.__name__, sorted(names.items(), key=repr)]
 
 
 def _is_installed(module: ModuleType | None) -> bool:
@@ -296,39 +322,46 @@ def closure_of(function: FunctionType) -> list[Any]:
     """Values of a function's closure; variables that are not set yet, or that the function changes, are left out."""
     values = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # The cell of a variable that is not set yet is empty.
         with suppress(ValueError):
-            values += [] if name in _written_names(function.__code__) else [cell.cell_contents]
+            if name not in _written_names(function.__code__):
+                values.append(cell.cell_contents)
     return values
 
 
-def _defaults(function: FunctionType) -> list[Any]:
+def _default_values(function: FunctionType) -> list[Any]:
     """Default values of a function's arguments, without those that it changes."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    named = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
-    more = (function.__kwdefaults__ or {}).items()
-    return [value for name, value in (*named, *more) if name not in _written_names(code)]
+    code = function.__code__
+    defaults = function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    positional = zip(names, defaults, strict=True)
+    keyword_only = (function.__kwdefaults__ or {}).items()
+    return [value for name, value in (*positional, *keyword_only) if name not in _written_names(code)]
 
 
-def _arguments(function: functools.partial[Any]) -> list[Any]:
+def _partial_arguments(function: functools.partial[Any]) -> list[Any]:
     """Arguments that a `functools.partial` holds, without those that its function changes."""
     inner = getattr(function.func, "__func__", function.func)
     if not isinstance(inner, FunctionType):
         return [function.args, function.keywords]
-    names, written = inner.__code__.co_varnames, _written_names(inner.__code__)
+    names = inner.__code__.co_varnames
+    written = _written_names(inner.__code__)
     args = [value for name, value in zip(names, function.args, strict=False) if name not in written]
+    # Arguments of a function with *args have no names.
     args += function.args[len(names) :]
-    return [args, {name: value for name, value in function.keywords.items() if name not in written}]
+    keywords = {name: value for name, value in function.keywords.items() if name not in written}
+    return [args, keywords]
 
 
 @functools.lru_cache(4096)
 def _names_of_globals(code: CodeType) -> frozenset[str]:
     """Names of the globals that a code object and the code inside it read."""
-    return frozenset(
-        step.argval
-        for inner in codes_in(code)
-        for step in dis.get_instructions(inner)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
+    names = set()
+    for inner in codes_in(code):
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names.add(instruction.argval)
+    return frozenset(names)
 
 
 # Methods that change a collection.
@@ -344,25 +377,30 @@ def _written_names(code: CodeType) -> frozenset[str]:
     """
     written = set[str]()
     for inner in codes_in(code):
-        steps = [step for step in dis.get_instructions(inner) if step.opname != "CACHE"]
-        for number, step in enumerate(steps):
-            before = steps[number - 1] if number else step
-            if step.opname in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"):
-                written.add(step.argval)
-            elif step.opname in ("LOAD_METHOD", "LOAD_ATTR") and step.argval in CHANGING and before.opname in LOADS:
-                written.add(before.argval)
-            elif step.opname == "STORE_SUBSCR":
-                written |= _container_names(steps[:number])
+        instructions = [instruction for instruction in dis.get_instructions(inner) if instruction.opname != "CACHE"]
+        for number, instruction in enumerate(instructions):
+            name = instruction.argval
+            previous = instructions[number - 1] if number else instruction
+            if instruction.opname in ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL"):
+                written.add(name)
+            elif instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and name in CHANGING and previous.opname in LOADS:
+                written.add(previous.argval)
+            elif instruction.opname == "STORE_SUBSCR":
+                written |= _container_names(instructions[:number])
     return frozenset(written)
 
 
-def _container_names(steps: list[dis.Instruction]) -> set[str]:
-    """The variable or attribute in whose item the code after these steps stores; the key is on top of the container."""
+def _container_names(instructions: list[dis.Instruction]) -> set[str]:
+    """The variable or attribute in whose item the code after these instructions stores.
+
+    The key is on top of the container, so the container is below the instructions that together push one value.
+    """
     height = 0
-    for number in range(len(steps) - 1, 0, -1):
-        height += dis.stack_effect(steps[number].opcode, steps[number].arg, jump=False)
+    for number in range(len(instructions) - 1, 0, -1):
+        instruction = instructions[number]
+        height += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
         if height == 1:
-            container = steps[number - 1]
+            container = instructions[number - 1]
             return {container.argval} if container.opname in LOADS else set()
     return set()
 
@@ -385,26 +423,29 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def _without_loading(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_loading(value) if isinstance(value, dict) else value
-        for name, value in entries.items()
-        if name not in LOADING
-    }
+    plain = {}
+    for name, value in entries.items():
+        if name not in LOADING:
+            plain[name] = _without_loading(value) if isinstance(value, dict) else value
+    return plain
 
 
 def forward_methods(kind: type) -> dict[str, FunctionType]:
     """The methods of a module's class that its forward pass runs: `forward`, and the methods that these call, by name."""
-    found: dict[str, FunctionType] = {}
+    methods: dict[str, FunctionType] = {}
     waiting = ["forward"]
     while waiting:
         name = waiting.pop()
         item = getattr(kind, name, None)
-        if name in found or not isinstance(item, FunctionType):
+        if name in methods or not isinstance(item, FunctionType):
             continue
-        found[name] = item = _undecorated(item)
-        if defined_in(item) not in BASES:
-            waiting += [other for code in codes_in(item.__code__) for other in code.co_names if other not in found]
-    return found
+        method = _undecorated(item)
+        methods[name] = method
+        if defined_in(method) in BASES:
+            continue
+        for code in codes_in(method.__code__):
+            waiting += [called for called in code.co_names if called not in methods]
+    return methods
 
 
 # Values that `ValueNames` describes in full.
@@ -439,14 +480,19 @@ class ObjectTexts:
         if kind not in self._classes:
             methods = forward_methods(kind).values() if issubclass(kind, torch.nn.Module) else ()
             stored = {name for method in methods for name in _written_names(method.__code__)}
-            self._classes[kind] = self.class_text(kind), stored
-        text, stored = self._classes[kind]
+            self._classes[kind] = (self.class_text(kind), stored)
+        class_text, stored = self._classes[kind]
         private = PRIVATE if _is_library(kind.__module__) else vars(value)
-        kept = {name for name in vars(value) if name in private or not name.startswith("_")} - PASSING - stored
-        # Methods that are replaced are changes of a model (`sources.identity.hooks_on`).
-        kept -= {name for name in kept if callable(getattr(kind, name, None))}
-        texts = [(name, self.text(vars(value)[name])) for name in sorted(kept)]
-        return [text, *(pair for pair in texts if pair[1] is not None)]
+        names = {name for name in vars(value) if name in private or not name.startswith("_")} - PASSING - stored
+        texts: list[Any] = [class_text]
+        for name in sorted(names):
+            # Methods that are replaced are changes of a model (`sources.identity.hooks_on`).
+            if callable(getattr(kind, name, None)):
+                continue
+            text = self.text(vars(value)[name])
+            if text is not None:
+                texts.append((name, text))
+        return texts
 
     def class_text(self, kind: type) -> str:
         """The name of a class, with names of the user's functions and constants in it, and of functions that the user replaced.
@@ -460,10 +506,12 @@ class ObjectTexts:
             for name, item in vars(base).items():
                 function = getattr(item, "fget", getattr(item, "__func__", item))
                 if isinstance(function, FunctionType):
-                    parts += [] if is_of_library(_undecorated(function)) else [f"{name} {self._names.function(function)}"]
+                    if not is_of_library(_undecorated(function)):
+                        parts.append(f"{name} {self._names.function(function)}")
                 elif is_users and not name.startswith(("__", "_abc_")):
                     text = self.text(item)
-                    parts += [] if text is None else [f"{name} {text}"]
+                    if text is not None:
+                        parts.append(f"{name} {text}")
         if issubclass(kind, torch.nn.Module):
             parts += [f"{name} {self._names.function(function)}" for name, function in _replaced_functions(kind).items()]
         return " ".join(parts)
@@ -483,12 +531,13 @@ class ObjectTexts:
             return f"{defined_in(value)}.{value.__qualname__}"
         if id(value) in self._texts:
             return self._texts[id(value)][1]
-        self._texts[id(value)] = value, None
+        self._texts[id(value)] = (value, None)
         text = None
         if isinstance(value, dict | list | tuple | set | frozenset):
             items = [list(item) for item in value.items()] if isinstance(value, dict) else value
+            texts_of_items = [self.text(item) for item in items]
             # Of a collection with other objects too, those with a text.
-            texts = [inside for item in items if (inside := self.text(item)) is not None]
+            texts = [text_of_item for text_of_item in texts_of_items if text_of_item is not None]
             if texts or not items:
                 text = str(texts if isinstance(value, list | tuple) else sorted(texts))
         elif isinstance(value, torch.nn.Module | type):
@@ -497,7 +546,7 @@ class ObjectTexts:
             text = repr(self._names.named(plain_config(value)))
         elif not is_of_library(type(value)) and hasattr(value, "__dict__"):
             text = str(self.settings(value))
-        self._texts[id(value)] = value, text
+        self._texts[id(value)] = (value, text)
         return text
 
 
@@ -511,16 +560,18 @@ def _undecorated(function: FunctionType) -> FunctionType:
 def _replaced_functions(kind: type) -> dict[str, FunctionType]:
     """Functions of the user, by name, that the forward pass of a library's class calls, because they replace the library's."""
     methods = [item for item in forward_methods(kind).values() if is_of_library(item) and defined_in(item) not in BASES]
-    found = dict[str, FunctionType]()
+    replaced: dict[str, FunctionType] = {}
     for function in called_by(methods):
-        attributes = {name for code in codes_in(function.__code__) for name in code.co_names}
-        places = {name: function.__globals__[name] for name in attributes & function.__globals__.keys()}
+        attributes = _names_in(function.__code__)
+        values = {name: function.__globals__[name] for name in attributes & function.__globals__.keys()}
         # Functions of a module's submodules too, such as torch.nn.functional.silu.
         for _ in range(3):
-            users = {name: item for name, item in places.items() if isinstance(item, FunctionType) and not is_of_library(item)}
-            found |= users
-            modules = [item for item in places.values() if isinstance(item, ModuleType) and _is_library(item.__name__)]
-            places = {
-                f"{item.__name__}.{name}": vars(item)[name] for item in modules for name in attributes & vars(item).keys()
-            }
-    return dict(sorted(found.items()))
+            values_of_modules = {}
+            for name, value in values.items():
+                if isinstance(value, FunctionType) and not is_of_library(value):
+                    replaced[name] = value
+                elif isinstance(value, ModuleType) and _is_library(value.__name__):
+                    for attribute in attributes & vars(value).keys():
+                        values_of_modules[f"{value.__name__}.{attribute}"] = vars(value)[attribute]
+            values = values_of_modules
+    return dict(sorted(replaced.items()))

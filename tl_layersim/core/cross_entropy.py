@@ -12,7 +12,8 @@ from torch import Tensor
 from .errors import LayersimError
 
 # Number of logits that are widened to float64 at once; on a CPU so that they fit its cache.
-CPU_BLOCK, DEVICE_BLOCK = 2**16, 2**24
+CPU_BLOCK = 2**16
+DEVICE_BLOCK = 2**24
 # Differences to the largest logit are clamped here: such terms do not change a sum, and their exponential takes a CPU a hundred
 # times longer.
 LEAST = {torch.float64: -700.0, torch.float32: -80.0}
@@ -85,10 +86,12 @@ def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Ten
         LayersimError: there is one class.
     """
     need_classes(z.shape[-1])
-    away = z.detach().clone() if z.requires_grad else z
-    losses, total = _cross_entropy_in_place(away, target)
-    counts = weight.to(total)[:, None]
-    slopes = away.mul_((counts / total).to(away.dtype)).scatter_add_(-1, target[:, None], -counts.to(away.dtype))
+    slopes = z.detach().clone() if z.requires_grad else z
+    losses, total = _cross_entropy_in_place(slopes, target)
+    # Now `slopes` holds the numerators of the softmax.
+    weights = weight.to(total)[:, None]
+    slopes.mul_((weights / total).to(slopes.dtype))
+    slopes.scatter_add_(-1, target[:, None], -weights.to(slopes.dtype))
     return losses, slopes
 
 
@@ -109,11 +112,14 @@ def confidence(z: Tensor, margin: bool = False) -> Tensor:
         margin: whether the second largest is subtracted.
     """
     z = on_float64_device(z)
-    out = torch.empty(len(z), dtype=torch.float64, device=z.device)
+    confidences = torch.empty(len(z), dtype=torch.float64, device=z.device)
     size = max(1, block_size(z) // z.shape[-1])
     for start in range(0, len(z), size):
         rows = slice(start, start + size)
-        best = z[rows].topk(2, -1).values.double() if margin else z[rows].amax(-1, keepdim=True).double()
-        total = z[rows].to(torch.float64, copy=True).sub_(best[:, :1]).clamp_(min=LEAST[torch.float64]).exp_().sum(-1)
-        out[rows] = (-torch.expm1(best[:, 1] - best[:, 0]) if margin else 1.0) / total
-    return out
+        largest = z[rows].topk(2, -1).values.double() if margin else z[rows].amax(-1, keepdim=True).double()
+        exponents = z[rows].to(torch.float64, copy=True).sub_(largest[:, :1])
+        total = exponents.clamp_(min=LEAST[torch.float64]).exp_().sum(-1)
+        # The difference of two probabilities keeps its digits if the second is close to the first.
+        numerator = -torch.expm1(largest[:, 1] - largest[:, 0]) if margin else 1.0
+        confidences[rows] = numerator / total
+    return confidences

@@ -58,15 +58,16 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
         mesh: Any = getattr(parameter, "device_mesh", None)
         if placements is None or mesh is None or mesh.get_coordinate() is None:
             continue
-        slices = [
-            own if placement.is_replicate() else slice(None)
-            for own, placement in zip(mesh.get_coordinate(), placements, strict=True)
-        ]
-        ranks = mesh.mesh[tuple(slices)].reshape(-1).tolist()
-        peers |= set(ranks) if len(ranks) > 1 else set()
-    for part in module.modules():
-        group = getattr(part, "process_group", None)
-        if group is not None and type(part).__name__ == "FullyShardedDataParallel":
+        # Along an axis of the mesh over which the parameter is copied, this rank's own copy.
+        index = []
+        for coordinate, placement in zip(mesh.get_coordinate(), placements, strict=True):
+            index.append(coordinate if placement.is_replicate() else slice(None))
+        ranks = mesh.mesh[tuple(index)].reshape(-1).tolist()
+        if len(ranks) > 1:
+            peers |= set(ranks)
+    for submodule in module.modules():
+        group = getattr(submodule, "process_group", None)
+        if group is not None and type(submodule).__name__ == "FullyShardedDataParallel":
             peers |= set(dist.get_process_group_ranks(group))
     return frozenset(peers)
 
@@ -85,26 +86,26 @@ def refuse_parts(module: torch.nn.Module) -> None:
         )
 
 
-def gathered(own: Any) -> list[Any]:
+def gathered(value: Any) -> list[Any]:
     """The values of all ranks, in the order of the ranks. Every rank of the group must call this function.
 
     Args:
-        own: the value of this rank; it is pickled.
+        value: the value of this rank; it is pickled.
 
     Raises:
         LayersimError: another rank failed before its call, see `failing_together`.
     """
     size = rank_and_size()[1]
     if size == 1:
-        return [own]
+        return [value]
     values: list[Any] = [None] * size
     try:
-        dist.all_gather_object(values, own)
+        dist.all_gather_object(values, value)
     except RuntimeError as error:
         raise OtherRankFailed(f"Another rank of the torch.distributed group ended or did not answer: {error}") from error
-    for rank, value in enumerate(values):
-        if isinstance(value, FailedRank):
-            raise OtherRankFailed(f"Rank {rank} of the torch.distributed group failed: {value.message}")
+    for rank, value_of_rank in enumerate(values):
+        if isinstance(value_of_rank, FailedRank):
+            raise OtherRankFailed(f"Rank {rank} of the torch.distributed group failed: {value_of_rank.message}")
     return values
 
 
@@ -162,8 +163,8 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
     rank, size = rank_and_size()
     if size == 1:
         return ALONE
-    mine = sorted(frozenset({rank}).union(*peers))
-    groups = sorted({tuple(group) for group in gathered(mine)})
+    group_of_rank = sorted(frozenset({rank}).union(*peers))
+    groups = sorted({tuple(group) for group in gathered(group_of_rank)})
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(size)) or len({len(group) for group in groups}) > 1:
         raise LayersimError(
@@ -171,7 +172,7 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
             "be equally large, and each must hold one copy of the model. Use one DeviceMesh for the whole model, and for both "
             "models of `compare`."
         )
-    return Deal(groups.index(tuple(mine)), len(groups), rank == mine[0])
+    return Deal(groups.index(tuple(group_of_rank)), len(groups), rank == group_of_rank[0])
 
 
 def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
@@ -187,16 +188,20 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
         return dict(sums)
     # NCCL communicates CUDA tensors only.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    mine = {name: {key: (tuple(t.shape), t.dtype) for key, t in s.fields.items()} for name, s in sums.items()}
-    shapes = gathered(mine)
+    shapes: dict[str, dict[str, Any]] = {}
+    for name, sums_of_analyzer in sums.items():
+        shapes[name] = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in sums_of_analyzer.fields.items()}
+    shapes_of_ranks = gathered(shapes)
     total: dict[str, Sums] = {}
     for name in sums:
-        known: dict[str, Any] = next((rank[name] for rank in shapes if rank[name]), {})
+        # All ranks that have run a batch have the same fields.
+        shapes_of_fields: dict[str, Any] = next((rank[name] for rank in shapes_of_ranks if rank[name]), {})
         fields = {}
-        for key in sorted(known):
-            shape, dtype = known[key]
+        for key in sorted(shapes_of_fields):
+            shape, dtype = shapes_of_fields[key]
             zero = torch.zeros(shape, dtype=dtype)
-            value = (sums[name].fields.get(key, zero) if deal.leads else zero).clone().to(device)
+            term = sums[name].fields.get(key, zero) if deal.leads else zero
+            value = term.clone().to(device)
             dist.all_reduce(value)
             fields[key] = value.cpu()
         total[name] = Sums(fields)
@@ -215,12 +220,14 @@ def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tu
     """
     if rank_and_size()[1] == 1:
         return tree.blocks()
-    own = tree.coarser(max(gathered(tree.size))).blocks()
-    counts = gathered([(block.texts, block.tokens) if deal.leads else (0, 0) for block in own])
+    blocks = tree.coarser(max(gathered(tree.size))).blocks()
+    counts_of_ranks = gathered([(block.texts, block.tokens) if deal.leads else (0, 0) for block in blocks])
     total = []
-    for number in range(max(map(len, counts))):
-        mine = own[number].sums if number < len(own) else {name: Sums() for name in names}
-        each = [rank[number] for rank in counts if number < len(rank)]
-        texts, tokens = (sum(column) for column in zip(*each, strict=True))
-        total.append(DataBlock(texts, tokens, add_over_ranks(mine, deal)))
+    for number in range(max(map(len, counts_of_ranks))):
+        # A rank with fewer blocks takes part in each exchange, too.
+        sums = blocks[number].sums if number < len(blocks) else {name: Sums() for name in names}
+        counts = [counts_of_rank[number] for counts_of_rank in counts_of_ranks if number < len(counts_of_rank)]
+        texts = sum(texts for texts, _ in counts)
+        tokens = sum(tokens for _, tokens in counts)
+        total.append(DataBlock(texts, tokens, add_over_ranks(sums, deal)))
     return tuple(total)

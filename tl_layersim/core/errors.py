@@ -58,8 +58,10 @@ def without_login(host: str) -> str:
 # address; and an access token of the Hugging Face hub, also inside a longer name.
 _LOGIN = re.compile(r"((?<!\w)[a-z][\w+.-]*://|(?<!\w)(?:https?|ftps?|wss?|ssh|s3):/)[^/\s]*@", re.IGNORECASE)
 _BARE_LOGIN = re.compile(r"(^|[\s'\"`(\[=,])[^/\s:@'\"`]+:[^/\s@]+@")
-_VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
-_TOKEN = re.compile(r"(hf_|api_org_)[A-Za-z0-9]{16,}")
+_SECRET_PARAMETER = re.compile(
+    r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE
+)
+_HUB_TOKEN = re.compile(r"(hf_|api_org_)[A-Za-z0-9]{16,}")
 
 # The warnings that `recorded_warnings` lists, and whether they are issued. The variable belongs to one thread. Filters of the
 # standard library belong to the process, and threads that change them at the same time leave them changed.
@@ -97,7 +99,7 @@ def without_secrets(text: str) -> str:
         'https://host/model?token=***'
     """
     text = _BARE_LOGIN.sub(r"\1", _LOGIN.sub(r"\1", text))
-    return _TOKEN.sub(r"\1***", _VALUE.sub(r"\1***", text))
+    return _HUB_TOKEN.sub(r"\1***", _SECRET_PARAMETER.sub(r"\1***", text))
 
 
 # Characters that reorder the text around them.
@@ -146,23 +148,24 @@ def remove_secrets(error: BaseException) -> None:
     Args:
         error: the exception, whose texts are replaced in place. An exception before it that builds its text anew is detached.
     """
-    seen: set[int] = set()
+    cleaned_ids: set[int] = set()
     waiting = [error]
     while waiting:
         current = waiting.pop()
-        seen.add(id(current))
+        cleaned_ids.add(id(current))
         _clean_texts(current)
         for link in ("__cause__", "__context__"):
             earlier = getattr(current, link)
-            if earlier is None or id(earlier) in seen:
+            if earlier is None or id(earlier) in cleaned_ids:
                 continue
             waiting.append(earlier)
             _clean_texts(earlier)
             if _shows_secrets(earlier):
-                hidden = current.__suppress_context__
+                # To set `__cause__` also sets `__suppress_context__`.
+                suppresses_context = current.__suppress_context__
                 setattr(current, link, None)
-                current.__suppress_context__ = hidden
-        waiting += [inner for inner in getattr(current, "exceptions", ()) if id(inner) not in seen]
+                current.__suppress_context__ = suppresses_context
+        waiting += [inner for inner in getattr(current, "exceptions", ()) if id(inner) not in cleaned_ids]
 
 
 def _shows_secrets(error: BaseException) -> bool:
@@ -177,8 +180,10 @@ def _clean_texts(error: BaseException) -> None:
     """Remove secrets from the texts that an exception holds: arguments, notes and attributes, such as the path of a file."""
     error.args = tuple(_cleaned(value) for value in error.args)
     for name in ("filename", "filename2", "strerror"):
-        if isinstance(value := getattr(error, name, None), str | os.PathLike) and _cleaned(value) is not value:
-            setattr(error, name, _cleaned(value))
+        value = getattr(error, name, None)
+        cleaned = _cleaned(value)
+        if cleaned is not value:
+            setattr(error, name, cleaned)
     for name, value in list(vars(error).items()):
         vars(error)[name] = [_cleaned(item) for item in value] if name == "__notes__" else _cleaned(value)
 
@@ -213,8 +218,8 @@ def as_argument(inner: str, argument: str) -> Iterator[None]:
         yield
     except LayersimError as error:
         name, _, entry = argument.partition(" ")
-        shown = f"`{name}` ({entry})" if entry else f"`{name}`"
-        error.args = (str(error).replace(f"`{inner}`", shown),)
+        replacement = f"`{name}` ({entry})" if entry else f"`{name}`"
+        error.args = (str(error).replace(f"`{inner}`", replacement),)
         raise
 
 
@@ -229,15 +234,19 @@ def warn(text: str) -> None:
         text: the warning; secrets in it are removed.
     """
     text = printable(without_secrets(text))
-    if (record := _record.get()) is not None:
-        found, issued = record
-        found.append(text)
+    record = _record.get()
+    if record is not None:
+        texts, issued = record
+        texts.append(text)
         if not issued:
             return
-    depth, frame = 2, sys._getframe(1)
+    # The first frame outside this package and the libraries that wrap its functions.
     internal = (__name__.split(".")[0], "jaxtyping", "beartype", "contextlib")
+    depth = 2
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in internal:
-        depth, frame = depth + 1, frame.f_back
+        depth += 1
+        frame = frame.f_back
     warnings.warn(text, LayersimWarning, stacklevel=depth)
 
 
@@ -248,12 +257,12 @@ def recorded_warnings(*, issued: bool = True) -> Iterator[list[str]]:
     Args:
         issued: False hides these warnings from the user. Warnings of other packages are always issued.
     """
-    found: list[str] = []
-    before = _record.set((found, issued))
+    texts: list[str] = []
+    token = _record.set((texts, issued))
     try:
-        yield found
+        yield texts
     finally:
-        _record.reset(before)
+        _record.reset(token)
 
 
 def in_words(size: float) -> str:

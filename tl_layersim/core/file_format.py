@@ -24,7 +24,8 @@ from .wording import brief
 FORMAT = 3
 # Name of the file of a report in the folder that the command line or the hub makes.
 REPORT_FILE = "report.safetensors"
-HEADER, CHECKSUM = "tl_layersim", "tl_layersim.sha256"
+HEADER = "tl_layersim"
+CHECKSUM = "tl_layersim.sha256"
 # Names of dtypes in safetensors.
 DTYPES = {
     torch.float64: "F64",
@@ -60,19 +61,22 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
     """
     text = json.dumps({"format": FORMAT, "kind": kind, **header}, allow_nan=True)
     # Wide dtypes first, so that each tensor is aligned to its dtype.
-    held = {name: tensors[name].detach().cpu() for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))}
-    entries: dict[str, Any] = {"__metadata__": {HEADER: text, CHECKSUM: checksum(text, held)}}
-    end = 0
-    for name, tensor in held.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    tensors_on_cpu = {name: tensors[name].detach().cpu() for name in names}
+    entries: dict[str, Any] = {"__metadata__": {HEADER: text, CHECKSUM: checksum(text, tensors_on_cpu)}}
+    begin = 0
+    for name, tensor in tensors_on_cpu.items():
+        end = begin + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
     front = json.dumps(entries).encode()
+    # The tensors after it begin at a multiple of 8 bytes.
     front += b" " * (-len(front) % 8)
     # safetensors' own writer would leave a temporary file of unknown name when killed.
     with replacing(path) as file:
         file.write(len(front).to_bytes(8, "little") + front)
-        for tensor in held.values():
-            file.write(_bytes(tensor))
+        for tensor in tensors_on_cpu.values():
+            file.write(_bytes_of_tensor(tensor))
     return Path(path)
 
 
@@ -87,11 +91,11 @@ def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(_bytes(tensor))
+        digest.update(_bytes_of_tensor(tensor))
     return digest.hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
@@ -108,8 +112,8 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
     """
     parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
-        part, _, own = key.partition("/")
-        parts[part][own] = tensor
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
     return parts
 
 
@@ -124,7 +128,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: the file cannot be written; an older file at `path` is unchanged.
     """
     path = Path(path)
-    if not _replaceable(path):
+    if not _may_be_replaced(path):
         raise OSError(f"Could not write {path}: it exists and is not a file. Pass another path.")
     if not os.path.isdir(path.parent):
         raise FileNotFoundError(f"Could not write {path}: the folder {path.parent} does not exist.")
@@ -165,7 +169,10 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
             written = {path.name for path in temporary.iterdir()}
             for path in temporary.iterdir():
                 os.replace(path, folder / path.name)
-            for path in [path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.name not in written]:
+            earlier_files: list[Path] = []
+            for pattern in MODEL_FILES:
+                earlier_files += [path for path in folder.glob(pattern) if path.name not in written]
+            for path in earlier_files:
                 path.unlink()
         else:
             os.rename(temporary, folder)
@@ -175,7 +182,7 @@ def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _replaceable(path: Path) -> bool:
+def _may_be_replaced(path: Path) -> bool:
     """True if nothing is at a path, or only a file or a link."""
     # Those of `Path` raise an error for a path that may not be looked up.
     return os.path.islink(path) or os.path.isfile(path) or not os.path.exists(path)
@@ -203,7 +210,7 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
         return
     path = Path(path)
     refuse_unwritable_folder(path.parent, argument)
-    if not _replaceable(path):
+    if not _may_be_replaced(path):
         raise LayersimError(f"`{argument}` is {str(path)!r}; it must be the path of a file, new or existing.")
 
 
@@ -243,9 +250,9 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path} does not exist.")
     if not os.path.isfile(path):
-        inside = path / REPORT_FILE
-        what = f"its file {inside}" if inside.is_file() else "the path of the file that was written"
-        raise FileNotFoundError(f"{path} is not a file. Pass {what}.")
+        report_file = path / REPORT_FILE
+        remedy = f"its file {report_file}" if report_file.is_file() else "the path of the file that was written"
+        raise FileNotFoundError(f"{path} is not a file. Pass {remedy}.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -263,9 +270,9 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             "that tl_layersim wrote."
         )
     if header["format"] != FORMAT:
-        other = "a newer" if header["format"] > FORMAT else "an older"
+        age = "a newer" if header["format"] > FORMAT else "an older"
         raise LayersimError(
-            f"{path} was written by {other} tl_layersim, in format {header['format']}; this version reads format {FORMAT}."
+            f"{path} was written by {age} tl_layersim, in format {header['format']}; this version reads format {FORMAT}."
         )
     if metadata.get(CHECKSUM) != checksum(text, tensors):
         raise LayersimError(
@@ -278,13 +285,13 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
+def reading(path: str | os.PathLike[str], content: str, remedy: str) -> Iterator[None]:
     """Context manager that turns errors of a malformed file into a `LayersimError`.
 
     Args:
         path: path of the file.
-        what: the expected content, such as "a complete checkpoint".
-        do: the remedy, as a sentence without its full stop.
+        content: the expected content, such as "a complete checkpoint".
+        remedy: the remedy, as a sentence without its full stop.
 
     Raises:
         LayersimError: a part of the file is missing, or of another type.
@@ -294,10 +301,10 @@ def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
     except LayersimError as error:
         if str(path) in str(error):
             raise
-        raise _malformed(path, what, do, str(error)) from error
+        raise _malformed(path, content, remedy, str(error)) from error
     except MALFORMED as error:
-        raise _malformed(path, what, do, f"{type(error).__name__}: {error}") from error
+        raise _malformed(path, content, remedy, f"{type(error).__name__}: {error}") from error
 
 
-def _malformed(path: str | os.PathLike[str], what: str, do: str, reason: str) -> LayersimError:
-    return LayersimError(f"{path} is not {what} ({excerpt(reason, 300)}). {do}.")
+def _malformed(path: str | os.PathLike[str], content: str, remedy: str, reason: str) -> LayersimError:
+    return LayersimError(f"{path} is not {content} ({excerpt(reason, 300)}). {remedy}.")

@@ -48,15 +48,19 @@ def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantil
     counts = histogram.to(torch.float64)
     cumulative = counts.cumsum(-1)
     total = cumulative[..., -1:]
-    out = []
+    width = (high - low) / bins
+    is_empty = total.squeeze(-1) == 0
+    values = []
     for quantile in quantiles:
         target = quantile * total
         # The first bin that is not empty and whose cumulative count reaches the target.
         index = ((cumulative < target) | (cumulative == 0)).sum(-1, keepdim=True).clamp(max=bins - 1)
-        before = cumulative.gather(-1, index) - counts.gather(-1, index)
-        fraction = (target - before) / counts.gather(-1, index)
-        out.append((low + (index + fraction) * ((high - low) / bins)).squeeze(-1).masked_fill(total.squeeze(-1) == 0, math.nan))
-    return torch.stack(out)
+        count = counts.gather(-1, index)
+        count_before = cumulative.gather(-1, index) - count
+        fraction = (target - count_before) / count
+        value = low + (index + fraction) * width
+        values.append(value.squeeze(-1).masked_fill(is_empty, math.nan))
+    return torch.stack(values)
 
 
 # A change below this fraction of a number is rounding: the number does not depend on the block.
@@ -99,15 +103,22 @@ def leave_one_out(
         ['bc', 'ac', 'ab']
     """
     if len(terms) == 1:
-        rest = before if after is None else after if before is None else add(before, after)
-        assert rest is not None
-        yield rest
+        assert before is not None or after is not None
+        if before is not None and after is not None:
+            yield add(before, after)
+        elif before is not None:
+            yield before
+        elif after is not None:
+            yield after
         return
-    left, right = terms[: len(terms) // 2], terms[len(terms) // 2 :]
-    total = functools.reduce(add, right)
-    yield from leave_one_out(left, add, before, total if after is None else add(total, after))
-    total = functools.reduce(add, left)
-    yield from leave_one_out(right, add, total if before is None else add(before, total), after)
+    middle = len(terms) // 2
+    first_half = terms[:middle]
+    second_half = terms[middle:]
+    # The terms of the first half are left out one by one, so all of the second half follows them, and the other way round.
+    total = functools.reduce(add, second_half)
+    yield from leave_one_out(first_half, add, before, total if after is None else add(total, after))
+    total = functools.reduce(add, first_half)
+    yield from leave_one_out(second_half, add, total if before is None else add(before, total), after)
 
 
 def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
@@ -145,7 +156,8 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
         return torch.full_like(value, math.nan)
     # Differences from the statistic come first: a statistic that no block changes has an error of exactly 0.
     deviation = replicates - value
-    error: Tensor = ((deviation - deviation.mean(0)).square().sum(0) * ((count - 1) / count)).sqrt()
+    squares = (deviation - deviation.mean(0)).square()
+    error: Tensor = (squares.sum(0) * ((count - 1) / count)).sqrt()
     # A value that is not finite has no error.
     return error.where(error.isfinite(), math.nan)
 
@@ -207,6 +219,7 @@ def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
         1.0
     """
     deviation = (replicates - value).abs()
+    # The largest of no deviations is not defined.
     rounding = torch.maximum(ROUNDING_ERROR * value.abs(), 1e-9 * deviation.amax(0)) if len(replicates) else value
     changed = (deviation > rounding).sum(0).double()
     degrees = (changed - 1).where(changed != 1, math.nan)
@@ -338,29 +351,33 @@ def t_interval(
     """
     from scipy.stats import t
 
-    low, high = (torch.as_tensor(bound, dtype=torch.float64) for bound in within)
+    lower_bound = torch.as_tensor(within[0], dtype=torch.float64)
+    upper_bound = torch.as_tensor(within[1], dtype=torch.float64)
     quantile = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy()))
     margin = quantile * error
-    inside = (value > low) & (value < high)
     # The derivative of the scale is a sum over both bounds; an infinite bound adds 0.
-    step = margin * (1 / (value - low) + 1 / (high - value))
-    scaled = inside & (low.isfinite() | high.isfinite())
-    least = _moved(value, -step, low, high).where(scaled, (value - margin).maximum(low))
-    most = _moved(value, step, low, high).where(scaled, (value + margin).minimum(high))
+    step = margin * (1 / (value - lower_bound) + 1 / (upper_bound - value))
+    is_inside = (value > lower_bound) & (value < upper_bound)
+    has_scale = is_inside & (lower_bound.isfinite() | upper_bound.isfinite())
+    low = _moved_on_scale(value, -step, lower_bound, upper_bound)
+    low = low.where(has_scale, (value - margin).maximum(lower_bound))
+    high = _moved_on_scale(value, step, lower_bound, upper_bound)
+    high = high.where(has_scale, (value + margin).minimum(upper_bound))
     if skewness is not None:
-        skewed = torch.as_tensor(t.ppf(0.5 + level / 2, skewness.degrees.numpy()))
+        skewed_quantile = torch.as_tensor(t.ppf(0.5 + level / 2, skewness.degrees.numpy()))
         # The true value lies below the statistic where the statistic is too large.
-        below = value - ratio_at(skewed, skewness.skew) * error
-        above = value - ratio_at(-skewed, skewness.skew) * error
-        least = torch.minimum(least, below.where(below > low, least))
-        most = torch.maximum(most, above.where(above < high, most))
-    at_low, at_high = chance_margins(value, error, quantile, within, rows)
-    most = most.where(at_low == 0, low + at_low)
-    least = least.where(at_high == 0, high - at_high)
+        skewed_low = value - ratio_at(skewed_quantile, skewness.skew) * error
+        skewed_high = value - ratio_at(-skewed_quantile, skewness.skew) * error
+        low = torch.minimum(low, skewed_low.where(skewed_low > lower_bound, low))
+        high = torch.maximum(high, skewed_high.where(skewed_high < upper_bound, high))
+    margin_at_lower, margin_at_upper = chance_margins(value, error, quantile, within, rows)
+    high = high.where(margin_at_lower == 0, lower_bound + margin_at_lower)
+    low = low.where(margin_at_upper == 0, upper_bound - margin_at_upper)
     # A value may exceed a bound by rounding; its interval contains it nevertheless.
-    least, most = torch.minimum(least, value), torch.maximum(most, value)
-    known = ~margin.isnan()
-    return ConfidenceInterval(value, least.where(known, math.nan), most.where(known, math.nan), error)
+    low = torch.minimum(low, value)
+    high = torch.maximum(high, value)
+    has_margin = ~margin.isnan()
+    return ConfidenceInterval(value, low.where(has_margin, math.nan), high.where(has_margin, math.nan), error)
 
 
 def chance_margins(
@@ -379,28 +396,34 @@ def chance_margins(
         within: bounds of the fractions.
         rows: numbers of independent units, see `t_interval`.
     """
-    low, high = (torch.as_tensor(bound, dtype=torch.float64) for bound in within)
-    at_low, at_high = (torch.as_tensor(number, dtype=torch.float64).expand_as(value) for number in rows)
-    nothing = torch.zeros_like(value)
-    if not bool((at_low.isfinite() | at_high.isfinite()).any()):
-        return nothing, nothing
-    worth = ((value - low) * (high - value) / error.square())[(value > low) & (value < high) & (error > 0)]
-    most = float(worth.min()) if len(worth) else math.inf
-    margins = [(high - low) * quantile.square() / (quantile.square() + number.clamp(max=most)) for number in (at_low, at_high)]
+    low = torch.as_tensor(within[0], dtype=torch.float64)
+    high = torch.as_tensor(within[1], dtype=torch.float64)
+    units_at_low = torch.as_tensor(rows[0], dtype=torch.float64).expand_as(value)
+    units_at_high = torch.as_tensor(rows[1], dtype=torch.float64).expand_as(value)
+    zero = torch.zeros_like(value)
+    if not bool((units_at_low.isfinite() | units_at_high.isfinite()).any()):
+        return zero, zero
+    has_error = (value > low) & (value < high) & (error > 0)
+    effective_samples = ((value - low) * (high - value) / error.square())[has_error]
+    most_samples = float(effective_samples.min()) if len(effective_samples) else math.inf
+    square = quantile.square()
+    margin_at_low = (high - low) * square / (square + units_at_low.clamp(max=most_samples))
+    margin_at_high = (high - low) * square / (square + units_at_high.clamp(max=most_samples))
     return (
-        margins[0].where((value == low) & at_low.isfinite(), nothing),
-        margins[1].where((value == high) & at_high.isfinite(), nothing),
+        margin_at_low.where((value == low) & units_at_low.isfinite(), zero),
+        margin_at_high.where((value == high) & units_at_high.isfinite(), zero),
     )
 
 
-def _moved(x: Tensor, step: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _moved_on_scale(x: Tensor, step: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Move x by a step on the log or log-odds scale of `t_interval`."""
     above_low = low + (x - low) * step.exp()
     below_high = high - (high - x) * (-step).exp()
     # The scale of two bounds is log-odds. This form keeps the digits of small fractions.
     odds = (x - low) / (high - x) * step.exp()
     between = torch.where(odds.isinf(), high, low + (high - low) * odds / (1 + odds))
-    return torch.where(high.isinf(), above_low, torch.where(low.isinf(), below_high, between))
+    with_upper_bound = torch.where(low.isinf(), below_high, between)
+    return torch.where(high.isinf(), above_low, with_upper_bound)
 
 
 def neighbour_correlation(replicates: Tensor) -> Tensor:
@@ -446,8 +469,9 @@ def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor, skewness: 
         return p
     corrected = symmetrised(ratio, skewness.skew)
     # Below 0 on the other side of the statistic's centre, where nothing is rejected.
-    away = (corrected * ratio.sign()).clamp(min=0)
-    return p.maximum(torch.as_tensor(2 * t.sf(away.numpy(), skewness.degrees.numpy()), dtype=torch.float64))
+    distance = (corrected * ratio.sign()).clamp(min=0)
+    corrected_p = torch.as_tensor(2 * t.sf(distance.numpy(), skewness.degrees.numpy()), dtype=torch.float64)
+    return p.maximum(corrected_p)
 
 
 def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor]) -> Tensor:
@@ -464,7 +488,8 @@ def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor])
         >>> float(welch_degrees((one, one), (15 * one, 15 * one)))
         30.0
     """
-    a, b = (error.square() for error in errors)
+    a = errors[0].square()
+    b = errors[1].square()
     joint = (a + b).square() / (a.square() / degrees[0] + b.square() / degrees[1])
     # Without any error every number of degrees gives the same interval.
     return joint.where(a + b != 0, degrees[0] + degrees[1])
@@ -497,17 +522,14 @@ class Uncertainty(NamedTuple):
             other: uncertainty of the same statistic in a larger sample.
             ratio: number of texts of the other sample over that of this one.
         """
-        lent = other.error * math.sqrt(ratio)
-        larger = lent > self.error
+        error = other.error * math.sqrt(ratio)
         skew = (other.skewness.skew * math.sqrt(ratio)).clamp(-1, 1)
-        return Uncertainty(
-            lent.where(larger, self.error),
-            other.degrees.where(larger, self.degrees),
-            Skewness(
-                skew.where(larger, self.skewness.skew),
-                other.skewness.degrees.where(larger, self.skewness.degrees),
-            ),
+        is_larger = error > self.error
+        skewness = Skewness(
+            skew.where(is_larger, self.skewness.skew),
+            other.skewness.degrees.where(is_larger, self.skewness.degrees),
         )
+        return Uncertainty(error.where(is_larger, self.error), other.degrees.where(is_larger, self.degrees), skewness)
 
     def of_difference(self, subtracted: Uncertainty) -> Uncertainty:
         """Uncertainty of this statistic minus an independent one. Squared errors and third moments add up.
@@ -517,37 +539,43 @@ class Uncertainty(NamedTuple):
         """
         errors = (self.error, subtracted.error)
         error = (errors[0].square() + errors[1].square()).sqrt()
-        third = self.skewness.skew * errors[0].pow(3) - subtracted.skewness.skew * errors[1].pow(3)
-        skew = (third / error.pow(3)).where(error > 0, 0.0)
+        third_moment = self.skewness.skew * errors[0].pow(3) - subtracted.skewness.skew * errors[1].pow(3)
+        skew = (third_moment / error.pow(3)).where(error > 0, 0.0)
+        degrees = welch_degrees(errors, (self.degrees, subtracted.degrees))
         effective = welch_degrees(errors, (self.skewness.degrees, subtracted.skewness.degrees))
-        return Uncertainty(error, welch_degrees(errors, (self.degrees, subtracted.degrees)), Skewness(skew, effective))
+        return Uncertainty(error, degrees, Skewness(skew, effective))
 
 
 def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
     """Confidence interval of a tensor field, or of a function of the result. It implements `Result.interval`."""
     refuse_no_blocks(result)
     if isinstance(what, str):
-        field, own = field_named(result, what), result.declared(what)
-        if own.within is None:
-            others = ", ".join(name for name, bounds in bounds_of(result).items() if bounds is not None)
-            raise LayersimError(f"{type(result).__name__}.{what} has no interval; fields with intervals: {others or 'none'}.")
-        value, replicates = with_and_without_blocks(result, lambda one: aligned(one, result, field), own)
-        if not own.out_of:
-            return jackknife_interval(value, replicates, level, own.within, units_of(result, own))
-        total = own.total(result)
-        low, high = own.within
-        # A count is at most its total.
-        within = (low / total, torch.as_tensor(high).minimum(total) / total)
-        fraction = jackknife_interval(value / total, replicates / total, level, within, units_of(result, own))
-        return ConfidenceInterval(value, *(part * total for part in fraction[1:]))
-    found = function_interval(result, what, level)
-    if found is None:
+        return _field_interval(result, what, level)
+    interval = function_interval(result, what, level)
+    if interval is None:
         raise LayersimError(
             f"The function passed to `interval` returns {number_text(float(what(result)))}, which has no interval: a maximum, "
             "minimum, index or count jumps if a part of the data is left out. Return a mean, a difference, or an entry at a "
             "fixed index."
         )
-    return found
+    return interval
+
+
+def _field_interval(result: Any, name: str, level: float) -> ConfidenceInterval:
+    field = field_named(result, name)
+    declared = result.declared(name)
+    if declared.within is None:
+        fields = ", ".join(field for field, bounds in bounds_of(result).items() if bounds is not None)
+        raise LayersimError(f"{type(result).__name__}.{name} has no interval; fields with intervals: {fields or 'none'}.")
+    value, replicates = with_and_without_blocks(result, functools.partial(aligned, result=result, field=field), declared)
+    if not declared.out_of:
+        return jackknife_interval(value, replicates, level, declared.within, units_of(result, declared))
+    total = declared.total(result)
+    low, high = declared.within
+    # A count is at most its total.
+    within = (low / total, torch.as_tensor(high).minimum(total) / total)
+    fraction = jackknife_interval(value / total, replicates / total, level, within, units_of(result, declared))
+    return ConfidenceInterval(value, fraction.low * total, fraction.high * total, fraction.error * total)
 
 
 def function_interval(result: Any, function: Callable[[Any], Any], level: float) -> ConfidenceInterval | None:
@@ -584,25 +612,32 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
         None for a number that jumps when a part of the data is left out: a whole number, or an entry of a field whose index
         differs between replicates, such as the largest entry.
     """
-    each = torch.cat([value[None], replicates]) if len(replicates) else value[None]
-    if value.dim() or not bool(each.isfinite().all()):
+    values = torch.cat([value[None], replicates]) if len(replicates) else value[None]
+    if value.dim() or not bool(values.isfinite().all()):
         return jackknife_interval(value, replicates, level)
-    if bool((each != value).any()) and bool((each == each.round()).all()):
+    if bool((values != value).any()) and bool((values == values.round()).all()):
         return None
-    places, jumps = [], False
-    for name in bounds_of(result):
-        held = [getattr(one, name) for one in (result, *result.replicates)]
-        if len({one.shape for one in held}) == 1:
-            equal = torch.stack([one.reshape(-1) for one in held]) == each[:, None]
-            places += [(name, int(place)) for place in equal.all(0).nonzero()[:1]]
-            jumps |= bool(equal.any(1).all())
-    if not places:
+    # Fields with an entry that is the number in all replicates, with the index of the entry.
+    entries: list[tuple[str, int]] = []
+    jumps = False
+    for field in bounds_of(result):
+        tensors = [getattr(part, field) for part in (result, *result.replicates)]
+        if len({tensor.shape for tensor in tensors}) > 1:
+            continue
+        is_equal = torch.stack([tensor.reshape(-1) for tensor in tensors]) == values[:, None]
+        indices = is_equal.all(0).nonzero()
+        if len(indices):
+            entries.append((field, int(indices[0])))
+        if bool(is_equal.any(1).all()):
+            jumps = True
+    if not entries:
         return None if jumps else jackknife_interval(value, replicates, level)
     # A number at a bound may be in several fields. Fields that reach the bound by chance have intervals with a width.
-    field, place = min(places, key=lambda one: not result.declared(one[0]).by_chance)
+    field, index = min(entries, key=lambda entry: not result.declared(entry[0]).by_chance)
     if result.declared(field).within is None:
         return jackknife_interval(value, replicates, level)
-    return ConfidenceInterval(*(part.reshape(-1)[place] for part in interval_of(result, field, level)))
+    interval = interval_of(result, field, level)
+    return ConfidenceInterval(*(tensor.reshape(-1)[index] for tensor in interval))
 
 
 def field_named(result: Any, name: str) -> str:
@@ -615,10 +650,11 @@ def field_named(result: Any, name: str) -> str:
     Raises:
         LayersimError: the result has no such field.
     """
-    named = {own.name: field for field, own in declarations(result).items()} | {"values": "values"}
-    if not isinstance(name, str) or name not in named:
-        raise LayersimError(f"`field` is {brief(name)}; {type(result).__name__} has the fields {', '.join(named)}.")
-    return named[name]
+    attributes = {declared.name: attribute for attribute, declared in declarations(result).items()}
+    attributes["values"] = "values"
+    if not isinstance(name, str) or name not in attributes:
+        raise LayersimError(f"`field` is {brief(name)}; {type(result).__name__} has the fields {', '.join(attributes)}.")
+    return attributes[name]
 
 
 def aligned(replicate: Any, result: Any, field: str) -> Tensor:
@@ -633,17 +669,22 @@ def aligned(replicate: Any, result: Any, field: str) -> Tensor:
     """
     values: Tensor = getattr(replicate, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
-        labels, own = result.coordinates(axis), replicate.coordinates(axis)
-        if labels != own:
-            undefined = values.new_full((*values.shape[:dim], 1, *values.shape[dim + 1 :]), math.nan)
-            place = torch.tensor([own.index(label) if label in own else len(own) for label in labels])
-            values = torch.cat([values, undefined], dim).index_select(dim, place)
+        labels = result.coordinates(axis)
+        replicate_labels = replicate.coordinates(axis)
+        if labels == replicate_labels:
+            continue
+        # One more entry, after the others, for the labels that the replicate lacks.
+        undefined = values.new_full((*values.shape[:dim], 1, *values.shape[dim + 1 :]), math.nan)
+        indices = []
+        for label in labels:
+            indices.append(replicate_labels.index(label) if label in replicate_labels else len(replicate_labels))
+        values = torch.cat([values, undefined], dim).index_select(dim, torch.tensor(indices))
     return values
 
 
 def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
     """Lower and upper bound of each tensor field, by name; None for a field without intervals."""
-    return {name: own.within for name, own in declarations(result).items()}
+    return {name: declared.within for name, declared in declarations(result).items()}
 
 
 def chance_error(result: Any, declared: Declaration, value: Tensor, error: Tensor, degrees: Tensor, level: float) -> Tensor:
@@ -661,12 +702,14 @@ def chance_error(result: Any, declared: Declaration, value: Tensor, error: Tenso
 
     if not declared.by_chance or declared.within is None:
         return torch.zeros_like(value)
-    total, within = torch.ones(()).double(), declared.within
+    total = torch.ones(()).double()
+    within = declared.within
     if declared.out_of:
-        total, within = declared.total(result), (0.0, 1.0)
+        total = declared.total(result)
+        within = (0.0, 1.0)
     quantile = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy()))
-    margins = chance_margins(value / total, error / total, quantile, within, units_of(result, declared))
-    return (margins[0] + margins[1]) * total / quantile
+    at_low, at_high = chance_margins(value / total, error / total, quantile, within, units_of(result, declared))
+    return (at_low + at_high) * total / quantile
 
 
 def units_of(result: Any, declared: Declaration) -> tuple[Tensor, Tensor]:
@@ -685,8 +728,9 @@ def units_of(result: Any, declared: Declaration) -> tuple[Tensor, Tensor]:
     never = torch.tensor(math.inf, dtype=torch.float64)
     low, high = declared.within or UNBOUNDED
     # A count reaches its total where the fraction reaches 1.
-    most = 1 if declared.out_of else high
-    return (units if low in declared.by_chance else never, units if most in declared.by_chance else never)
+    if declared.out_of:
+        high = 1
+    return (units if low in declared.by_chance else never, units if high in declared.by_chance else never)
 
 
 def jackknife_interval(
@@ -723,17 +767,19 @@ def with_and_without_blocks(
     Raises:
         LayersimError: the function returns different shapes for different blocks.
     """
-    value, *each = (torch.as_tensor(function(one), dtype=torch.float64) for one in (result, *result.replicates))
-    for one in each:
-        if one.shape != value.shape:
+    value = torch.as_tensor(function(result), dtype=torch.float64)
+    replicates = [torch.as_tensor(function(replicate), dtype=torch.float64) for replicate in result.replicates]
+    for replicate_value in replicates:
+        if replicate_value.shape != value.shape:
             raise LayersimError(
                 f"The function passed to `interval` returns shape {tuple(value.shape)} on all data and shape "
-                f"{tuple(one.shape)} without one jackknife block; the shape must not depend on the data."
+                f"{tuple(replicate_value.shape)} without one jackknife block; the shape must not depend on the data."
             )
     if declared is not None and declared.out_of:
         total = declared.total(result)
-        each = [one * (total / declared.total(part)) for one, part in zip(each, result.replicates, strict=True)]
-    return value, torch.stack(each) if each else value.new_zeros(0, *value.shape)
+        for number, replicate in enumerate(result.replicates):
+            replicates[number] = replicates[number] * (total / declared.total(replicate))
+    return value, torch.stack(replicates) if replicates else value.new_zeros(0, *value.shape)
 
 
 def headline_lines(result: Any) -> list[str]:
@@ -744,14 +790,14 @@ def headline_lines(result: Any) -> list[str]:
 def headline_texts(result: Any) -> dict[str, str]:
     """The headline numbers as text, with ± half their 95 % intervals."""
     margins = headline_margins(result)
-    texts = {
-        name: p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
-        for name, value in result.headline().items()
-    }
-    twins = [one.headline() for one in result.untrained]
-    for name in texts if twins else ():
-        own = [twin[name] for twin in twins if name in twin]
-        texts[name] += f" (untrained: {number_text(sum(own) / len(own))})" if own else ""
+    headlines_of_untrained = [untrained.headline() for untrained in result.untrained]
+    texts = {}
+    for name, value in result.headline().items():
+        text = p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
+        values_of_untrained = [headline[name] for headline in headlines_of_untrained if name in headline]
+        if values_of_untrained:
+            text += f" (untrained: {number_text(sum(values_of_untrained) / len(values_of_untrained))})"
+        texts[name] = text
     return texts
 
 
@@ -776,7 +822,7 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
 
 def headline_margins(result: Any) -> dict[str, float]:
     """Half the width of each headline number's 95 % interval. Empty if the result has no intervals."""
-    return {name: float(ends.high - ends.low) / 2 for name, ends in headline_intervals(result).items()}
+    return {name: float(interval.high - interval.low) / 2 for name, interval in headline_intervals(result).items()}
 
 
 def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
@@ -786,16 +832,19 @@ def headline_intervals(result: Any) -> dict[str, ConfidenceInterval]:
     has none either, nor an extreme over layers: the jackknife fails where another layer is the largest in other data. An entry
     of a field has the interval of the field.
     """
-    value = result.headline() if result.has_intervals else {}
-    each = [one.headline() for one in result.replicates]
+    if not result.has_intervals:
+        return {}
+    headlines_of_replicates = [replicate.headline() for replicate in result.replicates]
     intervals = {}
-    for name in filter(has_margin, value):
-        own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
-        whole = torch.tensor(value[name], dtype=torch.float64)
-        found = _number_interval(result, whole, own, 0.95)
+    for name, number in result.headline().items():
+        if not has_margin(name):
+            continue
+        value = torch.tensor(number, dtype=torch.float64)
+        replicates = [headline.get(name, math.nan) for headline in headlines_of_replicates]
+        interval = _number_interval(result, value, torch.tensor(replicates, dtype=torch.float64), 0.95)
         # A number without a width is a count. A fraction that is 0 or 1 by chance has the interval of its field.
-        if found is not None and bool(found.low < found.high):
-            intervals[name] = found
+        if interval is not None and bool(interval.low < interval.high):
+            intervals[name] = interval
     return intervals
 
 
@@ -824,6 +873,8 @@ def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) 
         percent: whether to write the number as a percentage.
     """
     margin = math.nan
-    if result.has_intervals and (found := function_interval(result, what, 0.95)) is not None:
-        margin = float(found.high - found.low) / 2
+    if result.has_intervals:
+        interval = function_interval(result, what, 0.95)
+        if interval is not None:
+            margin = float(interval.high - interval.low) / 2
     return margin_text(float(what(result)), margin, percent)

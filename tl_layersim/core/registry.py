@@ -50,22 +50,27 @@ class Registry(Generic[T]):
         Raises:
             LayersimError: no extension has this name.
         """
-        known = self.all()
-        if isinstance(name, str) and name in known:
-            return known[name]
-        raise LayersimError(f"`{argument or self.argument}` is {brief(name)}; it must be one of {', '.join(sorted(known))}.")
+        classes = self.all()
+        if isinstance(name, str) and name in classes:
+            return classes[name]
+        names = ", ".join(sorted(classes))
+        raise LayersimError(f"`{argument or self.argument}` is {brief(name)}; it must be one of {names}.")
 
 
 @functools.cache
 def _discovered(package: str, path: tuple[str, ...], base: Any) -> dict[str, type[Any]]:
     classes: dict[str, type[Any]] = {}
-    for module_name in (package, *(f"{package}.{info.name}" for info in pkgutil.iter_modules(path))):
+    module_names = [package, *(f"{package}.{info.name}" for info in pkgutil.iter_modules(path))]
+    for module_name in module_names:
         module = importlib.import_module(module_name)
         for _, cls in inspect.getmembers(module, inspect.isclass):
-            if issubclass(cls, base) and cls is not base and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
-                name = getattr(cls, "name", None)
-                if not isinstance(name, str) or name in classes:
-                    allowed = "it must be a string that no other class uses"
-                    raise TypeError(f"`{cls.__qualname__}.name` in {module.__name__} is {name!r}; {allowed}.")
-                classes[name] = cls
+            is_extension = issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
+            # A class that the module only imports belongs to another module.
+            if not is_extension or cls.__module__ != module.__name__:
+                continue
+            name = getattr(cls, "name", None)
+            if not isinstance(name, str) or name in classes:
+                allowed = "it must be a string that no other class uses"
+                raise TypeError(f"`{cls.__qualname__}.name` in {module.__name__} is {name!r}; {allowed}.")
+            classes[name] = cls
     return classes

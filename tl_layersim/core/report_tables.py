@@ -53,11 +53,11 @@ def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
         columns=[COLUMNS.get(axis, axis) for axis in labels],
         index=None if labels else [0],
     )
-    for axis, own in labels.items():
+    for axis, labels_of_axis in labels.items():
         if axis in SITE_AXES:
             # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
             name = COLUMNS.get(axis, axis)
-            table[name] = pandas.Categorical(table[name], categories=list(own), ordered=True)
+            table[name] = pandas.Categorical(table[name], categories=list(labels_of_axis), ordered=True)
     return table
 
 
@@ -75,16 +75,18 @@ def joined_tables(tables: Sequence[pandas.DataFrame]) -> pandas.DataFrame:
 
     if not tables:
         return pandas.DataFrame({name: [] for name in ("analyzer", "field", "value")})
-    found = pandas.concat(tables, ignore_index=True)
-    labels = [name for name in found.columns if name not in ("analyzer", "field", *NUMBERS)]
-    order = ["analyzer", "field", *SITE_COLUMNS, *(name for name in labels if name not in SITE_COLUMNS), *NUMBERS]
-    found = found[[name for name in order if name in found.columns]]
+    joined = pandas.concat(tables, ignore_index=True)
+    labels = [name for name in joined.columns if name not in ("analyzer", "field", *NUMBERS)]
+    labels_without_sites = [name for name in labels if name not in SITE_COLUMNS]
+    order = ["analyzer", "field", *SITE_COLUMNS, *labels_without_sites, *NUMBERS]
+    joined = joined[[name for name in order if name in joined.columns]]
     for name in labels:
-        own = [list(table[name].cat.categories) for table in tables if name in table and hasattr(table[name], "cat")]
-        if own:
+        columns = [table[name] for table in tables if name in table]
+        categories = [list(column.cat.categories) for column in columns if hasattr(column, "cat")]
+        if categories:
             # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
-            found[name] = pandas.Categorical(found[name], categories=merged_labels(own), ordered=True)
-    return found
+            joined[name] = pandas.Categorical(joined[name], categories=merged_labels(categories), ordered=True)
+    return joined
 
 
 def field_lines(name: str, result: Any, field: str) -> pandas.DataFrame:
@@ -95,11 +97,12 @@ def field_lines(name: str, result: Any, field: str) -> pandas.DataFrame:
         result: the result that has the field.
         field: name of the attribute.
     """
-    own = declarations(result)[field]
-    table = label_table({axis: result.coordinates(axis) for axis in own.axes})
+    declared = declarations(result)[field]
+    table = label_table({axis: result.coordinates(axis) for axis in declared.axes})
     table.insert(0, "analyzer", name)
-    table.insert(1, "field", own.name)
-    return table.assign(**{column: numbers.numpy().reshape(-1) for column, numbers in numbers_of(result, field).items()})
+    table.insert(1, "field", declared.name)
+    columns = {column: numbers.numpy().reshape(-1) for column, numbers in numbers_of(result, field).items()}
+    return table.assign(**columns)
 
 
 def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
@@ -109,13 +112,14 @@ def numbers_of(result: Any, field: str) -> dict[str, Tensor]:
         result: the result that has the field.
         field: name of the attribute.
     """
-    found = {"value": getattr(result, field)}
+    numbers = {"value": getattr(result, field)}
     if result.has_intervals and declarations(result)[field].within is not None:
-        ends = result.interval(field)
-        found |= {"low": ends.low, "high": ends.high, "se": ends.error}
-    if (twins := result.of_untrained(field)) is not None:
-        found["untrained"] = twins.mean(0)
-    return found
+        interval = result.interval(field)
+        numbers |= {"low": interval.low, "high": interval.high, "se": interval.error}
+    untrained = result.of_untrained(field)
+    if untrained is not None:
+        numbers["untrained"] = untrained.mean(0)
+    return numbers
 
 
 def merged_labels(lists: list[list[Any]]) -> list[Any]:
@@ -147,7 +151,10 @@ def headline_table(report: Mapping[str, Any]) -> pandas.DataFrame:
     """Table of the headline numbers of all results, as texts with ± half the interval. See `Report.to_latex`."""
     import pandas
 
-    lines = [(name, *line) for name, result in report.items() for line in headline_texts(result).items()]
+    lines = []
+    for name, result in report.items():
+        for measure, value in headline_texts(result).items():
+            lines.append((name, measure, value))
     return pandas.DataFrame(lines, columns=["analyzer", "measure", "value"])
 
 
@@ -163,19 +170,23 @@ def field_table(result: Any, field: str) -> pandas.DataFrame:
     """
     import pandas
 
-    own, held = result.declared(field), field_named(result, field)
-    if len(own.axes) not in (1, 2):
-        raise LayersimError(f"`field` is {field!r}, which has {len(own.axes)} axes; a table shows one or two.")
-    numbers = numbers_of(result, held)
+    declared = result.declared(field)
+    if len(declared.axes) not in (1, 2):
+        raise LayersimError(f"`field` is {field!r}, which has {len(declared.axes)} axes; a table shows one or two.")
+    numbers = numbers_of(result, field_named(result, field))
     values = numbers["value"]
     margins = (numbers["high"] - numbers["low"]) / 2 if "low" in numbers else values.new_full(values.shape, math.nan)
-    labels, *others = ([site_in_words(str(label)) for label in result.coordinates(axis)] for axis in own.axes)
-    columns = others[0] if others else [own.words]
-    each = (part.reshape(len(labels), len(columns)).tolist() for part in (values, margins))
-    return pandas.DataFrame(
-        [[label, *map(margin_text, row, ends)] for label, row, ends in zip(labels, *each, strict=True)],
-        columns=[COLUMNS.get(own.axes[0], own.axes[0]).replace("_", " "), *columns],
-    )
+    row_axis = declared.axes[0]
+    rows = [site_in_words(str(label)) for label in result.coordinates(row_axis)]
+    columns = [declared.words]
+    if len(declared.axes) == 2:
+        columns = [site_in_words(str(label)) for label in result.coordinates(declared.axes[1])]
+    values_of_rows = values.reshape(len(rows), len(columns)).tolist()
+    margins_of_rows = margins.reshape(len(rows), len(columns)).tolist()
+    lines = []
+    for row, row_values, row_margins in zip(rows, values_of_rows, margins_of_rows, strict=True):
+        lines.append([row, *map(margin_text, row_values, row_margins)])
+    return pandas.DataFrame(lines, columns=[COLUMNS.get(row_axis, row_axis).replace("_", " "), *columns])
 
 
 def in_one_line(text: str) -> str:
@@ -203,7 +214,8 @@ def plain_cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = in_one_line(value)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) and not _is_number(text) else text
+    is_formula = text.startswith(("=", "+", "-", "@")) and not _is_number(text)
+    return f"'{text}" if is_formula else text
 
 
 def _is_number(text: str) -> bool:
@@ -221,8 +233,9 @@ def latex(table: pandas.DataFrame, labels: int) -> str:
         table: a table of texts.
         labels: number of leading columns that hold labels.
     """
-    own = table.map(in_one_line).rename(columns=in_one_line)
-    text: str = own.to_latex(index=False, escape=True, column_format="l" * labels + "r" * (table.shape[1] - labels))
+    table = table.map(in_one_line).rename(columns=in_one_line)
+    alignment = "l" * labels + "r" * (table.shape[1] - labels)
+    text: str = table.to_latex(index=False, escape=True, column_format=alignment)
     return text.replace("±", r"$\pm$").replace("²", r"\textsuperscript{2}")
 
 
@@ -245,7 +258,8 @@ def distinct_tests(result: Any, field: str) -> Tensor:
         result: the result that has the field.
         field: name of the field.
     """
-    p, axes = getattr(result, field), result.tensor_fields()[field]
+    p = getattr(result, field)
+    axes = result.tensor_fields()[field]
     tested = torch.full_like(p, fill_value=not bool(p.isnan().all()), dtype=torch.bool)
     if axes == ("row", "column") and JOINT not in result.provenance.model and result.layers == result.coordinates("column"):
         # p-values of few permutations have few values: they may look symmetric where the measure is not.
@@ -263,11 +277,11 @@ def is_symmetric(values: Tensor) -> bool:
     return square and torch.allclose(values, values.transpose(0, 1), rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
 
-def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Tensor]:
+def adjusted(fields: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Tensor]:
     """p-values of one or several fields, corrected together for multiple tests. NaN does not count as a test.
 
     Args:
-        each: for each field, its p-values, and whether they form a symmetric matrix, whose two halves count once.
+        fields: for each field, its p-values, and whether they form a symmetric matrix, whose two halves count once.
         method: "holm" (Holm 1979) or "fdr_bh" (Benjamini and Hochberg 1995).
 
     Examples:
@@ -276,20 +290,23 @@ def adjusted(each: Sequence[tuple[Tensor, bool]], method: Correction) -> list[Te
     """
     from scipy.stats import false_discovery_control
 
-    tested = [(~p.isnan()).triu() if symmetric else ~p.isnan() for p, symmetric in each]
-    known = torch.cat([p[own] for own, (p, _) in zip(tested, each, strict=True)])
-    if method == "holm":
+    # Masks of the p-values that count as tests.
+    tested = [(~p.isnan()).triu() if symmetric else ~p.isnan() for p, symmetric in fields]
+    p_values = torch.cat([p[mask] for mask, (p, _) in zip(tested, fields, strict=True)])
+    corrected = p_values
+    if len(p_values) and method == "holm":
         # statsmodels would collect the garbage of the whole process at each call.
-        ordered, order = known.sort()
-        steps = ordered * torch.arange(len(known), 0, -1)
-        found = torch.empty_like(known).scatter(0, order, steps.cummax(0).values.clamp(max=1)) if len(known) else known
-    else:
-        found = torch.as_tensor(false_discovery_control(known.numpy())) if len(known) else known
-    parts = torch.split(found, [int(own.sum()) for own in tested])
-    filled = [
-        torch.full_like(p, math.nan).masked_scatter(own, part) for (p, _), own, part in zip(each, tested, parts, strict=True)
-    ]
-    return [own.triu() + own.triu(1).T if symmetric else own for own, (_, symmetric) in zip(filled, each, strict=True)]
+        ascending, order = p_values.sort()
+        steps = ascending * torch.arange(len(p_values), 0, -1)
+        corrected = torch.empty_like(p_values).scatter(0, order, steps.cummax(0).values.clamp(max=1))
+    elif len(p_values):
+        corrected = torch.as_tensor(false_discovery_control(p_values.numpy()))
+    results = []
+    corrected_of_fields = torch.split(corrected, [int(mask.sum()) for mask in tested])
+    for (p, symmetric), mask, corrected_of_field in zip(fields, tested, corrected_of_fields, strict=True):
+        values = torch.full_like(p, math.nan).masked_scatter(mask, corrected_of_field)
+        results.append(values.triu() + values.triu(1).T if symmetric else values)
+    return results
 
 
 def result_table(result: Any) -> xarray.Dataset:
@@ -301,15 +318,23 @@ def result_table(result: Any) -> xarray.Dataset:
     for field in result.tensor_fields():
         if bool(getattr(result, field).isnan().all()):
             continue
-        own = result.declared(field)
-        words = {"long_name": own.label, "units": own.unit, "description": own.title if own.title != own.label else ""}
+        declared = result.declared(field)
+        words = {
+            "long_name": declared.label,
+            "units": declared.unit,
+            "description": declared.title if declared.title != declared.label else "",
+        }
         attributes = {key: text for key, text in words.items() if text}
-        for part, numbers in numbers_of(result, field).items():
-            name = own.name if part == "value" else f"{own.name}_{part}"
-            variables[name] = (own.axes, numbers.numpy().copy(), attributes)
-        labels |= {axis: list(result.coordinates(axis)) for axis in own.axes}
-    depths = {f"{axis}_depth": (axis, along) for axis in labels if (along := _depths(result, axis))}
-    return xarray.Dataset(variables, labels | depths, _provenance(result))
+        for column, numbers in numbers_of(result, field).items():
+            name = declared.name if column == "value" else f"{declared.name}_{column}"
+            variables[name] = (declared.axes, numbers.numpy().copy(), attributes)
+        labels |= {axis: list(result.coordinates(axis)) for axis in declared.axes}
+    depths = {}
+    for axis in labels:
+        depths_of_sites = _relative_depths(result, axis)
+        if depths_of_sites:
+            depths[f"{axis}_depth"] = (axis, depths_of_sites)
+    return xarray.Dataset(variables, labels | depths, _provenance_attributes(result))
 
 
 @typed
@@ -348,11 +373,12 @@ def stack(runs: Mapping[Any, Any], dim: str = "run") -> Any:
 
     tables = {key.item() if hasattr(key, "item") else key: _table_of(run) for key, run in runs.items()}
     if tables and all(isinstance(table, xarray.DataTree) for table in tables.values()):
-        names = dict.fromkeys(name for table in tables.values() for name in table.children)
-        each = {
-            name: {key: table[name].to_dataset() for key, table in tables.items() if name in table.children} for name in names
-        }
-        return xarray.DataTree.from_dict({name: _concatenated(own, dim, name) for name, own in each.items()})
+        tables_of_analyzers: dict[str, dict[Any, Any]] = {}
+        for key, tree in tables.items():
+            for name in tree.children:
+                tables_of_analyzers.setdefault(name, {})[key] = tree[name].to_dataset()
+        stacked = {name: _concatenated(by_run, dim, name) for name, by_run in tables_of_analyzers.items()}
+        return xarray.DataTree.from_dict(stacked)
     if not tables or not all(isinstance(table, xarray.Dataset) for table in tables.values()):
         kinds = ", ".join(sorted({type(run).__name__ for run in runs.values()}))
         raise LayersimError(
@@ -366,7 +392,9 @@ def _table_of(run: Any) -> Any:
     import xarray
 
     table = run.to_xarray() if hasattr(run, "to_xarray") else run
-    return table.to_dataset() if isinstance(table, xarray.DataTree) and not table.children else table
+    if isinstance(table, xarray.DataTree) and not table.children:
+        return table.to_dataset()
+    return table
 
 
 def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> xarray.Dataset:
@@ -374,26 +402,28 @@ def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> 
     import pandas
     import xarray
 
-    each = list(tables.values())
-    if any(dim in {*table.dims, *table.variables} for table in each):
-        of = f" of {name!r}" if name else ""
-        raise LayersimError(f"`dim` is {dim!r}; it must not be the name of a dimension or variable in the tables{of}.")
-    if len(kinds := dict.fromkeys(table.attrs.get("result", "") for table in each)) > 1:
+    if any(dim in {*table.dims, *table.variables} for table in tables.values()):
+        of_analyzer = f" of {name!r}" if name else ""
+        raise LayersimError(f"`dim` is {dim!r}; it must not be the name of a dimension or variable in the tables{of_analyzer}.")
+    kinds = dict.fromkeys(table.attrs.get("result", "") for table in tables.values())
+    if len(kinds) > 1:
         raise LayersimError(f"`runs` holds {' and '.join(kinds)}; it must hold results of one analyzer.")
-    _warn_of_other_options(each, name)
-    labels: dict[Any, list[list[Any]]] = {}
-    for table in each:
+    _warn_of_other_options(list(tables.values()), name)
+    labels_of_axes: dict[Any, list[list[Any]]] = {}
+    for table in tables.values():
         for axis, index in table.indexes.items():
-            labels.setdefault(axis, []).append(list(index))
+            labels_of_axes.setdefault(axis, []).append(list(index))
     # Names of sites in the order of the model: xarray would sort them as text, with block 10 before block 2.
-    orders = {
-        axis: merged_labels(own)
-        for axis, own in labels.items()
-        if isinstance(own[0][0], str) and any(one != own[0] for one in own)
-    }
-    ordered = [table.reindex({axis: order for axis, order in orders.items() if axis in table.dims}) for table in each]
+    orders = {}
+    for axis, labels_of_runs in labels_of_axes.items():
+        first = labels_of_runs[0]
+        if isinstance(first[0], str) and any(labels != first for labels in labels_of_runs):
+            orders[axis] = merged_labels(labels_of_runs)
+    reindexed = []
+    for table in tables.values():
+        reindexed.append(table.reindex({axis: order for axis, order in orders.items() if axis in table.dims}))
     return xarray.concat(
-        ordered,
+        reindexed,
         pandas.Index(list(tables), name=dim),
         data_vars="all",
         coords="different",
@@ -404,24 +434,27 @@ def _concatenated(tables: Mapping[Any, xarray.Dataset], dim: str, name: str) -> 
 
 
 def _warn_of_other_options(tables: list[xarray.Dataset], name: str) -> None:
-    options = [json.loads(table.attrs.get("options", "{}")) for table in tables]
-    different = [
-        f"{key} ({', '.join(dict.fromkeys(brief(own.get(key)) for own in options))})"
-        for key in dict.fromkeys(key for own in options for key in own)
-        if key != "batch_size" and any(own.get(key) != options[0].get(key) for own in options)
-    ]
+    options_of_runs = [json.loads(table.attrs.get("options", "{}")) for table in tables]
+    different = []
+    for key in dict.fromkeys(key for options in options_of_runs for key in options):
+        values = [options.get(key) for options in options_of_runs]
+        if key != "batch_size" and any(value != values[0] for value in values):
+            different.append(f"{key} ({', '.join(dict.fromkeys(map(brief, values)))})")
     if different:
-        warn(f"The runs{f' of {name!r}' if name else ''} were measured with different options: {'; '.join(different)}.")
+        of_analyzer = f" of {name!r}" if name else ""
+        warn(f"The runs{of_analyzer} were measured with different options: {'; '.join(different)}.")
 
 
-def _provenance(result: Any) -> dict[str, str | int | float]:
+def _provenance_attributes(result: Any) -> dict[str, str | int | float]:
     """The provenance as texts and numbers, because xarray files hold nothing else. Options and versions become JSON."""
-    held = {key: value for key, value in asdict(result.provenance).items() if value is not None}
-    plain = {key: own if isinstance(own, str | int | float) else json.dumps(own, default=str) for key, own in held.items()}
-    return {"result": type(result).__name__, **plain}
+    attributes: dict[str, str | int | float] = {"result": type(result).__name__}
+    for key, value in asdict(result.provenance).items():
+        if value is not None:
+            attributes[key] = value if isinstance(value, str | int | float) else json.dumps(value, default=str)
+    return attributes
 
 
-def _depths(result: Any, axis: str) -> list[float]:
+def _relative_depths(result: Any, axis: str) -> list[float]:
     """Relative depth of each site along an axis, from 0 to 1. 0 is the model's first site, 1 its last. Empty without sites."""
     sites = result.coordinates("column") if axis == "column" else result.layers
     labels = result.coordinates(axis)

@@ -142,23 +142,25 @@ def declarations(result: Any) -> Mapping[str, Declaration]:
     Args:
         result: a result or its class.
     """
-    return _of_class(result if isinstance(result, type) else type(result))
+    return _declarations_of_class(result if isinstance(result, type) else type(result))
 
 
 @cache
-def _of_class(cls: Any) -> Mapping[str, Declaration]:
-    found: dict[str, Declaration] = {}
-    for one in fields(cls):
-        if "declared" in one.metadata:
-            own, name = one.metadata["declared"], cls.values_name if one.name == "values" else one.name
-            found[one.name] = replace(own, name=name, label=own.label or name.replace("_", " ").capitalize())
-    values = found["values"].label if "values" in found else ""
-    return {
-        name: replace(
-            own, title=(own.title or own.label).replace("{values}", values), caption=own.caption.replace("{values}", values)
-        )
-        for name, own in found.items()
-    }
+def _declarations_of_class(cls: Any) -> Mapping[str, Declaration]:
+    labelled: dict[str, Declaration] = {}
+    for class_field in fields(cls):
+        if "declared" not in class_field.metadata:
+            continue
+        declared = class_field.metadata["declared"]
+        name = cls.values_name if class_field.name == "values" else class_field.name
+        label = declared.label or name.replace("_", " ").capitalize()
+        labelled[class_field.name] = replace(declared, name=name, label=label)
+    values = labelled["values"].label if "values" in labelled else ""
+    titled = {}
+    for attribute, declared in labelled.items():
+        title = (declared.title or declared.label).replace("{values}", values)
+        titled[attribute] = replace(declared, title=title, caption=declared.caption.replace("{values}", values))
+    return titled
 
 
 class ValuesAlias:
@@ -171,7 +173,8 @@ class ValuesAlias:
         owner.values_name = name
 
     def __get__(self, result: Any, owner: Any = None) -> Any:
-        return self if result is None else result.values  # of a class, the alias itself
+        # Of a class, the alias itself.
+        return self if result is None else result.values
 
 
 def last_entry(result: Any) -> Tensor:
@@ -206,11 +209,14 @@ def kind_of(cls: type[Any]) -> str:
 
     It is `file_kind` if the class sets it. A class of another package has its module and name.
     """
-    if kind := vars(cls).get("file_kind"):
+    kind = vars(cls).get("file_kind")
+    if kind:
         return str(kind)
     if not cls.__module__.startswith(f"{PACKAGE}."):
         return f"{cls.__module__}:{cls.__qualname__}"
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__.removesuffix("Result")).lower()
+    # Between the words of the class's name, such as LogitLens or CKAResult.
+    word_ends = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    return re.sub(word_ends, "_", cls.__name__.removesuffix("Result")).lower()
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:
@@ -222,18 +228,20 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
         kind: name of the class in files, as `kind_of` returns it.
         base: the class `Result`.
     """
-    found = _imported(kind, base)
-    if found is None:
+    cls = _imported_class(kind, base)
+    if cls is None:
         _import_all()
-        found = _imported(kind, base)
-    return found
+        cls = _imported_class(kind, base)
+    return cls
 
 
-def _imported(kind: str, base: type[Any]) -> type[Any] | None:
-    found = [cls for cls in below(base) if kind_of(cls) == kind]
-    # A cell of a notebook that ran twice defines a class twice; the last one counts. Classes of this package come first.
-    own = [cls for cls in found if cls.__module__.startswith(f"{PACKAGE}.")]
-    return next(iter([*own, *found[::-1]]), None)
+def _imported_class(kind: str, base: type[Any]) -> type[Any] | None:
+    classes = [cls for cls in below(base) if kind_of(cls) == kind]
+    of_this_package = [cls for cls in classes if cls.__module__.startswith(f"{PACKAGE}.")]
+    if of_this_package:
+        return of_this_package[0]
+    # A cell of a notebook that ran twice defines a class twice; the last one counts.
+    return classes[-1] if classes else None
 
 
 def _import_all() -> None:
@@ -247,9 +255,9 @@ def _import_all() -> None:
 
 def below(cls: type[Any]) -> Iterator[type[Any]]:
     """All imported subclasses, direct and indirect."""
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from below(sub)
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from below(subclass)
 
 
 # Fields that describe a model; those of several models are joined.
@@ -323,6 +331,10 @@ class Provenance:
 
     def swapped(self) -> Provenance:
         """The provenance with the two models swapped."""
-        parts = {name: getattr(self, name).split(JOINT) for name in OF_MODELS}
-        swapped: dict[str, Any] = {name: JOINT.join(own[len(own) // 2 :] + own[: len(own) // 2]) for name, own in parts.items()}
+        swapped: dict[str, Any] = {}
+        for name in OF_MODELS:
+            texts = getattr(self, name).split(JOINT)
+            # A text without `JOINT` stays as it is.
+            middle = len(texts) // 2
+            swapped[name] = JOINT.join(texts[middle:] + texts[:middle])
         return replace(self, **swapped)

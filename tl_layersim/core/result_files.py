@@ -35,27 +35,44 @@ def pack(result: Any, like: Any = None) -> tuple[dict[str, Any], dict[str, Tenso
         result: a `Result`.
         like: the result that holds `result` in a field of `ALIKE`. Names of layers and the like are not stored again.
     """
-    values = {f.name: getattr(result, f.name) for f in fields(result)}
-    held = {name: value for name, value in values.items() if name not in ALIKE and hasattr(value, "to_html")}
-    packed = {name: pack_report(own, {} if like is None else getattr(like, name)) for name, own in held.items()}
-    for kind in ALIKE:
-        each = {str(number): one for number, one in enumerate(values[kind])}
-        packed[kind] = pack_report(each, dict.fromkeys(each, result))
+    values = {field.name: getattr(result, field.name) for field in fields(result)}
+    nested_headers: dict[str, Any] = {}
+    nested_tensors: dict[str, dict[str, Tensor]] = {}
+    for name, value in values.items():
+        if name not in ALIKE and hasattr(value, "to_html"):
+            nested_headers[name], nested_tensors[name] = pack_report(value, {} if like is None else getattr(like, name))
+    for name in ALIKE:
+        results = {str(number): nested for number, nested in enumerate(values[name])}
+        nested_headers[name], nested_tensors[name] = pack_report(results, dict.fromkeys(results, result))
     plain = _plain_fields(result)
     if like is not None:
-        known = _plain_fields(like)
-        plain = {name: value for name, value in plain.items() if value != known[name]}
-    header = {"class": kind_of(type(result)), "fields": plain, "held": {name: own for name, (own, _) in packed.items() if own}}
+        plain_of_like = _plain_fields(like)
+        plain = {name: value for name, value in plain.items() if value != plain_of_like[name]}
+    header: dict[str, Any] = {
+        "class": kind_of(type(result)),
+        "fields": plain,
+        "held": {name: nested_header for name, nested_header in nested_headers.items() if nested_header},
+    }
     if like is None or result.provenance != like.provenance:
-        header["provenance"] = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
+        header["provenance"] = {field.name: getattr(result.provenance, field.name) for field in fields(Provenance)}
     tensors = {name: values[name] for name in result.tensor_fields()}
-    return header, tensors | {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
+    return header, tensors | _with_prefixes(nested_tensors)
+
+
+def _with_prefixes(tensors_of_parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join tensors of several parts in one dict, with keys of the form "part/tensor"."""
+    joined = {}
+    for part, tensors in tensors_of_parts.items():
+        for name, tensor in tensors.items():
+            joined[f"{part}/{name}"] = tensor
+    return joined
 
 
 def _plain_fields(result: Any) -> dict[str, Any]:
     """All fields of a result except tensors, provenance and nested results."""
-    apart = {"provenance", *ALIKE, *result.tensor_fields()}
-    values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in apart}
+    stored_elsewhere = {"provenance", *ALIKE, *result.tensor_fields()}
+    names = [field.name for field in fields(result) if field.name not in stored_elsewhere]
+    values = {name: getattr(result, name) for name in names}
     return {name: value for name, value in values.items() if not hasattr(value, "to_html")}
 
 
@@ -66,9 +83,11 @@ def pack_report(
 
     Headers are a dict by result, and names of tensors have the form "result/tensor".
     """
-    packed = {name: pack(result, likes.get(name)) for name, result in report.items()}
-    tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
-    return {name: header for name, (header, _) in packed.items()}, tensors
+    headers: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, result in report.items():
+        headers[name], tensors[name] = pack(result, likes.get(name))
+    return headers, _with_prefixes(tensors)
 
 
 def downloaded(address: str) -> Path:
@@ -123,7 +142,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
     with reading(path, f"a complete {header['kind']}", "Copy the file again, or run the analysis again"):
         if header["kind"] == "result":
             return _unpack(path, header, tensors, base, report)
-        return report(_unpack_each(path, header["results"], tensors, base, report))
+        return report(_unpack_results(path, header["results"], tensors, base, report))
 
 
 def _unpack(
@@ -151,18 +170,24 @@ def _unpack(
         values["provenance"] = Provenance(**run)
     if like is not None:
         values = {**_plain_fields(like), "provenance": like.provenance, **values}
-    held = header.get("held", {})
-    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in held}
-    named = {cls.former_names.get(name, name): tensor for name, tensor in own.items()}
-    apart = by_first_name(held, {name: tensor for name, tensor in tensors.items() if name not in own})
-    for name in held.keys() - set(ALIKE):
+    nested_headers = header.get("held", {})
+    tensors_of_result = {}
+    tensors_of_nested = {}
+    for name, tensor in tensors.items():
+        if name.partition("/")[0] in nested_headers:
+            tensors_of_nested[name] = tensor
+        else:
+            tensors_of_result[cls.former_names.get(name, name)] = tensor
+    nested_tensors = by_first_name(nested_headers, tensors_of_nested)
+    for name in nested_headers.keys() - set(ALIKE):
         likes = {} if like is None else getattr(like, name)
-        values[name] = report(_unpack_each(path, held[name], apart[name], base, report, likes))
-    result = cls(**values, **named)
-    alike = {
-        kind: tuple(_unpack_each(path, held[kind], apart[kind], base, report, dict.fromkeys(held[kind], result)).values())
-        for kind in held.keys() & set(ALIKE)
-    }
+        values[name] = report(_unpack_results(path, nested_headers[name], nested_tensors[name], base, report, likes))
+    result = cls(**values, **tensors_of_result)
+    alike = {}
+    for name in nested_headers.keys() & set(ALIKE):
+        likes = dict.fromkeys(nested_headers[name], result)
+        results = _unpack_results(path, nested_headers[name], nested_tensors[name], base, report, likes)
+        alike[name] = tuple(results.values())
     return replace(result, **alike)
 
 
@@ -185,7 +210,7 @@ def _refuse_other_types(cls: type[Any], values: Mapping[str, Any]) -> None:
             raise LayersimError(f"`{name}` of {cls.__name__} is {brief(value)}; it is of another type than the field")
 
 
-def _unpack_each(
+def _unpack_results(
     path: str | os.PathLike[str],
     headers: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
@@ -194,7 +219,10 @@ def _unpack_each(
     likes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     parts = by_first_name(headers, tensors)
-    return {name: _unpack(path, own, parts[name], base, report, likes.get(name)) for name, own in headers.items()}
+    results = {}
+    for name, header in headers.items():
+        results[name] = _unpack(path, header, parts[name], base, report, likes.get(name))
+    return results
 
 
 def _as_tuple(value: Any) -> Any:

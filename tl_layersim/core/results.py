@@ -132,12 +132,14 @@ class Result(ABC):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.values.numpy()
-        return array.astype(dtype) if dtype is not None else (array.copy() if copy else array)
+        if dtype is not None:
+            return array.astype(dtype)
+        return array.copy() if copy else array
 
     @classmethod
     def tensor_fields(cls) -> dict[str, tuple[str, ...]]:
         """Names and axes of the tensor fields."""
-        return {name: own.axes for name, own in declarations(cls).items()}
+        return {name: declared.axes for name, declared in declarations(cls).items()}
 
     def declared(self, field: str = "values") -> Declaration:
         """The declaration of a field: label, unit, title, caption and bounds.
@@ -153,14 +155,16 @@ class Result(ABC):
     @property
     def pictures(self) -> tuple[Declaration, ...]:
         """The fields that a report shows as figures. These are the fields with a caption, or `values` if no field has one."""
-        declared = declarations(self)
-        shown = [name for name, own in declared.items() if own.caption] or ["values"]
-        return tuple(
-            own
-            for name, own in declared.items()
+        all_declared = declarations(self)
+        names = [name for name, declared in all_declared.items() if declared.caption] or ["values"]
+        pictures = []
+        for name, declared in all_declared.items():
+            if name not in names or not (len(declared.axes) in (1, 2) or declared.drawn):
+                continue
             # A report shows no empty figures.
-            if name in shown and (len(own.axes) in (1, 2) or own.drawn) and not bool(getattr(self, name).isnan().all())
-        )
+            if not bool(getattr(self, name).isnan().all()):
+                pictures.append(declared)
+        return tuple(pictures)
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
         """The labels along an axis; entries without labels are numbered.
@@ -179,14 +183,16 @@ class Result(ABC):
             return tuple(getattr(self, "column_layers", self.layers))
         axes_of_fields = self.tensor_fields()
         for field, axis_names in axes_of_fields.items():
-            if axis in axis_names:
-                labels = f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"
-                if hasattr(self, labels):
-                    return tuple(getattr(self, labels))
-                size = getattr(self, field).shape[axis_names.index(axis)]
-                return tuple(range(size)) if axis not in COUNTED_FROM_1 else tuple(range(1, size + 1))
-        known = dict.fromkeys(name for axis_names in axes_of_fields.values() for name in axis_names)
-        raise LayersimError(f"`axis` is {brief(axis)}; {type(self).__name__} has the axes {', '.join(known)}.")
+            if axis not in axis_names:
+                continue
+            plural = f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"
+            if hasattr(self, plural):
+                return tuple(getattr(self, plural))
+            size = getattr(self, field).shape[axis_names.index(axis)]
+            first = 1 if axis in COUNTED_FROM_1 else 0
+            return tuple(range(first, first + size))
+        all_axes = dict.fromkeys(name for axis_names in axes_of_fields.values() for name in axis_names)
+        raise LayersimError(f"`axis` is {brief(axis)}; {type(self).__name__} has the axes {', '.join(all_axes)}.")
 
     @typed
     def to_frame(self, field: str | None = None) -> pandas.DataFrame:
@@ -202,14 +208,19 @@ class Result(ABC):
         Raises:
             LayersimError: the result has no such field.
         """
-        declared, held = declarations(self), field_named(self, "values" if field is None else field)
-        table = label_table({axis: self.coordinates(axis) for axis in declared[held].axes})
-        for name, own in declared.items():
-            alike = field is None and own.axes == declared[held].axes and not bool(getattr(self, name).isnan().all())
-            if name == held or alike:
-                for part, numbers in numbers_of(self, name).items():
-                    if part != "se":
-                        table[own.name if part == "value" else f"{own.name}_{part}"] = numbers.numpy().reshape(-1)
+        all_declared = declarations(self)
+        main = field_named(self, "values" if field is None else field)
+        axes_of_table = all_declared[main].axes
+        table = label_table({axis: self.coordinates(axis) for axis in axes_of_table})
+        for name, declared in all_declared.items():
+            has_axes_of_table = field is None and declared.axes == axes_of_table
+            if name != main and (not has_axes_of_table or bool(getattr(self, name).isnan().all())):
+                continue
+            for column, numbers in numbers_of(self, name).items():
+                if column == "se":
+                    continue
+                column_name = declared.name if column == "value" else f"{declared.name}_{column}"
+                table[column_name] = numbers.numpy().reshape(-1)
         return table
 
     def to_xarray(self) -> xarray.Dataset:
@@ -320,9 +331,11 @@ class Result(ABC):
         Args:
             field: name of the attribute.
         """
-        each = [getattr(twin, field) for twin in self.untrained]
-        same = bool(each) and all(one.shape == getattr(self, field).shape for one in each)
-        return torch.stack(each) if same else None
+        values_of_models = [getattr(untrained, field) for untrained in self.untrained]
+        shape = getattr(self, field).shape
+        if not values_of_models or any(values.shape != shape for values in values_of_models):
+            return None
+        return torch.stack(values_of_models)
 
     @property
     def has_intervals(self) -> bool:
@@ -375,16 +388,17 @@ class Result(ABC):
 
         By default these are `values` at the first and last layer or their mean, and all scalars.
         """
-        declared = declarations(self)
-        own, label = self.values, declared["values"].label
-        labels = self.coordinates(declared["values"].axes[0]) if own.dim() == 1 else ()
-        if own.dim() == 1 and len(labels) > 1 and in_depth_order(labels):
-            numbers = {f"{label} at {site_in_words(labels[0])}": own[0], f"{label} at the last site": own[-1]}
-        elif own.dim():
-            numbers = {f"{label}, mean": own.nanmean()}
-        else:
-            numbers = {}
-        return without_nan(numbers | {one.label: getattr(self, name) for name, one in declared.items() if not one.axes})
+        all_declared = declarations(self)
+        label = all_declared["values"].label
+        sites = self.coordinates(all_declared["values"].axes[0]) if self.values.dim() == 1 else ()
+        numbers: dict[str, Any] = {}
+        if len(sites) > 1 and in_depth_order(sites):
+            numbers[f"{label} at {site_in_words(sites[0])}"] = self.values[0]
+            numbers[f"{label} at the last site"] = self.values[-1]
+        elif self.values.dim():
+            numbers[f"{label}, mean"] = self.values.nanmean()
+        scalars = {declared.label: getattr(self, name) for name, declared in all_declared.items() if not declared.axes}
+        return without_nan(numbers | scalars)
 
     def finding(self) -> str:
         """One sentence with the main numbers, for the top of a report. If it is empty, the report writes a default sentence."""
@@ -401,7 +415,9 @@ class Result(ABC):
         figure shows the run's tokens or rows.
         """
         samples = getattr(self, "samples", None)
-        return amount(samples, "sample") if isinstance(samples, int) and samples < self.provenance.tokens else ""
+        if isinstance(samples, int) and samples < self.provenance.tokens:
+            return amount(samples, "sample")
+        return ""
 
     def first_layer(self) -> str:
         """The first site in words, such as "embedding" or "blocks.1 input"."""
@@ -446,9 +462,11 @@ class LayerMatrix(Result):
             return self.sites_headline(label) or super().headline()
         if len(self.layers) < 2:
             return super().headline()
-        return without_nan(
-            {f"{label}({self.first_layer()}, last)": self.values[0, -1], f"{label}(last but one, last)": self.values[-2, -1]}
-        )
+        numbers = {
+            f"{label}({self.first_layer()}, last)": self.values[0, -1],
+            f"{label}(last but one, last)": self.values[-2, -1],
+        }
+        return without_nan(numbers)
 
     def sites_headline(self, measure: str) -> dict[str, float]:
         """Headline number of sites that have no order by depth: the mean over pairs of different sites. Empty for two models.
@@ -485,22 +503,28 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
 
     text = (files(__package__) / "hub_card.md.j2").read_text(encoding="utf-8")
     first = next(iter(report.values())).provenance
-    results = [
-        {"name": name, "kind": type(result).__name__, "headline": headline_texts(result), "run": result.provenance}
-        for name, result in report.items()
-    ]
+    results = []
+    for name, result in report.items():
+        kind = type(result).__name__
+        results.append({"name": name, "kind": kind, "headline": headline_texts(result), "run": result.provenance})
     intervals = any(result.has_intervals for result in report.values())
-    address = f"{SCHEME}{repo}" + (f"@{revision}" if revision not in (None, "main") else "")
+    address = f"{SCHEME}{repo}"
+    if revision not in (None, "main"):
+        address += f"@{revision}"
     # Every value of the card goes through `_as_plain_text`: names come from files.
     page = Environment(trim_blocks=True, lstrip_blocks=True, finalize=_as_plain_text)
-    title = " and ".join(name.rstrip("/\\").replace("\\", "/").split("/")[-1] for name in first.model.split(JOINT))
+    # Of a model that was loaded from a folder, the last part of its path.
+    names = [name.rstrip("/\\").replace("\\", "/").split("/")[-1] for name in first.model.split(JOINT)]
+    title = " and ".join(names)
     rendered = page.from_string(text).render(title=title, first=first, results=results, address=address, intervals=intervals)
     return without_secrets(rendered)
 
 
 def _as_plain_text(value: Any) -> str:
     """Escape a value for Markdown, in one line."""
-    text = ", ".join(f"{k}={v}" for k, v in value.items() if v is not None) if isinstance(value, dict) else str(value)
+    text = str(value)
+    if isinstance(value, dict):
+        text = ", ".join(f"{name}={entry}" for name, entry in value.items() if entry is not None)
     return plain_markdown(text)
 
 
@@ -518,8 +542,9 @@ class Report(Mapping[str, Any]):
 
     @typed
     def __init__(self, results: Mapping[str, Result]) -> None:
-        if broken := [name for name in results if not name or "/" in name]:
-            raise LayersimError(f"A result of the report is named {broken[0]!r}; a name must not be empty or contain a slash.")
+        for name in results:
+            if not name or "/" in name:
+                raise LayersimError(f"A result of the report is named {name!r}; a name must not be empty or contain a slash.")
         self._results = dict(results)
 
     def __getitem__(self, name: str) -> Any:
@@ -534,7 +559,9 @@ class Report(Mapping[str, Any]):
         return len(self._results)
 
     def __repr__(self) -> str:
-        lines = [f"  {name}: {line}" for name, result in self._results.items() for line in headline_lines(result)]
+        lines = []
+        for name, result in self._results.items():
+            lines += [f"  {name}: {line}" for line in headline_lines(result)]
         return headed(f"Report({', '.join(self._results)})", lines)
 
     def _repr_html_(self) -> str:
@@ -584,12 +611,11 @@ class Report(Mapping[str, Any]):
             >>> len(losses), losses["value"].is_monotonic_decreasing
             (8, True)
         """
-        tables = [
-            field_lines(name, result, field)
-            for name, result in self.items()
-            for field in result.tensor_fields()
-            if not bool(getattr(result, field).isnan().all())
-        ]
+        tables = []
+        for name, result in self.items():
+            for field in result.tensor_fields():
+                if not bool(getattr(result, field).isnan().all()):
+                    tables.append(field_lines(name, result, field))
         return joined_tables(tables)
 
     def to_xarray(self) -> xarray.DataTree:
@@ -634,15 +660,18 @@ class Report(Mapping[str, Any]):
             >>> len(found), bool((found["p_adjusted"] >= found["p_value"]).all())  # 36 pairs of layers, and the maximum
             (37, True)
         """
-        tables = [
-            field_lines(name, result, field)[tested.numpy().reshape(-1)]
-            for name, result in self.items()
-            for field in result.tensor_fields()
-            if field.endswith(("p_value", "p_values")) and bool((tested := distinct_tests(result, field)).any())
-        ]
-        found = joined_tables(tables).drop(columns=list(NUMBERS[1:]), errors="ignore").rename(columns={"value": "p_value"})
-        [corrected] = adjusted([(torch.tensor(found["p_value"].to_numpy(dtype=float)), False)], method)
-        return found.assign(p_adjusted=corrected.numpy())
+        tables = []
+        for name, result in self.items():
+            for field in result.tensor_fields():
+                if not field.endswith(("p_value", "p_values")):
+                    continue
+                tested = distinct_tests(result, field)
+                if bool(tested.any()):
+                    tables.append(field_lines(name, result, field)[tested.numpy().reshape(-1)])
+        table = joined_tables(tables).drop(columns=list(NUMBERS[1:]), errors="ignore").rename(columns={"value": "p_value"})
+        p_values = torch.tensor(table["p_value"].to_numpy(dtype=float))
+        [corrected] = adjusted([(p_values, False)], method)
+        return table.assign(p_adjusted=corrected.numpy())
 
     @typed
     def plot(self, width: Literal["column", "text"] | None = None, title: str | None = None) -> plotly.graph_objects.Figure:
@@ -657,10 +686,10 @@ class Report(Mapping[str, Any]):
         """
         from ..reporting.figures import panels
 
-        shown = [result.plot(width=width) for result in self.values() if result.pictures]
-        if not shown:
+        figures = [result.plot(width=width) for result in self.values() if result.pictures]
+        if not figures:
             raise LayersimError(f"The report has no figures; its results are {', '.join(self) or 'none'}.")
-        return panels(shown, width, title or "")
+        return panels(figures, width, title or "")
 
     @typed
     def to_csv(self, path: FilePath) -> Path:
@@ -716,14 +745,15 @@ class Report(Mapping[str, Any]):
         from pandas.io.json import build_table_schema
 
         table = self.to_frame()
-        about = {
+        document = {
             "schema": build_table_schema(table, index=False),
             "data": table.astype(object).to_dict("records"),
             "headline": self.headline(),
             "results": {name: type(result).__name__ for name, result in self.items()},
             "provenance": {name: asdict(result.provenance) for name, result in self.items()},
         }
-        strict = json.loads(json.dumps(about), parse_constant=lambda constant: None)
+        # NaN and infinite numbers become null.
+        strict = json.loads(json.dumps(document), parse_constant=lambda constant: None)
         with replacing(path) as file:
             file.write(json.dumps(strict, allow_nan=False).encode())
         return Path(path)
@@ -747,11 +777,13 @@ class Report(Mapping[str, Any]):
             for text, value in result.headline().items():
                 # A site that is a finding would give another name at every step of a training.
                 short = _logger_name(re.sub(r" \(.*\)$", "", text.partition(", at ")[0]))
-                keys = (f"{name}/{own}" for own in (short, _logger_name(text), *(f"{short}_{n}" for n in range(2, 1000))))
+                descriptions = (short, _logger_name(text), *(f"{short}_{number}" for number in range(2, 1000)))
+                keys = (f"{name}/{description}" for description in descriptions)
                 key = next(key for key in keys if key not in numbers)
                 numbers[key] = float(value)
                 if text in intervals:
-                    numbers |= {f"{key}_low": float(intervals[text].low), f"{key}_high": float(intervals[text].high)}
+                    numbers[f"{key}_low"] = float(intervals[text].low)
+                    numbers[f"{key}_high"] = float(intervals[text].high)
         return numbers
 
     @typed
@@ -794,22 +826,22 @@ class Report(Mapping[str, Any]):
             raise LayersimError("The report is empty; it must have one result or more to be uploaded.")
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
-            found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
-            full = found.repo_id
-            if private and not api.repo_info(full, repo_type=REPO_TYPE).private:
+            url = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
+            repo_id = url.repo_id
+            if private and not api.repo_info(repo_id, repo_type=REPO_TYPE).private:
                 raise LayersimError(
-                    f"`private` is True, but the repository {full} exists and is public. Pass another name, or make the "
-                    f"repository private at {found}/settings."
+                    f"`private` is True, but the repository {repo_id} exists and is public. Pass another name, or make the "
+                    f"repository private at {url}/settings."
                 )
             if revision is not None and revision != "main":
-                api.create_branch(full, repo_type=REPO_TYPE, branch=revision, exist_ok=True)
+                api.create_branch(repo_id, repo_type=REPO_TYPE, branch=revision, exist_ok=True)
             self.save(Path(folder, REPORT_FILE))
             self.to_html(Path(folder, "report.html"))
             self.to_csv(Path(folder, "report.csv"))
-            Path(folder, "README.md").write_text(card(self, full, revision), encoding="utf-8")
-            added = [CommitOperationAdd(path.name, path) for path in sorted(Path(folder).iterdir())]
-            api.create_commit(full, added, repo_type=REPO_TYPE, revision=revision, commit_message=message)
-        return str(found)
+            Path(folder, "README.md").write_text(card(self, repo_id, revision), encoding="utf-8")
+            operations = [CommitOperationAdd(path.name, path) for path in sorted(Path(folder).iterdir())]
+            api.create_commit(repo_id, operations, repo_type=REPO_TYPE, revision=revision, commit_message=message)
+        return str(url)
 
     @typed
     def to_html(self, path: FilePath) -> Path:
@@ -850,9 +882,9 @@ def refuse_other_format(path: FilePath) -> None:
     Raises:
         LayersimError: names the method that writes the other format, if there is one.
     """
-    other = OTHER_FORMATS.get(Path(path).suffix.lower())
-    if other is not None:
-        raise LayersimError(f"`path` is {brief(path)}, but `save` writes a safetensors file; {other}.")
+    remedy = OTHER_FORMATS.get(Path(path).suffix.lower())
+    if remedy is not None:
+        raise LayersimError(f"`path` is {brief(path)}, but `save` writes a safetensors file; {remedy}.")
 
 
 def _logger_name(text: str) -> str:

@@ -39,23 +39,23 @@ CONTENTS = {
 
 def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the identity of a run (model, data, settings) to the form that JSON stores: tuples become lists."""
-    found: dict[str, Any] = json.loads(json.dumps(identity, default=str))
-    return found
+    plain_identity: dict[str, Any] = json.loads(json.dumps(identity, default=str))
+    return plain_identity
 
 
-def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
+def refuse_other_run(path: Path, identity: Any, identity_in_file: Any) -> None:
     """Raise an error if a file belongs to another run.
 
     Args:
         path: path of the file.
         identity: identity of this run.
-        found: the identity in the file.
+        identity_in_file: the identity in the file.
 
     Raises:
         LayersimError: the identities differ; the message shows the differing entries.
     """
-    if identity != found:
-        now, then = differences(identity, found)
+    if identity != identity_in_file:
+        now, then = differences(identity, identity_in_file)
         raise LayersimError(f"{path} belongs to another run, with {then}; this call has {now}. Pass another path.")
 
 
@@ -80,12 +80,15 @@ class ResumableFile:
     ) -> None:
         self.path = None if path is None else Path(path)
         self.identity = None if identity is None else plain(identity)
-        self._kind, self._refuse = kind, refuse
-        self._next = time.monotonic() + SECONDS_BETWEEN_SAVES
+        self._kind = kind
+        self._refuse = refuse
+        self._time_of_next_save = time.monotonic() + SECONDS_BETWEEN_SAVES
 
     def resume(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T | None:
         """Read the state of the run; None if no file exists yet."""
-        return None if self.path is None or not self.path.exists() else self.read(parse)
+        if self.path is None or not self.path.exists():
+            return None
+        return self.read(parse)
 
     def read(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T:
         """Read the state of the run from its file.
@@ -117,13 +120,17 @@ class ResumableFile:
         """
         if self.path is None:
             return
-        began = time.monotonic()
+        header: dict[str, Any] = {}
+        if self.identity is not None:
+            header["identity"] = self.identity
+        header |= notes
+        start = time.monotonic()
         try:
-            write(self.path, self._kind, {**({} if self.identity is None else {"identity": self.identity}), **notes}, tensors)
+            write(self.path, self._kind, header, tensors)
         finally:
             # After a failure too: the next attempt comes after a while, not at each step.
             now = time.monotonic()
-            self._next = now + max(SECONDS_BETWEEN_SAVES, SAVE_SPACING * (now - began))
+            self._time_of_next_save = now + max(SECONDS_BETWEEN_SAVES, SAVE_SPACING * (now - start))
 
     def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Write the state, or warn if the write fails."""
@@ -135,17 +142,17 @@ class ResumableFile:
     @property
     def due(self) -> bool:
         """Whether enough time has passed since the last save."""
-        return self.path is not None and time.monotonic() > self._next
+        return self.path is not None and time.monotonic() > self._time_of_next_save
 
     @contextmanager
-    def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
+    def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], subject: Callable[[], str]) -> Iterator[None]:
         """Context manager that saves the state after an exception, Ctrl-C included.
 
         The exception gets a note of where the run can be resumed, or of why it cannot.
 
         Args:
             snapshot: the state at that moment; None if it cannot be kept.
-            kept: subject and verb of the note, such as "The sums of 1024 tokens are".
+            subject: subject and verb of the note, such as "The sums of 1024 tokens are".
         """
         try:
             yield
@@ -154,9 +161,9 @@ class ResumableFile:
                 state = None if self.path is None else snapshot()
                 if state is not None:
                     self.write(*state)
-                    error.add_note(f"{kept()} in {self.path}; the same call continues from there.")
-            except OSError as full:
-                error.add_note(str(full))
+                    error.add_note(f"{subject()} in {self.path}; the same call continues from there.")
+            except OSError as write_error:
+                error.add_note(str(write_error))
             raise
 
 
@@ -178,11 +185,14 @@ def differences(now: Any, then: Any) -> tuple[str, str]:
     """
     if isinstance(now, dict) and isinstance(then, dict):
         keys = [key for key in now | then if now.get(key) != then.get(key)]
-        parts = [differences(now.get(key), then.get(key)) for key in keys]
-        sides = ([f"{key}: {part[side]}" for key, part in zip(keys, parts, strict=True)] for side in (0, 1))
-        given, expected = (", ".join(side) for side in sides)
-        return given, expected
+        parts_of_now = []
+        parts_of_then = []
+        for key in keys:
+            part_of_now, part_of_then = differences(now.get(key), then.get(key))
+            parts_of_now.append(f"{key}: {part_of_now}")
+            parts_of_then.append(f"{key}: {part_of_then}")
+        return ", ".join(parts_of_now), ", ".join(parts_of_then)
     if isinstance(now, list) and isinstance(then, list) and len(now) == len(then) and now != then:
-        each = [differences(*pair) for pair in zip(now, then, strict=True) if pair[0] != pair[1]]
-        return ", ".join(one for one, _ in each), ", ".join(other for _, other in each)
+        pairs = [differences(*items) for items in zip(now, then, strict=True) if items[0] != items[1]]
+        return ", ".join(part_of_now for part_of_now, _ in pairs), ", ".join(part_of_then for _, part_of_then in pairs)
     return str(now) or "''", str(then) or "''"

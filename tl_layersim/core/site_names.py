@@ -62,14 +62,18 @@ def site_in_words(name: str) -> str:
     if site is None or not site.block:
         return name
     stack, block, place, head = site
-    place, whole = place.rpartition("hook_")[2], f"{stack} block {block}" if stack else f"block {block}"
+    place = place.rpartition("hook_")[2]
+    of_stack = f" of the {stack}" if stack else ""
+    block_in_words = f"{stack} block {block}" if stack else f"block {block}"
     if head:
-        return f"head L{block}H{head} ({place})" + (f" of the {stack}" if stack else "")
+        return f"head L{block}H{head} ({place}){of_stack}"
     if place == "resid_post":
-        return whole
+        return block_in_words
+    if place == "resid_pre" and block == "0":
+        return f"the embedding{of_stack}"
     if place == "resid_pre":
-        return f"the input of {whole}" if block != "0" else f"the embedding of the {stack}" if stack else "the embedding"
-    return f"{place} of {whole}"
+        return f"the input of {block_in_words}"
+    return f"{place} of {block_in_words}"
 
 
 def in_depth_order(sites: Sequence[str]) -> bool:
@@ -85,12 +89,11 @@ def in_depth_order(sites: Sequence[str]) -> bool:
         >>> in_depth_order(["blocks.0.hook_attn_out", "blocks.1.hook_attn_out", "blocks.0.hook_mlp_out"])
         False
     """
-    found = [site for site in map(parse_site, sites) if site is not None and site.block]
-    return (
-        len({site.stack for site in found}) < 2
-        and not any(site.head for site in found)
-        and all(before < after for before, after in itertools.pairwise(map(_depth, found)))
-    )
+    parsed = [site for site in map(parse_site, sites) if site is not None and site.block]
+    stacks = {site.stack for site in parsed}
+    if len(stacks) > 1 or any(site.head for site in parsed):
+        return False
+    return all(depth < next_depth for depth, next_depth in itertools.pairwise(map(_depth, parsed)))
 
 
 def _depth(site: SiteParts) -> tuple[int, int]:
@@ -107,5 +110,7 @@ def depth_key(site: Any) -> Any:
         >>> depth_key("blocks.3.hook_resid_post") > depth_key("blocks.0.hook_resid_post"), depth_key("model.norm")
         (True, None)
     """
-    found = parse_site(site) if isinstance(site, str) else None
-    return None if found is None or not found.block else (found.stack, *_depth(found))
+    parts = parse_site(site) if isinstance(site, str) else None
+    if parts is None or not parts.block:
+        return None
+    return (parts.stack, *_depth(parts))

@@ -61,12 +61,11 @@ class Sums:
         Args:
             output: tensors that a kernel returned; they are moved to the CPU and converted to int64 or float64.
         """
-        return Sums(
-            {
-                name: value.detach().cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
-                for name, value in output.items()
-            }
-        )
+        fields = {}
+        for name, value in output.items():
+            dtype = torch.float64 if value.is_floating_point() else torch.int64
+            fields[name] = value.detach().cpu().to(dtype)
+        return Sums(fields)
 
     def __add__(self, other: Sums) -> Sums:
         if not self.fields:
@@ -74,8 +73,10 @@ class Sums:
         if not other.fields:
             return self
         self.refuse_others(other)
-        both = {name: value + other.fields[name] for name, value in self.fields.items() if name in other.fields}
-        return Sums({**self.fields, **other.fields, **both})
+        fields = {**self.fields, **other.fields}
+        for name in self.fields.keys() & other.fields.keys():
+            fields[name] = self.fields[name] + other.fields[name]
+        return Sums(fields)
 
     def refuse_others(self, other: Sums) -> None:
         """Raise an error if a field has another shape in `other`.
@@ -129,7 +130,7 @@ class DataBlock:
     sums: Mapping[str, Sums]
 
     def __add__(self, other: DataBlock) -> DataBlock:
-        sums = {name: own + other.sums[name] for name, own in self.sums.items()}
+        sums = {name: sums_of_analyzer + other.sums[name] for name, sums_of_analyzer in self.sums.items()}
         return DataBlock(self.texts + other.texts, self.tokens + other.tokens, sums)
 
 
@@ -264,10 +265,11 @@ def most_nodes(leaves: int, intervals: bool) -> int:
     if not intervals:
         return leaves.bit_length()
     size = texts_in_block(leaves - 1, 1)
-    whole, rest = divmod(leaves - 1, size)
+    whole_blocks, remaining_leaves = divmod(leaves - 1, size)
+    nodes = whole_blocks + (remaining_leaves + 1).bit_length()
     # Number of nodes just before blocks doubled.
-    before = MOST_BLOCKS - 1 + (size // 2).bit_length() if size > 1 else 0
-    return max(whole + (rest + 1).bit_length(), before)
+    nodes_before = MOST_BLOCKS - 1 + (size // 2).bit_length() if size > 1 else 0
+    return max(nodes, nodes_before)
 
 
 # Copies of the sums that are held beside the nodes of the tree while two nodes are added.
@@ -338,15 +340,15 @@ class SumTree:
         """Index of the text after the last one in the tree."""
         return self.start + self.texts
 
-    def add(self, more: DataBlock) -> SumTree:
+    def add(self, block: DataBlock) -> SumTree:
         """This tree with the sums of the next texts added.
 
         Args:
-            more: sums of 2^k texts that were added in pairs; the index of the first text is a multiple of 2^k, and all texts
+            block: sums of 2^k texts that were added in pairs; the index of the first text is a multiple of 2^k, and all texts
                 lie in one block.
         """
-        tree = self._pushed(more)
-        if self.size is None or self.start or self.texts + more.texts < MOST_BLOCKS * self.size:
+        tree = self._with_node(block)
+        if self.size is None or self.start or self.texts + block.texts < MOST_BLOCKS * self.size:
             return tree
         return tree.coarser(2 * self.size)
 
@@ -361,7 +363,9 @@ class SumTree:
         """
         if later.start != self.end or (self.size is None) != (later.size is None):
             raise ValueError(f"sums of texts up to {self.end} cannot be joined with sums of texts from {later.start}")
-        tree = self if self.size is None or later.size is None else self.coarser(max(self.size, later.size))
+        tree = self
+        if self.size is not None and later.size is not None:
+            tree = self.coarser(max(self.size, later.size))
         for node in later.nodes:
             tree = tree.add(node)
         return tree
@@ -372,19 +376,22 @@ class SumTree:
             return self
         tree = SumTree(size, self.start)
         for node in self.nodes:
-            tree = tree._pushed(node)
+            tree = tree._with_node(node)
         return tree
 
-    def _pushed(self, more: DataBlock) -> SumTree:
+    def _with_node(self, block: DataBlock) -> SumTree:
         stack = [(node.texts, node) for node in self.nodes]
-        push(stack, more.texts, more, DataBlock.__add__, self.start, self.size)
+        push(stack, block.texts, block, DataBlock.__add__, self.start, self.size)
         return replace(self, nodes=tuple(node for _, node in stack))
 
     def blocks(self) -> tuple[DataBlock, ...]:
         """All blocks in the order of the data; the last may be incomplete. The tree must start at text 0."""
-        whole = [node for node in self.nodes if node.texts == self.size]
-        rest = [(node.texts, node) for node in self.nodes[len(whole) :]]
-        return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
+        whole_blocks = [node for node in self.nodes if node.texts == self.size]
+        nodes_of_last = self.nodes[len(whole_blocks) :]
+        if not nodes_of_last:
+            return tuple(whole_blocks)
+        stack = [(node.texts, node) for node in nodes_of_last]
+        return (*whole_blocks, fold(stack, DataBlock.__add__))
 
     def total(self) -> DataBlock:
         """The sums of all texts as one block. The block of an empty tree has no sums."""

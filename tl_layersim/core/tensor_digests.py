@@ -10,7 +10,9 @@ from torch import Tensor
 
 # Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each
 # thread stay in the cache of a processor; a GPU takes more rows at a time.
-WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
+WORDS = 1024
+ROWS_ON_CPU = 32
+ROWS_ON_GPU = 8192
 
 
 def digest_of_tensor(tensor: Tensor) -> bytes:
@@ -27,15 +29,20 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     # A tensor of one element counts as contiguous with any stride.
-    flat = (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
-    per_row = 8 * WORDS
-    rows = ROWS_ON_GPU if flat.is_cuda else ROWS_ON_CPU * torch.get_num_threads()
-    whole = len(flat) - len(flat) % per_row
-    sums = [_sums_of_rows(flat[start : min(start + rows * per_row, whole)]) for start in range(0, whole, rows * per_row)]
-    if whole < len(flat):
-        last = flat.new_zeros(per_row)
-        last[: len(flat) - whole] = flat[whole:]
-        sums.append(_sums_of_rows(last))
+    if flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
+    row_bytes = 8 * WORDS
+    rows_at_once = ROWS_ON_GPU if flat.is_cuda else ROWS_ON_CPU * torch.get_num_threads()
+    end_of_whole_rows = len(flat) - len(flat) % row_bytes
+    sums = []
+    for start in range(0, end_of_whole_rows, rows_at_once * row_bytes):
+        stop = min(start + rows_at_once * row_bytes, end_of_whole_rows)
+        sums.append(_sums_of_rows(flat[start:stop]))
+    if end_of_whole_rows < len(flat):
+        last_row = flat.new_zeros(row_bytes)
+        last_row[: len(flat) - end_of_whole_rows] = flat[end_of_whole_rows:]
+        sums.append(_sums_of_rows(last_row))
     if sums:
         digest.update(torch.cat(sums).cpu().numpy().astype("<i8").tobytes())
     return digest.digest()
@@ -48,19 +55,21 @@ def _sums_of_rows(flat: Tensor) -> Tensor:
         flat = flat.clone()
     words = flat.view(torch.int64).view(-1, WORDS)
     lower, upper = (constants.to(words.device) for constants in _multipliers())
-    sums: Tensor = (words * lower).add_((words >> 32).mul_(upper)).sum(-1)
-    return sums
+    products = (words * lower).add_((words >> 32).mul_(upper))
+    return products.sum(-1)
 
 
 @cache
 def _multipliers() -> tuple[Tensor, Tensor]:
     """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64)."""
-    numbers, state = [], 0
+    numbers = []
+    state = 0
     for _ in range(2 * WORDS):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
         z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         z = (z ^ (z >> 31)) | 1
+        # As signed integers, which torch has.
         numbers.append(z - 2**64 if z >= 2**63 else z)
     lower, upper = torch.tensor(numbers).view(2, WORDS)
     return lower, upper

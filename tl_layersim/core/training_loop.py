@@ -49,15 +49,18 @@ class Shuffle:
     """
 
     def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed = count, seed
-        self._epoch, self._order = -1, list[int]()
+        self.count = count
+        self.seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
 
     def row(self, place: int) -> int:
         """Index of the row that is drawn at position `place`, counted over all epochs. Both start at 0."""
         epoch = place // self.count
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator).tolist()
+            self._epoch = epoch
+            self._order = torch.randperm(self.count, generator=generator).tolist()
         return self._order[place % self.count]
 
 
@@ -137,10 +140,14 @@ class Descent(TrainingSteps):
     def __init__(
         self, title: str, parameters: Mapping[str, nn.Parameter], optimiser: torch.optim.Optimizer, settings: Any
     ) -> None:
-        self.title, self.steps, self.settings = title, settings.steps, settings
-        self.parameters, self.optimiser = parameters, optimiser
+        self.title = title
+        self.steps = settings.steps
+        self.settings = settings
+        self.parameters = parameters
+        self.optimiser = optimiser
         self.curve: list[float] = []
-        self.consistent, self._loss = True, math.nan
+        self.consistent = True
+        self._loss = math.nan
 
     @abstractmethod
     def loss_and_gradients(self) -> float:
@@ -175,21 +182,25 @@ class Descent(TrainingSteps):
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters with keys "weight/name", and the optimiser's state with keys such as "exp_avg/name"."""
-        found = {f"weight/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        tensors = {f"weight/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            found |= {f"{key}/{name}": value for key, value in self.optimiser.state.get(parameter, {}).items()}
-        return found
+            for key, value in self.optimiser.state.get(parameter, {}).items():
+                tensors[f"{key}/{name}"] = value
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the state that `tensors` returned."""
         for name, parameter in self.parameters.items():
             with torch.no_grad():
                 parameter.copy_(tensors[f"weight/{name}"])
-            if f"{self.moments[0]}/{name}" in tensors:
-                self.optimiser.state[parameter] = {
-                    kind: tensors[f"{kind}/{name}"].clone().to("cpu" if kind == "step" else parameter.device)
-                    for kind in self.moments
-                }
+            if f"{self.moments[0]}/{name}" not in tensors:
+                continue
+            state = {}
+            for kind in self.moments:
+                # Optimisers of torch count steps on the CPU.
+                device = "cpu" if kind == "step" else parameter.device
+                state[kind] = tensors[f"{kind}/{name}"].clone().to(device)
+            self.optimiser.state[parameter] = state
 
 
 def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
@@ -206,7 +217,7 @@ def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
         tqdm.write(
             f"The training continues after step {training.step:,} of {training.steps:,}, from {file.path}.", file=sys.stderr
         )
-    kept = file.saved_on_interrupt(
+    save_on_interrupt = file.saved_on_interrupt(
         lambda: training.snapshot() if training.leads else None,
         lambda: f"The training up to step {training.step:,} of {training.steps:,} is",
     )
@@ -218,17 +229,18 @@ def run_steps(training: TrainingSteps, file: ResumableFile) -> None:
         disable=None if training.leads else True,
         leave=not training.nested,
     )
-    with kept, bar, training.running(bar):
+    with save_on_interrupt, bar, training.running(bar):
         while training.step < training.steps:
-            before = training.step
+            first = training.step
             losses = training.compute()
             if training.diverges(losses):
                 training.on_divergence(losses)
                 break
             training.apply()
-            if text := training.status():
-                bar.set_postfix_str(text, refresh=False)
-            bar.update(training.step - before)
+            status = training.status()
+            if status:
+                bar.set_postfix_str(status, refresh=False)
+            bar.update(training.step - first)
             if file.due:
                 save_state(training, file)
         training.finish()
@@ -241,5 +253,8 @@ def save_state(training: TrainingSteps, file: ResumableFile) -> None:
         training: the steps, and their state.
         file: the file of the state.
     """
-    if training.leads and (state := training.snapshot()) is not None:
+    if not training.leads:
+        return
+    state = training.snapshot()
+    if state is not None:
         file.save(*state)

@@ -39,29 +39,32 @@ def brief(value: object) -> str:
         return repr(text) if len(text) <= 40 else f"{text[:30]!r}... ({len(text)} characters)"
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
-    kind = type(value).__name__
+    kind = with_article(type(value).__name__)
     if isinstance(value, list | tuple | dict | set | frozenset):
-        flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)
-        if flat and len(value) <= 8 and len(repr(value)) <= 60 and not isinstance(value, dict):
+        is_flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)
+        if is_flat and len(value) <= 8 and len(repr(value)) <= 60 and not isinstance(value, dict):
             return repr(value)
-        kinds = sorted({type(item).__name__ for item in list(value)[:100]})
-        return f"{with_article(kind)} of {len(value)}" + (f" {' and '.join(kinds[:3])}" if kinds else "")
+        kinds_of_items = sorted({type(item).__name__ for item in list(value)[:100]})
+        items = f" {' and '.join(kinds_of_items[:3])}" if kinds_of_items else ""
+        return f"{kind} of {len(value)}{items}"
     text = repr(value)
-    return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
+    # An address in memory differs from run to run.
+    is_readable = len(text) <= 60 and " at 0x" not in text and "\n" not in text
+    return text if is_readable else kind
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A question that proposes the known name nearest to a misspelt one; empty if none is near.
 
     Args:
         name: the name as it was written.
-        known: the names that exist.
+        names: the names that exist.
 
     Examples:
         >>> did_you_mean("max_token", ["max_tokens", "seq_len"])
         ' Did you mean max_tokens?'
     """
-    nearest = difflib.get_close_matches(name, list(known), n=1)
+    nearest = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""
 
 
@@ -143,12 +146,15 @@ def amount(number: int, noun: str, plural: str = "") -> str:
         >>> amount(1, "image"), amount(4000, "query", "queries")
         ('1 image', '4,000 queries')
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    if number != 1:
+        noun = plural or f"{noun}s"
+    return f"{number:,} {noun}"
 
 
 def with_article(noun: str) -> str:
     """A noun with its indefinite article."""
-    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+    article = "an" if noun[0].lower() in "aeiou" else "a"
+    return f"{article} {noun}"
 
 
 def duration_in_words(seconds: float) -> str:
@@ -170,4 +176,5 @@ def first_line(error: BaseException) -> str:
         >>> first_line(RuntimeError("out of memory.\nTraceback")), first_line(ValueError())
         ('out of memory', 'ValueError')
     """
-    return excerpt((str(error).strip().splitlines() or [type(error).__name__])[0], 200).rstrip(".")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return excerpt(lines[0], 200).rstrip(".")

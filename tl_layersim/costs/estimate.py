@@ -45,9 +45,12 @@ from ..sources.without_weights import CPU_ATTENTION, WeightlessSource, has_no_we
 
 # Measured with an NDIF server on one machine, see docs/ndif.md.
 BYTES_OF_TOKEN = 6
-BYTES_OF_LAYER, BYTES_OF_SITE = 190, 35
+BYTES_OF_LAYER = 190
+BYTES_OF_SITE = 35
 # Of the requests before the passes: the query for the server's features, the checks on one row, and each reply.
-BYTES_OF_OFFER, BYTES_OF_LENS_CHECK, BYTES_OF_STREAM_CHECK = 7_000, 17_000, 35_000
+BYTES_OF_OFFER = 7_000
+BYTES_OF_LENS_CHECK = 17_000
+BYTES_OF_STREAM_CHECK = 35_000
 BYTES_OF_OPENING = 300
 # A calibration ends after so many seconds, or so many repeats.
 CALIBRATION = 10.0
@@ -127,25 +130,28 @@ class CostEstimate:
 
     def rows(self) -> list[tuple[str, str]]:
         """Table of costs as pairs of strings: a name, and a value with its unit."""
-        batch, positions = self.batch
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
         blocks = f", {self.blocks} blocks" if self.blocks else ""
-        lines += [("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}")]
+        lines.append(("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}"))
         lines += [(f"  {name}", in_words(size)) for name, size in self.sums_bytes.items()]
-        lines += [("weights", f"{in_words(self.weights_bytes)}, {self.parameters:,} parameters")]
-        lines += [("activations", f"{in_words(self.activations_bytes)} for a batch of {batch} x {positions}")]
+        lines.append(("weights", f"{in_words(self.weights_bytes)}, {self.parameters:,} parameters"))
+        rows, positions = self.batch
+        lines.append(("activations", f"{in_words(self.activations_bytes)} for a batch of {rows} x {positions}"))
         if self.traffic is not None:
-            sent, back = in_words(self.traffic.bytes_up), in_words(self.traffic.bytes_down)
-            most = "" if self.has_values else "at most "
-            lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, {most}{back} down")]
+            up = in_words(self.traffic.bytes_up)
+            down = in_words(self.traffic.bytes_down)
+            at_most = "" if self.has_values else "at most "
+            lines.append(("traffic", f"{self.traffic.requests:,} requests, {up} up, {at_most}{down} down"))
         if self.seconds is not None:
-            lines += [("time", f"{duration_in_words(self.seconds)}, measured on one batch")]
+            lines.append(("time", f"{duration_in_words(self.seconds)}, measured on one batch"))
         return lines
 
     def __repr__(self) -> str:
-        width = max(len(name) for name, _ in self.rows())
-        return "\n".join([self.title, *(f"{name:<{width}}  {text}" for name, text in self.rows())])
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{name:<{width}}  {text}" for name, text in rows]
+        return "\n".join([self.title, *lines])
 
 
 @typed
@@ -192,12 +198,13 @@ def estimate(
         >>> cost.sites, cost.seconds > 0
         (9, True)
     """
-    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model_or_config, "model_or_config")
+    chosen = choose_analyzers(analyzers)
+    opened = OpenedModel.of(model_or_config, "model_or_config")
     source, module = _opened(opened, at)
     plan = plan_sites([source], chosen, at, per_head)
-    described = plan.models()
-    chosen = {name: analyzer.settled(described[name][0], None) for name, analyzer in chosen.items()}
-    for name, models in described.items():
+    models_of_analyzers = plan.models()
+    chosen = {name: analyzer.settled(models_of_analyzers[name][0], None) for name, analyzer in chosen.items()}
+    for name, models in models_of_analyzers.items():
         chosen[name].check_sites(*models)
         chosen[name].check(*models)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
@@ -220,28 +227,35 @@ def estimate(
             f"({type(error).__name__}: {excerpt(str(error), 160)}). Pass a model with weights, such as a smaller model of the "
             "same architecture."
         ) from error
+    # Number of batches, not rounded.
     share = tokens / run.samples
     rows = math.ceil(share * len(batch.tokens))
     blocks = math.ceil(rows / first_block_size(rows)) if intervals else 0
-    parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, run.sums))]
+    flops = {}
+    for part in ("forward", "head", *dict.fromkeys(map(analyzer_of, run.sums))):
+        if run.flops.get(part):
+            flops[part] = run.flops[part] * share
     sums_bytes = _bytes_of_sums(run, rows, intervals)
     if intervals and not opened.on_server and not any(analyzer.by_statistics for analyzer in chosen.values()):
         pools = math.ceil(rows / TEXTS_OF_POOL)
         sums_bytes[TEXT_ORDER] = most_nodes(pools, True) * bytes_of_neighbour_products(len(source.sites))
-    described = plan.models()
-    computing = sum(analyzer.compute_seconds(described[name][0]) for name, analyzer in chosen.items())
+    if seconds is not None:
+        models_of_analyzers = plan.models()
+        computing = sum(analyzer.compute_seconds(models_of_analyzers[name][0]) for name, analyzer in chosen.items())
+        # A result is computed from all sums, and without each block.
+        seconds = seconds * share + computing * (1 + blocks)
     return CostEstimate(
         model=source.model.name,
         tokens=tokens,
         batches=math.ceil(share),
         sites=len(source.sites),
         passes=run.passes,
-        flops={part: flops * share for part in parts if (flops := run.flops.get(part))},
+        flops=flops,
         sums_bytes=sums_bytes,
         weights_bytes=sum(tensor.nbytes for tensor in run.weights),
         activations_bytes=run.peak,
         traffic=_traffic(run, rows, opened.tokens_per_request) if opened.on_server else None,
-        seconds=None if seconds is None else seconds * share + computing * (1 + blocks),
+        seconds=seconds,
         blocks=blocks,
         batch=(batch.tokens.shape[0], batch.tokens.shape[1]),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -251,30 +265,37 @@ def estimate(
 
 def _bytes_of_sums(run: MeteredBatch, rows: int, intervals: bool) -> dict[str, int]:
     """Peak memory of the sums in bytes, by analyzer."""
-    leaf, held = min(TEXTS_OF_POOL, run.capacity), Counter[str]()
+    leaf = min(TEXTS_OF_POOL, run.capacity)
+    # With intervals, leaves at the start of the data are single rows.
+    smallest_leaf = 1 if intervals else leaf
+    bytes_of_analyzers = Counter[str]()
     for name, size in run.sums.items():
-        # With intervals, leaves at the start of the data are single rows.
-        unit = run.pools[name].rows if name in run.pools else 1 if intervals else leaf
-        held[analyzer_of(name)] += most_nodes(math.ceil(rows / unit), intervals) * size
+        rows_of_leaf = run.pools[name].rows if name in run.pools else smallest_leaf
+        bytes_of_analyzers[analyzer_of(name)] += most_nodes(math.ceil(rows / rows_of_leaf), intervals) * size
     for name, sums in run.first_sums.items():
-        held[name] += most_nodes(math.ceil(rows / leaf), False) * _size(sums)
-    return dict(held)
+        bytes_of_analyzers[name] += most_nodes(math.ceil(rows / leaf), False) * _bytes_of(sums)
+    return dict(bytes_of_analyzers)
 
 
 def _traffic(run: MeteredBatch, rows: int, tokens_per_request: int | None) -> Traffic:
+    source = run.source
+    width = run.batch.tokens.shape[1]
     # Requests hold whole pools.
-    width, analyzers, source = run.batch.tokens.shape[1], run.analyzers.values(), run.source
     batches = math.ceil(rows / run.capacity)
-    fit = max(1, (tokens_per_request or TOKENS_PER_REQUEST) // (run.capacity * width))
+    batches_that_fit = max(1, (tokens_per_request or TOKENS_PER_REQUEST) // (run.capacity * width))
     # A request holds a power of two of batches.
-    of_a_pass = math.ceil(batches / min(MOST_BATCHES, 1 << (fit.bit_length() - 1)))
+    batches_of_request = min(MOST_BATCHES, 1 << (batches_that_fit.bit_length() - 1))
+    requests_of_pass = math.ceil(batches / batches_of_request)
+    requests = run.passes * requests_of_pass
     opening = [BYTES_OF_OFFER]
-    opening += [BYTES_OF_LENS_CHECK] * any(analyzer.needs_unembed for analyzer in analyzers)
-    opening += [BYTES_OF_STREAM_CHECK] * (isinstance(source, CanReadSites) and bool(source.stream_sums()))
-    requests = run.passes * of_a_pass
-    read = len(source.model.layers) * BYTES_OF_LAYER + len(source.sites) * BYTES_OF_SITE
-    up = sum(opening) + sum(run.sent) * of_a_pass + requests * read + run.passes * rows * width * BYTES_OF_TOKEN
-    down = sum(run.returned) * of_a_pass + len(opening) * BYTES_OF_OPENING
+    if any(analyzer.needs_unembed for analyzer in run.analyzers.values()):
+        opening.append(BYTES_OF_LENS_CHECK)
+    if isinstance(source, CanReadSites) and bool(source.stream_sums()):
+        opening.append(BYTES_OF_STREAM_CHECK)
+    bytes_of_sites = len(source.model.layers) * BYTES_OF_LAYER + len(source.sites) * BYTES_OF_SITE
+    bytes_of_tokens = run.passes * rows * width * BYTES_OF_TOKEN
+    up = sum(opening) + sum(run.sent) * requests_of_pass + requests * bytes_of_sites + bytes_of_tokens
+    down = sum(run.returned) * requests_of_pass + len(opening) * BYTES_OF_OPENING
     return Traffic(requests + len(opening), up, down)
 
 
@@ -286,8 +307,8 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
     if has_no_weights(module):
         return WeightlessSource(module, blocks_to_read(module, opened.layers, at), opened.unembed), module
-    here = OpenedModel(module, opened.layers, opened.unembed, argument=opened.argument)
-    return open_source(here, either_stack=True, at=at), module
+    local = OpenedModel(module, opened.layers, opened.unembed, argument=opened.argument)
+    return open_source(local, either_stack=True, at=at), module
 
 
 def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: int, labelled: bool) -> Batch:
@@ -296,19 +317,23 @@ def _random_batch(source: Source, module: torch.nn.Module, rows: int, length: in
     Raises:
         LayersimError: the model takes other inputs, inputs of unknown size, or fewer tokens.
     """
-    described, random = source.model, torch.Generator().manual_seed(0)
-    data: dict[str, Any] = {"label": torch.arange(rows) % 2} if labelled else {}
-    if described.main_input in ROW_AXES:
-        shape = shape_of_row(module, described, described.main_input)
-        data[described.main_input] = torch.randn(rows, *shape, generator=random)
-    elif described.vocabulary is None:
-        raise LayersimError(f"`model_or_config` is {described.name}; it must take tokens, images or recordings.")
-    elif described.context is not None and length > described.context:
-        raise LayersimError(f"`seq_len` is {length}; it must be at most {described.context}, the context of {described.name}.")
+    model = source.model
+    generator = torch.Generator().manual_seed(0)
+    data: dict[str, Any] = {}
+    if labelled:
+        data["label"] = torch.arange(rows) % 2
+    if model.main_input in ROW_AXES:
+        shape = shape_of_row(module, model, model.main_input)
+        data[model.main_input] = torch.randn(rows, *shape, generator=generator)
+    elif model.vocabulary is None:
+        raise LayersimError(f"`model_or_config` is {model.name}; it must take tokens, images or recordings.")
+    elif model.context is not None and length > model.context:
+        raise LayersimError(f"`seq_len` is {length}; it must be at most {model.context}, the context of {model.name}.")
     else:
-        data["input_ids"] = torch.randint(described.vocabulary, (rows, length), generator=random)
+        data["input_ids"] = torch.randint(model.vocabulary, (rows, length), generator=generator)
         data["attention_mask"] = torch.ones(rows, length, dtype=torch.int64)
-    return next(iter(Batches(Data(data, batch_size=rows), described, labelled, position_counter([source]))))
+    batches = Batches(Data(data, batch_size=rows), model, labelled, position_counter([source]))
+    return next(iter(batches))
 
 
 class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types there
@@ -337,9 +362,12 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self, weights: Iterable[Tensor], head: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.flops: Counter[str] = Counter()
-        self.live, self.peak = 0, 0
-        self._part: tuple[str, Any] = "", 1
-        self._weights, self._head = _storages(list(weights)), _storages(list(head))
+        self.live = 0
+        self.peak = 0
+        # Name of the part whose FLOPs are counted, and the share of them that counts.
+        self._part: tuple[str, Any] = ("", 1)
+        self._weights = _storages(list(weights))
+        self._head = _storages(list(head))
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     @contextmanager
@@ -350,23 +378,28 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             part: the name.
             share: share of the FLOPs to count.
         """
-        before, self._part = self._part, (part, share)
+        outer_part = self._part
+        self._part = (part, share)
         yield
-        self._part = before
+        self._part = outer_part
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given, formula = _storages((args, kwargs)), FORMULAS.get(func.overloadpacket)
-        out = func(*args, **kwargs)
+        input_storages = _storages((args, kwargs))
+        output = func(*args, **kwargs)
+        formula = FORMULAS.get(func.overloadpacket)
         if formula is not None:
             part, share = self._part
-            self.flops["head" if given.keys() & self._head.keys() else part] += share * formula(*args, **kwargs, out_val=out)
-        for key, storage in _storages(out).items():
-            if not any(key in known for known in (given, self._alive, self._weights)):
-                self._note(key, storage)
-        return out
+            if input_storages.keys() & self._head.keys():
+                part = "head"
+            self.flops[part] += share * formula(*args, **kwargs, out_val=output)
+        for key, storage in _storages(output).items():
+            # A view, or a tensor that was changed in place, has the storage of another tensor.
+            if key not in input_storages and key not in self._alive and key not in self._weights:
+                self._count_until_freed(key, storage)
+        return output
 
-    def _note(self, key: int, storage: Any) -> None:
+    def _count_until_freed(self, key: int, storage: Any) -> None:
         """Count the memory of a tensor until it is freed."""
         size = storage.nbytes()
 
@@ -382,7 +415,8 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 def _attention_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """FLOPs of attention on a CPU. Grouped queries share keys and values."""
     count: Any = sdpa_flop_count
-    return int(count(query.shape, (*query.shape[:2], *key.shape[2:]), (*query.shape[:2], *value.shape[2:])))
+    batch_and_heads = query.shape[:2]
+    return int(count(query.shape, (*batch_and_heads, *key.shape[2:]), (*batch_and_heads, *value.shape[2:])))
 
 
 FORMULAS: dict[Any, Any] = {**flop_registry, CPU_ATTENTION: _attention_on_cpu}
@@ -426,7 +460,11 @@ class MeteredBatch:
         plan: SitePlan,
         remote: bool,
     ) -> None:
-        self.source, self.batch, self.analyzers, self.plan, self.remote = source, batch, analyzers, plan, remote
+        self.source = source
+        self.batch = batch
+        self.analyzers = analyzers
+        self.plan = plan
+        self.remote = remote
         self.weights = [*module.parameters(), *module.buffers()]
         self.sent: list[int] = []
         self.returned: list[int] = []
@@ -434,15 +472,25 @@ class MeteredBatch:
         self.sums: dict[str, int] = {}
         self.pools: dict[str, _Pool] = {}
         self.first_sums: dict[str, Sums] = {}
-        self.passes, self.peak, self.samples = 1, 0, 0
-        head = source.model.head
-        paths = [] if head is None else head.modules
-        self.head = [weight for path in paths for weight in module.get_submodule(path).parameters()]
+        self.passes = 1
+        self.peak = 0
+        self.samples = 0
+        self.head: list[Tensor] = []
+        if source.model.head is not None:
+            for path in source.model.head.modules:
+                self.head += module.get_submodule(path).parameters()
         self.weightless = isinstance(source, WeightlessSource)
-        kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
+        self.first_kernels: dict[str, AnyKernel] = {}
         # Counting tokens or labels needs no model.
-        self.alone = {name: kernel for name, kernel in kernels.items() if analyzers[name].first_without_model}
-        self.first_kernels = {name: plan.kernel(name, kernel) for name, kernel in kernels.items() if name not in self.alone}
+        self.first_kernels_without_model: dict[str, Any] = {}
+        for name, analyzer in analyzers.items():
+            kernel = analyzer.first_kernel()
+            if kernel is None:
+                continue
+            if analyzer.first_without_model:
+                self.first_kernels_without_model[name] = kernel
+            else:
+                self.first_kernels[name] = plan.kernel(name, kernel)
 
     @property
     def capacity(self) -> int:
@@ -451,24 +499,24 @@ class MeteredBatch:
         It is the number of rows in the measured batch, rounded down to a power of two, but at least the rows of the largest
         pool.
         """
-        return max([1 << (len(self.batch.tokens).bit_length() - 1), *(pool.rows for pool in self.pools.values())])
+        rows = 1 << (len(self.batch.tokens).bit_length() - 1)
+        return max([rows, *(pool.rows for pool in self.pools.values())])
 
     def all_passes(self) -> None:
         """Measure the first pass, if an analyzer needs one, and the main pass."""
-        self.first_sums = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
+        for name, kernel in self.first_kernels_without_model.items():
+            self.first_sums[name] = Sums.of(kernel(tokens_alone(self.batch)))
         if self.first_kernels:
-            self.first_sums |= self._pass(self.first_kernels)
+            self.first_sums |= self._run_kernels(self.first_kernels)
             self.passes = 2
         with without_values() if self.weightless else nullcontext():
             kernels = self.plan.kernels(self.analyzers, self.first_sums)
-        self.pools = {
-            name: _Pool.of(kernel, self.batch, self.source.model.vocabulary or 1)
-            for name, kernel in kernels.items()
-            if isinstance(kernel, PoolKernel)
-        }
-        self.sums = {name: _size(sums) for name, sums in self._pass(kernels).items()}
+        for name, kernel in kernels.items():
+            if isinstance(kernel, PoolKernel):
+                self.pools[name] = _Pool.of(kernel, self.batch, self.source.model.vocabulary or 1)
+        self.sums = {name: _bytes_of(sums) for name, sums in self._run_kernels(kernels).items()}
 
-    def _pass(self, kernels: Mapping[str, AnyKernel]) -> dict[str, Sums]:
+    def _run_kernels(self, kernels: Mapping[str, AnyKernel]) -> dict[str, Sums]:
         """Run kernels on the batch and count their FLOPs. Returns the output of the kernels."""
         outputs = {}
         with OperationMeter(self.weights, self.head) as meter, without_values() if self.weightless else nullcontext():
@@ -484,48 +532,57 @@ class MeteredBatch:
                     outputs[name] = run(view)
         self.flops.update(meter.flops)
         self.peak = max(self.peak, meter.peak)
-        sums = {name: self._widened(out) for name, out in outputs.items()}
+        sums = {name: self._as_sums(output) for name, output in outputs.items()}
         if self.remote:
-            # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
-            unpacked = sum(map(_size, self.first_sums.values())) if self.weightless else 0
-            self.sent.append(packed_request(kernels) + unpacked)
-            sites = self.source.sites
-            self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(sites, sums))
+            request = packed_request(kernels)
+            if self.weightless:
+                # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
+                request += sum(map(_bytes_of, self.first_sums.values()))
+                reply = sum(map(_bytes_of, sums.values()))
+            else:
+                reply = packed_result(self.source.sites, sums)
+            self.sent.append(request)
+            self.returned.append(reply)
         return sums
 
-    def _widened(self, out: Mapping[str, Tensor]) -> Sums:
+    def _as_sums(self, output: Mapping[str, Tensor]) -> Sums:
         """Cast the output of a kernel to float64 or int64. Tensors without values stay on the meta device."""
-        kinds = {name: torch.float64 if value.dtype.is_floating_point else torch.int64 for name, value in out.items()}
-        known = Sums.of({name: value for name, value in out.items() if not value.is_meta}).fields
-        shapes = {
-            name: torch.empty(value.shape, dtype=kinds[name], device="meta") for name, value in out.items() if value.is_meta
-        }
-        return Sums({**known, **shapes})
+        fields = dict(Sums.of({name: value for name, value in output.items() if not value.is_meta}).fields)
+        for name, value in output.items():
+            if value.is_meta:
+                dtype = torch.float64 if value.dtype.is_floating_point else torch.int64
+                fields[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+        return Sums(fields)
 
     def calibrate(self) -> float:
         """Median time of all passes over the batch, in seconds.
 
         After a warm-up, the passes are repeated for up to `CALIBRATION` seconds.
         """
-        main = self.plan.kernels(self.analyzers, self.first_sums)
-        steps: list[Mapping[str, AnyKernel]] = [kernels for kernels in (self.first_kernels, main) if kernels]
-        taken: list[float] = []
+        main_kernels = self.plan.kernels(self.analyzers, self.first_sums)
+        kernels_of_passes: list[Mapping[str, AnyKernel]] = [main_kernels] if main_kernels else []
+        if self.first_kernels:
+            kernels_of_passes.insert(0, self.first_kernels)
         view = self.source.collect(self.batch) if self.pools else None
+        times: list[float] = []
         start = time.perf_counter()
-        while not taken or (len(taken) <= TIMED_BATCHES and time.perf_counter() - start < CALIBRATION):
-            before, of_pools = time.perf_counter(), 0.0
-            for kernels in steps:
-                single = {name: kernel for name, kernel in kernels.items() if not isinstance(kernel, PoolKernel)}
-                for out in self.source.run(self.batch, single)[1].values():
-                    Sums.of(out)
-            whole = time.perf_counter() - before
+        # The first repeat is the warm-up.
+        while not times or (len(times) <= TIMED_BATCHES and time.perf_counter() - start < CALIBRATION):
+            start_of_passes = time.perf_counter()
+            for kernels in kernels_of_passes:
+                kernels_of_rows = {name: kernel for name, kernel in kernels.items() if not isinstance(kernel, PoolKernel)}
+                for output in self.source.run(self.batch, kernels_of_rows)[1].values():
+                    Sums.of(output)
+            time_of_passes = time.perf_counter() - start_of_passes
+            time_of_pools = 0.0
             for pool in self.pools.values():
                 assert view is not None
-                before = time.perf_counter()
+                start_of_pool = time.perf_counter()
                 in_full_precision(view.activations.device, partial(pool.sums, view))
-                of_pools += (time.perf_counter() - before) * len(self.batch.tokens) / pool.rows
-            taken.append(whole + of_pools)
-        return statistics.median(taken[1:] or taken)
+                # A batch is a part of a pool, or several.
+                time_of_pools += (time.perf_counter() - start_of_pool) * len(self.batch.tokens) / pool.rows
+            times.append(time_of_passes + time_of_pools)
+        return statistics.median(times[1:] or times)
 
 
 @dataclass(frozen=True)
@@ -558,19 +615,22 @@ class _Pool:
             vocabulary: size of the vocabulary; the draws depend on token ids.
         """
         counted = int(batch.counted.sum())
-        each = max(1, counted // len(batch.tokens))
-        rows = kernel.texts(each)
-        row = torch.arange(rows).repeat_interleave(each)
+        positions_of_row = max(1, counted // len(batch.tokens))
+        rows = kernel.texts(positions_of_row)
+        row = torch.arange(rows).repeat_interleave(positions_of_row)
         ids = torch.randint(vocabulary, (len(row),), generator=torch.Generator().manual_seed(0))
-        known = View(torch.empty(0, len(row), 0), ids, row, row, row=row)
-        [pool] = plan_batch(known, (0, rows), rows, None, {"": kernel}).pools[""]
-        return cls(kernel, rows, pool.samples, pool.draws, pool.index % (len(batch.tokens) if kernel.whole_rows else counted))
+        view_without_activations = View(torch.empty(0, len(row), 0), ids, row, row, row=row)
+        [pool] = plan_batch(view_without_activations, (0, rows), rows, None, {"": kernel}).pools[""]
+        # A pool may have more rows than the batch: its samples are those of the batch again and again.
+        samples_of_batch = len(batch.tokens) if kernel.whole_rows else counted
+        return cls(kernel, rows, pool.samples, pool.draws, pool.index % samples_of_batch)
 
     def sums(self, view: View) -> dict[str, Tensor]:
-        out = drawn(view, read=self.kernel.read, sites=self.kernel.sites, index=self.index)
-        return self.kernel.sums([out["samples 0"]], [tuple(out["widths 0"].tolist())], self.samples, self.draws)
+        output = drawn(view, read=self.kernel.read, sites=self.kernel.sites, index=self.index)
+        widths = tuple(output["widths 0"].tolist())
+        return self.kernel.sums([output["samples 0"]], [widths], self.samples, self.draws)
 
 
-def _size(sums: Sums) -> int:
+def _bytes_of(sums: Sums) -> int:
     """Size of sums in bytes."""
     return sum(value.nbytes for value in sums.fields.values())

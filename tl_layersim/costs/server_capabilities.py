@@ -34,21 +34,22 @@ class Capabilities:
 
     def __str__(self) -> str:
         offer = self.offer
-        place = (
-            "trusted: requests run beside the weights"
-            if offer.trusted
-            else "sandboxed: requests run in a process of their own, which receives layers and logits, but no gradients"
-        )
-        able = [name for name, reason in self.analyzers.items() if not reason]
+        if offer.trusted:
+            place = "trusted: requests run beside the weights"
+        else:
+            place = "sandboxed: requests run in a process of their own, which receives layers and logits, but no gradients"
+        runnable = [name for name, reason in self.analyzers.items() if not reason]
+        job_limit = f"{offer.job_limit:g} s" if offer.job_limit else "not published"
+        versions = ", ".join(f"{name} {version}" for name, version in offer.versions.items())
         lines = [
             f"{self.model} on {offer.server}",
             f"  {place}",
             f"  weights:    {offer.dtype}, {len(self.layers) - 1} blocks on {', '.join(offer.devices)}",
-            f"  job limit:  {f'{offer.job_limit:g} s' if offer.job_limit else 'not published'}",
-            f"  versions:   {', '.join(f'{name} {version}' for name, version in offer.versions.items())}",
+            f"  job limit:  {job_limit}",
+            f"  versions:   {versions}",
             f"  differs:    {'; '.join(offer.differences) or 'in nothing'}",
             f"  running:    {', '.join(offer.running) or 'no model'}",
-            f"  can run:    {', '.join(able)}",
+            f"  can run:    {', '.join(runnable)}",
         ]
         lines += [f"  cannot run: {name}: {reason}" for name, reason in self.analyzers.items() if reason]
         return "\n".join(lines)

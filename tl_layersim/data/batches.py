@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ def row_bytes(batch: Batch, number: int) -> bytes:
     """One row of a batch as bytes: token ids, mask and further inputs. Padding is left out unless it is counted."""
     attention = batch.attention[number]
     length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
-    found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
+    content = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
     inputs = cut_to_longest({name: values[number : number + 1] for name, values in batch.inputs.items()})
     for name, values in sorted(inputs.items()):
         row = values[0, :length] if name in batch.positional else values[0]
@@ -54,9 +55,9 @@ def row_bytes(batch: Batch, number: int) -> bytes:
             if not len(row):
                 continue
         # NumPy has no bfloat16.
-        plain = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        found += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + plain + b"|"
-    return found
+        values_as_bytes = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + values_as_bytes + b"|"
+    return content
 
 
 class RowDigests:
@@ -68,13 +69,14 @@ class RowDigests:
 
     def __init__(self, marked: bool = False) -> None:
         self._marked = marked
-        self._rows, self._beside = new_digest(), new_digest()
+        self._rows = new_digest()
+        self._annotations = new_digest()
 
     def add(self, batch: Batch) -> None:
         """Update the digests with the rows of a batch."""
         fingerprint(self._rows, batch, self._marked)
         for number in range(len(batch.tokens)):
-            self._beside.update(bytes_beside(batch, number))
+            self._annotations.update(annotation_bytes(batch, number))
 
     @property
     def rows(self) -> str:
@@ -84,22 +86,25 @@ class RowDigests:
     @property
     def inputs(self) -> str:
         """SHA-256 of everything in the rows that changes a number: `rows`, counted positions, labels and texts."""
-        return hashlib.sha256(f"{self._rows.hexdigest()} {self._beside.hexdigest()}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._rows.hexdigest()} {self._annotations.hexdigest()}".encode()).hexdigest()
 
 
-def bytes_beside(batch: Batch, number: int) -> bytes:
-    """What belongs to a row of a batch beside its inputs: counted positions, labels, where it begins, and its text."""
+def annotation_bytes(batch: Batch, number: int) -> bytes:
+    """All but the inputs of one row of a batch, as bytes: counted positions, labels, where the row begins, and its text."""
     counted = batch.counted[number]
     length = int((batch.attention[number] | counted).nonzero()[-1]) + 1
-    found = counted[:length].numpy().tobytes() + b"|"
+    content = counted[:length].numpy().tobytes() + b"|"
     if batch.labels is not None:
         labels = batch.labels[number, :length]
-        # A row without labels has missing labels beside rows with labels.
-        found += labels.numpy().tobytes() if bool((labels != NO_LABEL).any()) else b""
+        # A row without labels has missing labels beside rows with labels, and no labels alone: its bytes are the same in both.
+        if bool((labels != NO_LABEL).any()):
+            content += labels.numpy().tobytes()
     origin = batch.origins[number] if batch.origins else (batch.first + number, 0)
-    found += f"|{origin} {batch.pooled} {batch.has_tokens} {sorted(batch.positional)}|".encode()
+    content += f"|{origin} {batch.pooled} {batch.has_tokens} {sorted(batch.positional)}|".encode()
     # The same rows as parts of other texts give other numbers.
-    return found + (repr(tuple(batch.texts[number])).encode() + b"|" if batch.texts else b"")
+    if batch.texts:
+        content += repr(tuple(batch.texts[number])).encode() + b"|"
+    return content
 
 
 def new_digest() -> Any:
@@ -165,8 +170,10 @@ class Batch:
         at_once = self.rows_at_once or total
         if not self.whole_texts:
             return (*range(0, total, at_once), total)
+        # The last row is followed by no row of its text.
         units = (*self.units, None)
-        starts, end_of_text = [0], 0
+        starts = [0]
+        end_of_text = 0
         for row in range(total):
             if units[row] == units[row + 1]:
                 continue
@@ -181,9 +188,11 @@ class Batch:
         """For each row, the index of its text in the batch, ascending."""
         if not self.texts:
             return tuple(range(len(self.tokens)))
-        index, units = 0, [0]
+        index = 0
+        units = [index]
         for text, following in itertools.pairwise(self.texts):
-            index += text.unit != following.unit
+            if text.unit != following.unit:
+                index += 1
             units.append(index)
         return tuple(units)
 
@@ -204,7 +213,9 @@ class Batch:
     @property
     def groups(self) -> tuple[int, ...]:
         """For each row, the index of the first data row of its text, which identifies the text; -1 if it joins several."""
-        return tuple(text.group for text in self.texts) if self.texts else self.source_rows
+        if not self.texts:
+            return self.source_rows
+        return tuple(text.group for text in self.texts)
 
     @property
     def tokens_of_texts(self) -> tuple[int, ...]:
@@ -216,7 +227,9 @@ class Batch:
     def passes(self) -> Iterator[Batch]:
         """Split the rows into batches, one for each forward pass."""
         starts = self.starts
-        return iter([self]) if len(starts) == 2 else itertools.starmap(self.rows, itertools.pairwise(starts))
+        if len(starts) == 2:
+            return iter([self])
+        return itertools.starmap(self.rows, itertools.pairwise(starts))
 
     @property
     def pass_size(self) -> tuple[int, int]:
@@ -227,7 +240,8 @@ class Batch:
     @property
     def leaf_texts(self) -> int:
         """Number of texts, rounded up to whole leaves: groups of `leaf` texts whose sums are kept apart."""
-        return -(-self.text_count // self.leaf) * self.leaf
+        leaf_count = math.ceil(self.text_count / self.leaf)
+        return leaf_count * self.leaf
 
     @property
     def has_positions(self) -> bool:
@@ -249,9 +263,12 @@ class Batch:
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
         """Data row of each token (-1 in packed rows), and its position in that row (both `batch pos`)."""
-        origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
-        row, start = torch.tensor(origins).unbind(1)
-        return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
+        origins = self.origins
+        if not origins:
+            origins = tuple((self.first + number, 0) for number in range(len(self.tokens)))
+        data_rows, starts = torch.tensor(origins).unbind(1)
+        places = torch.arange(self.tokens.shape[1])
+        return data_rows[:, None].expand_as(self.tokens), starts[:, None] + places
 
     @property
     def padded(self) -> bool:
@@ -278,7 +295,10 @@ class Batch:
         cut if it has no token ids, or has inputs that belong to it as a whole, such as images.
         """
         row = self.whole_row
-        return row._cut(slice(0, 1), max(1, min(SHORT, row.tokens.shape[1] - 1))) if row.can_be_cut else row
+        if not row.can_be_cut:
+            return row
+        length = max(1, min(SHORT, row.tokens.shape[1] - 1))
+        return row._cut(slice(0, 1), length)
 
     @property
     def whole_row(self) -> Batch:
@@ -326,28 +346,35 @@ class Batch:
     @property
     def lengths(self) -> Tensor:
         """For each row, the number of positions up to its last one that is attended or counted (`batch`)."""
-        kept = self.attention | self.counted
-        places = torch.arange(1, kept.shape[1] + 1)
-        return (kept * places).amax(1)
+        in_use = self.attention | self.counted
+        # The length of a row that ended at each position.
+        lengths = torch.arange(1, in_use.shape[1] + 1)
+        return (in_use * lengths).amax(1)
 
     def part(self, start: int, stop: int) -> Batch:
         """A batch of the rows `start` to `stop - 1`, with the same number of positions per row."""
         return self._cut(slice(start, stop), self.tokens.shape[1])
 
     def _cut(self, rows: slice | list[int], width: int) -> Batch:
-        cut = (rows, slice(0, width))
+        rows_and_positions = (rows, slice(0, width))
         numbers = range(len(self.tokens))[rows] if isinstance(rows, slice) else rows
+        inputs = {}
+        for name, values in self.inputs.items():
+            inputs[name] = values[rows_and_positions] if name in self.positional else values[rows]
+        images = {}
+        for name, counts in self.images.items():
+            images[name] = tuple(counts[number] for number in numbers)
         return replace(
             self,
-            tokens=self.tokens[cut],
-            attention=self.attention[cut],
-            counted=self.counted[cut],
+            tokens=self.tokens[rows_and_positions],
+            attention=self.attention[rows_and_positions],
+            counted=self.counted[rows_and_positions],
             first=self.first + numbers[0],
-            labels=None if self.labels is None else self.labels[cut],
+            labels=None if self.labels is None else self.labels[rows_and_positions],
             origins=tuple(self.origins[number] for number in numbers) if self.origins else (),
             texts=tuple(self.texts[number] for number in numbers) if self.texts else (),
-            inputs={name: values[cut] if name in self.positional else values[rows] for name, values in self.inputs.items()},
-            images={name: tuple(counts[number] for number in numbers) for name, counts in self.images.items()},
+            inputs=inputs,
+            images=images,
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
@@ -359,7 +386,8 @@ class Batch:
         """
         selection.refuse_without_tokens()
         shape = (len(self.tokens), count)
-        tokens, attention = self.tokens.new_zeros(shape), torch.ones(shape, dtype=torch.bool)
+        tokens = self.tokens.new_zeros(shape)
+        attention = torch.ones(shape, dtype=torch.bool)
         counted = torch.stack([selection.select(*row) for row in zip(tokens, attention, strict=True)])
         labels = None if self.labels is None else self.labels.expand(shape)
         return replace(self, tokens=tokens, attention=attention, counted=counted, labels=labels)
@@ -374,15 +402,15 @@ def state_of(tool: Any, with_vocabulary: bool = False) -> str:
     """
     if tool is None:
         return ""
-    names, backend = ValueNames(), getattr(tool, "backend_tokenizer", None)
+    backend = getattr(tool, "backend_tokenizer", None)
     steps = [getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "post_processor")]
     # Steps of a fast tokenizer have their settings as JSON.
-    texts = [step.__getstate__() if type(step).__module__.startswith("tokenizers") else step for step in steps]
+    steps = [step.__getstate__() if type(step).__module__.startswith("tokenizers") else step for step in steps]
     size = len(tool) if hasattr(tool, "__len__") else 0
     settings = vars(tool) if hasattr(tool, "__dict__") else {}
     if not with_vocabulary:
         settings = {name: _size_if_long(value) for name, value in settings.items()}
-    return names.digest(f"{type(tool).__qualname__} {size}", [settings, texts])
+    return ValueNames().digest(f"{type(tool).__qualname__} {size}", [settings, steps])
 
 
 # Number of items from which a setting of a tokenizer is a part of its vocabulary.
@@ -439,50 +467,52 @@ class Batches:
     @property
     def one_shot(self) -> bool:
         """Whether the data is an iterator whose rows are not kept, so that it can be read only once."""
-        return self.data.read_once and (self._kept is None or self._kept.notes is None)
+        return self.data.read_once and (self._kept_rows is None or self._kept_rows.notes is None)
 
-    def read_ahead(self, reader: str, do: str) -> None:
+    def read_ahead(self, reader: str, remedy: str) -> None:
         """Read an iterator to its end and keep the rows, because several passes need them.
 
         Args:
             reader: the analyzer or function that needs several passes, for the error message.
-            do: the data or analyzer to pass instead, for the error message.
+            remedy: the data or analyzer to pass instead, for the error message.
 
         Raises:
             LayersimError: the rows take more than `MOST_KEPT` bytes.
         """
         for _ in self.rows():
-            if self._kept is not None and not self._kept.fits:
+            if self._kept_rows is not None and not self._kept_rows.fits:
                 raise LayersimError(
                     f"`data` is a generator, which can be read only once, and {reader} needs several passes. The rows take "
-                    f"more than {in_words(MOST_KEPT)}, so they were not kept: pass {do}."
+                    f"more than {in_words(MOST_KEPT)}, so they were not kept: pass {remedy}."
                 )
 
     @property
-    def _kept(self) -> KeptRows | None:
-        return self.data.kept(self._kept_key)
+    def _kept_rows(self) -> KeptRows | None:
+        return self.data.kept(self._key_of_rows)
 
     @property
-    def _kept_key(self) -> Hashable:
+    def _key_of_rows(self) -> Hashable:
         """Key of the kept rows: the properties of the model and the options on which the rows depend."""
-        own = self.model
-        tools = (id(own.tokenizer), state_of(own.tokenizer), id(own.processor), state_of(own.processor))
+        model = self.model
+        tools = (id(model.tokenizer), state_of(model.tokenizer), id(model.processor), state_of(model.processor))
         reading = (self.labelled, self.count_positions is None)
-        sizes = (own.vocabulary, own.context, own.reads_rows, own.pads, own.starts, own.ends, own.pixel_axes, own.channels)
-        images = (tuple(own.image_tokens.items()), own.merged_patches)
-        names = (own.main_input, own.token_input, own.mask_input, *sorted(own.inputs))
+        tokens = (model.vocabulary, model.context, model.reads_rows, model.pads, model.starts, model.ends)
+        images = (model.pixel_axes, model.channels, tuple(model.image_tokens.items()), model.merged_patches)
+        names = (model.main_input, model.token_input, model.mask_input, *sorted(model.inputs))
         # A list of groups may be changed in place.
         groups = self.data.record()["groups"]
-        return tools, reading, sizes, images, names, self.data.selection.record(), self.data.skip_first, groups
+        return tools, reading, tokens, images, names, self.data.selection.record(), self.data.skip_first, groups
 
     def record(self) -> dict[str, Any]:
         """A dict of the reading options, tokenizer, processor and main input, for the provenance."""
         tokenizer = self.model.tokenizer
-        known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
-        processor = self.model.processor
-        more = {} if processor is None else {"processor": type(processor).__name__}
-        more |= {} if self.model.main_input == TOKEN_IDS else {"main_input": self.model.main_input}
-        return self.data.record() | {"tokenizer": known} | more
+        options = self.data.record()
+        options["tokenizer"] = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
+        if self.model.processor is not None:
+            options["processor"] = type(self.model.processor).__name__
+        if self.model.main_input != TOKEN_IDS:
+            options["main_input"] = self.model.main_input
+        return options
 
     def row_counts(self) -> dict[str, int]:
         """A dict for the provenance: numbers of rows that began with BOS, got a derived mask or were cut.
@@ -492,38 +522,57 @@ class Batches:
         rows that stand for texts although their neighbours share a text with them, see `in_texts`.
         """
         counts = {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
-        return counts | ({"rows_as_texts": self.notes.neighbours} if self.notes.neighbours else {})
+        if self.notes.neighbours:
+            counts["rows_as_texts"] = self.notes.neighbours
+        return counts
 
     def __iter__(self) -> Iterator[Batch]:
         with as_argument("data", self.argument):
             yield from self._batches()
 
     def _batches(self) -> Iterator[Batch]:
-        rows, size, first = self.rows(), self.data.batch_size, 0
+        rows = self.rows()
         if self.pool_texts is None:
-            while chunk := list(itertools.islice(rows, size)):
-                yield self.batch(chunk, first)
-                first += len(chunk)
+            yield from self._batches_of_rows(rows)
             return
         texts: Iterator[list[Row]] = (list(text) for _, text in itertools.groupby(rows, _unit_of))
-        ahead = list(itertools.islice(texts, FIRST_TEXTS))
-        if not ahead:
+        first_texts = list(itertools.islice(texts, FIRST_TEXTS))
+        if not first_texts:
             return
         # Row by row: images of different sizes form no batch.
-        known = itertools.chain.from_iterable(ahead)
-        density = sum(float(self.batch([row], number).counted.sum()) for number, row in enumerate(known)) / len(ahead)
+        first_rows = itertools.chain.from_iterable(first_texts)
+        counted = sum(float(self.batch([row], number).counted.sum()) for number, row in enumerate(first_rows))
+        density = counted / len(first_texts)
+        yield from self._batches_of_texts(itertools.chain(first_texts, texts), self.pool_texts(density), density)
+
+    def _batches_of_rows(self, rows: Iterator[Row]) -> Iterator[Batch]:
+        """Yield batches of `batch_size` rows."""
+        first = 0
+        while chunk := list(itertools.islice(rows, self.data.batch_size)):
+            yield self.batch(chunk, first)
+            first += len(chunk)
+
+    def _batches_of_texts(self, texts: Iterator[list[Row]], pool: int, density: float) -> Iterator[Batch]:
+        """Yield batches of whole texts.
+
+        Args:
+            texts: the rows of each text.
+            pool: number of texts of the largest pool.
+            density: see `Batch`.
+        """
+        size = self.data.batch_size
         # Powers of two, which join to blocks.
-        capacity = max(self.pool_texts(density), 1 << (size.bit_length() - 1))
-        how: dict[str, Any] = {
-            "rows_at_once": min(size, capacity),
-            "whole_texts": self.whole_texts,
-            "capacity": capacity,
-            "density": density,
-        }
-        texts = itertools.chain(ahead, texts)
-        while taken := list(itertools.islice(texts, capacity)):
-            chunk = list(itertools.chain.from_iterable(taken))
-            yield replace(self.batch(chunk, first), **how)
+        capacity = max(pool, 1 << (size.bit_length() - 1))
+        first = 0
+        while texts_of_batch := list(itertools.islice(texts, capacity)):
+            chunk = list(itertools.chain.from_iterable(texts_of_batch))
+            yield replace(
+                self.batch(chunk, first),
+                rows_at_once=min(size, capacity),
+                whole_texts=self.whole_texts,
+                capacity=capacity,
+                density=density,
+            )
             first += len(chunk)
 
     def rows(self) -> Iterator[Row]:
@@ -533,28 +582,29 @@ class Batches:
 
     def _read_rows(self) -> Iterator[Row]:
         """Yield the rows; see `rows`."""
-        kept = self._kept
-        if kept is not None and kept.notes is not None:
-            self.notes.repeat(kept.notes)
-            yield from kept.rows
+        earlier = self._kept_rows
+        if earlier is not None and earlier.notes is not None:
+            self.notes.repeat(earlier.notes)
+            yield from earlier.rows
             return
         if self.data.is_used_up:
             raise LayersimError(
                 "`data` is a generator that an earlier pass has consumed, and its rows were not kept. Pass list(data)."
             )
-        kept = KeptRows(self.model.tokenizer, self.model.processor)
-        self.data.keep(self._kept_key, kept)
+        kept_rows = KeptRows(self.model.tokenizer, self.model.processor)
+        self.data.keep(self._key_of_rows, kept_rows)
         self.notes.begin()
         texts = TextRows(self.data, self.model, self.notes)
         # An iterable may use the memory of a row again for the next one.
-        rows = (row.copied() for row in self._limited(texts.rows(self._items())))
+        rows = (row.copied() for row in self._up_to_limit(texts.rows(self._items())))
         for row in in_texts(rows, self.data.groups is not None, self.data.pack):
-            self.notes.neighbours += row.text is not None and row.text.neighbours
-            kept.add(row)
+            if row.text is not None and row.text.neighbours:
+                self.notes.neighbours += 1
+            kept_rows.add(row)
             yield row
         texts.warn_of_cut()
         self.notes.once(self.notes.runs.warning(self.model))
-        kept.notes = replace(self.notes) if kept.fits else None
+        kept_rows.notes = replace(self.notes) if kept_rows.fits else None
 
     def batch(self, rows: list[Row], first: int) -> Batch:
         """Pad rows on the right and join them in a batch.
@@ -566,16 +616,16 @@ class Batches:
         length = max(len(row.tokens) for row in rows)
         tokens = torch.full((len(rows), length), _pad_id(self.model))
         attention, counted = torch.zeros((2, len(rows), length), dtype=torch.bool)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row.tokens)] = row.tokens
-            attention[i, : len(row.tokens)] = row.attention
-            counted[i, : len(row.tokens)] = row.attention if row.counted is None else row.counted
+        for number, row in enumerate(rows):
+            tokens[number, : len(row.tokens)] = row.tokens
+            attention[number, : len(row.tokens)] = row.attention
+            counted[number, : len(row.tokens)] = row.attention if row.counted is None else row.counted
         labels = None
         if any(row.labels is not None for row in rows):
             labels = torch.full((len(rows), length), NO_LABEL)
-            for i, row in enumerate(rows):
+            for number, row in enumerate(rows):
                 if row.labels is not None:
-                    labels[i, : len(row.labels)] = row.labels
+                    labels[number, : len(row.labels)] = row.labels
         inputs, positional, images = collated(rows, length, self.model)
         batch = Batch(
             tokens,
@@ -591,9 +641,11 @@ class Batches:
             images=images,
             has_tokens=rows[0].has_tokens,
         )
-        return batch if batch.has_positions else batch.with_positions(self._count(batch), self.data.selection)
+        if batch.has_positions:
+            return batch
+        return batch.with_positions(self._position_count(batch), self.data.selection)
 
-    def _count(self, batch: Batch) -> int:
+    def _position_count(self, batch: Batch) -> int:
         """Number of positions per row, from one forward pass for each shape of the inputs."""
         # Rows without token ids are refused before where positions cannot be counted.
         assert self.count_positions is not None
@@ -602,12 +654,13 @@ class Batches:
             self._counts[key] = self.count_positions(batch.first_row)
         return self._counts[key]
 
-    def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
+    def _up_to_limit(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Select the counted positions of rows, until `max_tokens` positions are counted.
 
         The last row is cut there. For a row classifier it stays whole, because the prediction would change.
         """
-        left, selection = self.data.max_tokens, self.data.selection
+        remaining = self.data.max_tokens
+        selection = self.data.selection
         for row in rows:
             self._refuse_unfit(row)
             if not row.has_positions:
@@ -615,48 +668,54 @@ class Batches:
                 yield row
                 continue
             marks = image_marks(selection.rule, row.tokens, self.model) if row.has_tokens else None
-            counted = selection.select(row.tokens, row.attention, row.marks if marks is None else marks)
+            if marks is None:
+                marks = row.marks
+            counted = selection.select(row.tokens, row.attention, marks)
             row = replace(row, counted=counted)
-            if left is not None:
-                if int(counted.sum()) >= left and self.model.reads_rows:
-                    yield row
-                    return
-                if int(counted.sum()) >= left:
-                    if selection.rule == "all":
-                        # Tokens after the last counted one do not run.
-                        yield row[: int((counted.cumsum(0) < left).sum()) + 1]
-                    else:
-                        # A mean is that of the whole row.
-                        yield row if selection.pooled else replace(row, counted=counted & (counted.cumsum(0) <= left))
-                    return
-                left -= int(counted.sum())
-            yield row
+            if remaining is None:
+                yield row
+                continue
+            count = int(counted.sum())
+            if count < remaining:
+                remaining -= count
+                yield row
+                continue
+            # A mean is that of the whole row, too.
+            if self.model.reads_rows or selection.pooled:
+                yield row
+            elif selection.rule == "all":
+                # Tokens after the last counted one do not run.
+                length = int((counted.cumsum(0) < remaining).sum()) + 1
+                yield row[:length]
+            else:
+                yield replace(row, counted=counted & (counted.cumsum(0) <= remaining))
+            return
 
     def _refuse_unfit(self, row: Row) -> None:
         """Raise an error if the model does not take the row, or if an option cannot be applied to it."""
         context = self.model.context
         if context and len(row.tokens) > context:
+            if self.model.reads_rows:
+                remedy = f"Cut the row with tokenizer(texts, truncation=True, max_length={context})."
+            else:
+                remedy = f"`seq_len={context}` cuts longer rows into several."
             raise LayersimError(
-                f"`data` has a row of {len(row.tokens)} tokens; {self.model.name} has a context of {context} tokens. "
-                + (
-                    f"Cut the row with tokenizer(texts, truncation=True, max_length={context})."
-                    if self.model.reads_rows
-                    else f"`seq_len={context}` cuts longer rows into several."
-                )
+                f"`data` has a row of {len(row.tokens)} tokens; {self.model.name} has a context of {context} tokens. {remedy}"
             )
         if row.has_tokens:
-            return refuse_other_ids(row.tokens, self.model)
+            refuse_other_ids(row.tokens, self.model)
+            return
         if self.count_positions is None:
             raise LayersimError(
                 f"`data` has rows without token ids ({', '.join(row.inputs)}); this call takes texts or token ids."
             )
         for name in ("seq_len", "max_tokens"):
-            if (value := getattr(self.data, name)) is not None:
+            limit = getattr(self.data, name)
+            if limit is not None:
                 raise LayersimError(
-                    f"`{name}` is {value}, but the rows have no token ids to limit. Pass fewer rows, such as "
+                    f"`{name}` is {limit}, but the rows have no token ids to limit. Pass fewer rows, such as "
                     "data.select(range(n))."
                 )
-        return None
 
     def count_rows(self) -> int:
         """Number of rows in the data, before tokenisation and splitting of long rows."""
@@ -702,8 +761,11 @@ def _unit_of(row: Row) -> int:
 
 def found_in(*parts: Batches) -> dict[str, int]:
     """Sum the counts in `Batches.row_counts` over several data sets."""
-    counts = [part.row_counts() for part in parts]
-    return {name: sum(count.get(name, 0) for count in counts) for name in dict.fromkeys(itertools.chain(*counts))}
+    totals: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.row_counts().items():
+            totals[name] = totals.get(name, 0) + count
+    return totals
 
 
 def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data") -> None:
@@ -719,23 +781,28 @@ def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data")
     """
     if not tokens.numel():
         raise LayersimError(f"`{argument}` has shape {tuple(tokens.shape)}; it must hold at least one token.")
-    low, high = int(tokens.min()), int(tokens.max())
+    low = int(tokens.min())
+    high = int(tokens.max())
     if low < 0 or (model.vocabulary and high >= model.vocabulary):
+        ids = f"from 0 to {model.vocabulary - 1}" if model.vocabulary else "from 0"
         raise LayersimError(
-            f"`{argument}` has token ids from {low} to {high}, outside the vocabulary of {model.name}, which has ids from 0"
-            + (f" to {model.vocabulary - 1}." if model.vocabulary else ".")
+            f"`{argument}` has token ids from {low} to {high}, outside the vocabulary of {model.name}, which has ids {ids}."
         )
 
 
 def next_tokens(tokens: Tensor, attention: Tensor) -> Tensor:
     """The next token at each position (`batch pos`); `NO_LABEL` if no attended token follows."""
     following = torch.full_like(tokens, NO_LABEL)
-    pair = attention[:, :-1] & attention[:, 1:]
-    following[:, :-1] = torch.where(pair, tokens[:, 1:], NO_LABEL)
+    both_attended = attention[:, :-1] & attention[:, 1:]
+    following[:, :-1] = torch.where(both_attended, tokens[:, 1:], NO_LABEL)
     return following
 
 
 def _pad_id(model: ModelInputs) -> int:
     pad = getattr(model.tokenizer, "pad_token_id", None)
-    pad = next(iter(model.pads), None) if pad is None else pad
-    return pad if pad is not None and (model.vocabulary is None or pad < model.vocabulary) else 0
+    if pad is None:
+        pad = next(iter(model.pads), None)
+    # A padding token that was added to the tokenizer alone has no embedding in the model.
+    if pad is None or (model.vocabulary is not None and pad >= model.vocabulary):
+        return 0
+    return pad

@@ -45,13 +45,21 @@ class Notes:
 
     def begin(self) -> None:
         """Reset the counts for another pass over the data."""
-        self.own_bos = self.masked = self.texts = self.cut = self.neighbours = 0
+        self.own_bos = 0
+        self.masked = 0
+        self.texts = 0
+        self.cut = 0
+        self.neighbours = 0
         self.runs = RunsAtEnds()
 
     def repeat(self, earlier: Notes) -> None:
         """Copy the counts of an earlier pass whose rows were kept, and repeat its warnings."""
-        self.own_bos, self.masked, self.texts, self.cut = earlier.own_bos, earlier.masked, earlier.texts, earlier.cut
+        self.own_bos = earlier.own_bos
+        self.masked = earlier.masked
+        self.texts = earlier.texts
+        self.cut = earlier.cut
         self.neighbours = earlier.neighbours
+        # A set has no order of its own.
         for text in sorted(earlier.warned):
             self.once(text)
 
@@ -218,7 +226,7 @@ class Data:
             **defaults: options for raw data in which the call differs from the defaults of `Data`.
         """
         if not isinstance(given, Data):
-            return cls(given, **defaults)._of_call(SourceReading())
+            return cls(given, **defaults)._for_call(SourceReading())
         if given._is_of_call:
             return given
         # An iterator that was read cannot be read again, so its rows are those that were kept.
@@ -226,9 +234,9 @@ class Data:
             content = content_digest(given.source)
             if content is None or content != given._reading.content:
                 object.__setattr__(given, "_reading", SourceReading(content))
-        return given._of_call(given._reading)
+        return given._for_call(given._reading)
 
-    def _of_call(self, reading: SourceReading) -> Data:
+    def _for_call(self, reading: SourceReading) -> Data:
         """A copy for one call, which shares the rows that were read."""
         copy = replace(self)
         object.__setattr__(copy, "_reading", reading)
@@ -243,7 +251,9 @@ class Data:
         """
         # A sequence of groups belongs to the rows of this data.
         groups = self.groups if isinstance(self.groups, str) else None
-        return Data.of(given if isinstance(given, Data) else replace(self, source=given, groups=groups))
+        if not isinstance(given, Data):
+            given = replace(self, source=given, groups=groups)
+        return Data.of(given)
 
     def counting(self, rule: PositionRule) -> Data:
         """A copy of the data with another rule for `positions` and the same tokenised rows.
@@ -251,7 +261,7 @@ class Data:
         Args:
             rule: the rule, see `positions`.
         """
-        return replace(self, positions=rule)._of_call(self._reading)
+        return replace(self, positions=rule)._for_call(self._reading)
 
     def kept(self, key: Hashable) -> KeptRows | None:
         """The `KeptRows` of the last pass with this key; None before the first pass.
@@ -300,9 +310,10 @@ class Data:
 
     def record(self) -> dict[str, Any]:
         """A dict of the reading options, for the provenance."""
-        known = {name: getattr(self, name) for name in OPTIONS}
+        options = {name: getattr(self, name) for name in OPTIONS}
+        # JSON has no tuples.
         column = list(self.column) if isinstance(self.column, tuple) else self.column
-        return known | {
+        return options | {
             "column": column,
             "groups": _recorded_groups(self.groups),
             "positions": self.selection.record(),
@@ -310,25 +321,32 @@ class Data:
         }
 
     def __repr__(self) -> str:
-        options = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init and f.name != "source"]
-        given = [f"{name}={brief(value)}" for name, value, default in options if value != default]
-        title = f"Data({', '.join([brief(self.source), *given])})"
-        read = next((kept for kept in self._reading.rows.values() if kept.notes is not None), None)
-        if read is None or not read.rows:
+        arguments = [brief(self.source)]
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.init and option.name != "source" and value != option.default:
+                arguments.append(f"{option.name}={brief(value)}")
+        title = f"Data({', '.join(arguments)})"
+        complete = next((kept_rows for kept_rows in self._reading.rows.values() if kept_rows.notes is not None), None)
+        if complete is None or not complete.rows:
             return f"{title}\n  not read yet, or not kept: a call with a model reads it"
-        counted = sum(int((row.attention if row.counted is None else row.counted).sum()) for row in read.rows)
-        positions, first = sum(len(row.tokens) for row in read.rows), read.rows[0]
-        if first.has_tokens:
-            ids = first.tokens.tolist()
-            text = brief(ids[:8]) if read.tokenizer is None else read.tokenizer.decode(ids)
-            text = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "..."
-        else:
-            text = ", ".join(f"{name} {tuple(value.shape)}" for name, value in first.inputs.items())
-        return f"{title}\n  {len(read.rows):,} rows, {positions:,} positions, {counted:,} of them counted\n  first row: {text}"
+        positions = sum(len(row.tokens) for row in complete.rows)
+        counted = sum(int((row.attention if row.counted is None else row.counted).sum()) for row in complete.rows)
+        counts = f"{len(complete.rows):,} rows, {positions:,} positions, {counted:,} of them counted"
+        return f"{title}\n  {counts}\n  first row: {_shown_row(complete.rows[0], complete.tokenizer)}"
+
+
+def _shown_row(row: Row, tokenizer: Any) -> str:
+    """The beginning of a row as text: its tokens decoded, or the names and shapes of its inputs."""
+    if not row.has_tokens:
+        return ", ".join(f"{name} {tuple(values.shape)}" for name, values in row.inputs.items())
+    ids = row.tokens.tolist()
+    text = brief(ids[:8]) if tokenizer is None else tokenizer.decode(ids)
+    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "..."
 
 
 # Options that a result records as they are; a tokenizer is recorded by its class and size.
-OPTIONS = tuple(f.name for f in fields(Data) if f.init and f.name not in ("source", "tokenizer"))
+OPTIONS = tuple(option.name for option in fields(Data) if option.init and option.name not in ("source", "tokenizer"))
 DATA_OPTIONS = (*OPTIONS, *RECORDED)
 
 
@@ -339,12 +357,14 @@ def _recorded_groups(groups: Any) -> str | None:
         name: str | None = groups
         return name
     numbers = GroupNumbers(values)
-    found = [numbers.of(number, None) for number in range(len(values))]
-    return f"sha256 {hashlib.sha256(str(found).encode()).hexdigest()[:12]} of {len(set(found))} groups in {len(found)} rows"
+    group_of_rows = [numbers.of(number, None) for number in range(len(values))]
+    digest = hashlib.sha256(str(group_of_rows).encode()).hexdigest()[:12]
+    return f"sha256 {digest} of {len(set(group_of_rows))} groups in {len(group_of_rows)} rows"
 
 
 def _recorded_template(template: str | None) -> str | None:
     """A chat template, or its digest if it is long."""
     if template is None or len(template) <= LONGEST_RECORDED:
         return template
-    return f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:12]} of {len(template)} characters"
+    digest = hashlib.sha256(template.encode()).hexdigest()[:12]
+    return f"sha256 {digest} of {len(template)} characters"

@@ -21,7 +21,8 @@ from .row import ModelInputs
 PIXEL_TABLES = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 # Rules of positions that select image tokens, or all others.
-IMAGE_POSITIONS, TEXT_POSITIONS = "image", "text"
+IMAGE_POSITIONS = "image"
+TEXT_POSITIONS = "text"
 
 
 def split_images(
@@ -46,7 +47,7 @@ def split_images(
         if pixels not in inputs:
             continue
         if GRIDS[kind] in inputs:
-            columns = _columns_of_grid(kind, inputs, rows, model)
+            columns = _columns_of_grids(kind, inputs, rows, model)
         elif kind in model.image_tokens and not is_single:
             columns = _columns_of_images(kind, inputs, rows, model)
         else:
@@ -71,7 +72,7 @@ def images_missing(inputs: Mapping[str, Any], rows: Sequence[Tensor], model: Mod
     return None
 
 
-def _columns_of_grid(
+def _columns_of_grids(
     kind: str, inputs: Mapping[str, Any], rows: Sequence[Tensor], model: ModelInputs
 ) -> dict[str, list[Tensor]]:
     """Split the patches and the grids of images by row."""
@@ -83,9 +84,12 @@ def _columns_of_grid(
             f"`{PIXEL_TABLES[kind]}` in the data has {len(patches)} patches; `{GRIDS[kind]}` has grids of {int(sizes.sum())}."
         )
     counts = _images_of_each_row(kind, rows, (sizes // model.merged_patches).tolist(), model)
-    by_row = [int(part.sum()) for part in torch.split(sizes, counts)]
-    columns = {GRIDS[kind]: list(torch.split(grids, counts)), PIXEL_TABLES[kind]: list(torch.split(patches, by_row))}
-    return columns | _columns_beside(inputs, columns, len(grids), counts)
+    patch_counts = [int(sizes_of_row.sum()) for sizes_of_row in torch.split(sizes, counts)]
+    columns = {
+        GRIDS[kind]: list(torch.split(grids, counts)),
+        PIXEL_TABLES[kind]: list(torch.split(patches, patch_counts)),
+    }
+    return columns | _columns_with_images(inputs, columns, len(grids), counts)
 
 
 def _columns_of_images(
@@ -94,32 +98,33 @@ def _columns_of_images(
     """Split images of one size by row; nothing if each row has an entry with as many image tokens."""
     name = PIXEL_TABLES[kind]
     images = number_tensor(inputs[name], name)
-    found = [int((row == model.image_tokens[kind]).sum()) for row in rows]
+    token_counts = [int((row == model.image_tokens[kind]).sum()) for row in rows]
     # With five axes, an entry holds all images of its row.
-    if len(images) == len(rows) and (len(set(found)) == 1 or images.dim() > 4):
+    if len(images) == len(rows) and (len(set(token_counts)) == 1 or images.dim() > 4):
         return {}
-    if not any(found):
+    if not any(token_counts):
         return {}
-    size, rest = divmod(sum(found), len(images))
-    if rest or any(count % size for count in found):
+    size, remainder = divmod(sum(token_counts), len(images))
+    if remainder or any(count % size for count in token_counts):
         raise LayersimError(
-            f"`{name}` in the data has {len(images)} {kind}s, but its rows have {brief(found)} {kind} tokens, which are not "
-            f"as many for each {kind}. Pass each row with its own {kind}s as a mapping of its own, with `batch_size=1`."
+            f"`{name}` in the data has {len(images)} {kind}s, but its rows have {brief(token_counts)} {kind} tokens, which are "
+            f"not as many for each {kind}. Pass each row with its own {kind}s as a mapping of its own, with `batch_size=1`."
         )
-    counts = [count // size for count in found]
-    return {name: list(torch.split(images, counts))} | _columns_beside(inputs, {name: []}, len(images), counts)
+    counts = [count // size for count in token_counts]
+    columns = {name: list(torch.split(images, counts))}
+    return columns | _columns_with_images(inputs, columns, len(images), counts)
 
 
-def _columns_beside(
+def _columns_with_images(
     inputs: Mapping[str, Any], columns: Mapping[str, Any], total: int, counts: list[int]
 ) -> dict[str, list[Tensor]]:
     """Split the other columns with one entry for each image or video, such as `image_sizes`."""
-    beside = {}
+    split_columns = {}
     for name in inputs.keys() - columns.keys():
         is_of_images = any(word in name for word in ("image", "pixel", "video", "second_per_grid"))
         if is_of_images and hasattr(inputs[name], "__len__") and len(inputs[name]) == total:
-            beside[name] = list(torch.split(number_tensor(inputs[name], name), counts))
-    return beside
+            split_columns[name] = list(torch.split(number_tensor(inputs[name], name), counts))
+    return split_columns
 
 
 def _images_of_each_row(kind: str, rows: Sequence[Tensor], sizes: list[int], model: ModelInputs) -> list[int]:
@@ -139,12 +144,13 @@ def _images_of_each_row(kind: str, rows: Sequence[Tensor], sizes: list[int], mod
     counts: list[int] = []
     used = 0
     for number, row in enumerate(rows):
-        left = int((row == model.image_tokens[kind]).sum())
+        remaining = int((row == model.image_tokens[kind]).sum())
         first = used
-        while left > 0 and used < len(sizes):
-            left -= sizes[used]
+        while remaining > 0 and used < len(sizes):
+            remaining -= sizes[used]
             used += 1
-        if left:
+        # Above 0 if the images are used up, below 0 if the last one has more tokens than the row.
+        if remaining:
             raise LayersimError(
                 f"`{GRIDS[kind]}` in the data has {kind}s of {brief(sizes)} tokens, which do not add up to the {kind} tokens "
                 f"of row {number}."

@@ -36,24 +36,26 @@ def number_tensor(values: Any, name: str = "data", allowed: str = "numbers, in r
                 [5, 6]])
     """
     try:
-        return _joined(values).detach().cpu()
+        return _as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise LayersimError(f"`{name}` is {brief(values)}; it must hold {allowed}.") from error
 
 
-def _joined(values: Any) -> Tensor:
+def _as_tensor(values: Any) -> Tensor:
     if not isinstance(values, list | tuple):
         return torch.as_tensor(values)
     first = values[0] if values else None
     if isinstance(first, list | tuple | Tensor | np.ndarray):
         # Floats of nested lists become float32, torch's default, and arrays keep their type.
-        return torch.stack([_joined(value) for value in values])
+        return torch.stack([_as_tensor(value) for value in values])
     return torch.tensor(list(values))
 
 
 def is_missing(value: Any) -> bool:
     """Whether a value is None, NaN, or pandas' NA or NaT."""
-    return value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
+    # NaN alone differs from itself.
+    is_nan = isinstance(value, float) and value != value
+    return value is None or is_nan or type(value).__name__ in ("NAType", "NaTType")
 
 
 def is_none(labels: Any) -> bool:
@@ -63,7 +65,9 @@ def is_none(labels: Any) -> bool:
 
 def label_source(labels: str | Tensor) -> str:
     """Source of labels: "rows" for a tensor, "data" for a column of the data, else ""."""
-    return "rows" if isinstance(labels, Tensor) else "data" if labels == "data" else ""
+    if isinstance(labels, Tensor):
+        return "rows"
+    return "data" if labels == "data" else ""
 
 
 def label_key(labels: str | Tensor) -> str:
@@ -82,14 +86,16 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
         LayersimError: the labels are another word, or not a table of integers.
     """
     if isinstance(labels, str):
-        if labels not in ("next_token", "data", *(["none"] if optional else [])):
-            other = ", 'none'" if optional else ""
+        words = ["next_token", "data"]
+        if optional:
+            words.append("none")
+        if labels not in words:
             raise LayersimError(
-                f"`labels` is {labels!r}; it must be 'next_token', 'data'{other}, or a tensor or list of labels."
+                f"`labels` is {labels!r}; it must be {', '.join(map(repr, words))}, or a tensor or list of labels."
             )
         return labels
-    given = labels if isinstance(labels, Tensor | list | tuple) else np.array(labels)
-    table = number_tensor(given, "labels", "integers, in rows of equal shape")
+    values = labels if isinstance(labels, Tensor | list | tuple) else np.array(labels)
+    table = number_tensor(values, "labels", "integers, in rows of equal shape")
     if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
         raise LayersimError(
             f"`labels` is {table.dtype} of shape {tuple(table.shape)}; it must be integers, one for each row or each position, "
@@ -110,13 +116,16 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
 
 def labels_in(data: Mapping[str, Any]) -> Any:
     """The column of labels in a batch or an example; None without such a column. A label of None becomes `NO_LABEL`."""
-    return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
+    name = next((name for name in LABELS if name in data), None)
+    if name is None:
+        return None
+    return NO_LABEL if data[name] is None else data[name]
 
 
 def whole_numbers(labels: Any) -> Tensor:
     """Convert labels to int64, with `NO_LABEL` for missing labels."""
     if isinstance(labels, list | tuple):
-        labels = [NO_LABEL if is_missing(x) else x for x in labels]
+        labels = [NO_LABEL if is_missing(label) else label for label in labels]
     elif is_missing(labels):
         labels = NO_LABEL
     numbers = number_tensor(labels, "labels", "integers, in rows of equal shape")

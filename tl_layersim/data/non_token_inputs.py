@@ -52,7 +52,8 @@ def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
     if model.main_input != TOKEN_IDS and data.get(model.main_input) is not None:
         return model.main_input
     has_tokens = data.get(TOKEN_IDS) is not None
-    return EMBEDDINGS if not has_tokens and EMBEDDINGS in model.inputs and data.get(EMBEDDINGS) is not None else None
+    has_embeddings = EMBEDDINGS in model.inputs and data.get(EMBEDDINGS) is not None
+    return EMBEDDINGS if has_embeddings and not has_tokens else None
 
 
 def further_inputs(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
@@ -75,12 +76,18 @@ def main_rows(name: str, values: Any, level: Level, model: ModelInputs) -> tuple
     """
     is_list = isinstance(values, list | tuple)
     first = number_tensor(values[0] if is_list and len(values) else values, name)
-    axes, known = first.dim() + is_list, ROW_AXES.get(name)
+    axes = first.dim() + is_list
+    row_axes = ROW_AXES.get(name)
     if name == PIXELS:
-        known = _pixel_axes(first.shape, axes, level, model)
-    if level == "row" or (known is not None and axes <= known) or (level == "either" and known is None and axes < 2):
+        row_axes = _pixel_axes(first.shape, axes, level, model)
+    if row_axes is not None:
+        is_one_row = level == "row" or axes <= row_axes
+    else:
+        is_one_row = level == "row" or (level == "either" and axes < 2)
+    if is_one_row:
         return True, [number_tensor(values, name)]
-    return False, [number_tensor(value, name) for value in values] if is_list else list(first)
+    rows = [number_tensor(value, name) for value in values] if is_list else list(first)
+    return False, rows
 
 
 def _pixel_axes(shape: torch.Size, axes: int, level: Level, model: ModelInputs) -> int:
@@ -95,18 +102,18 @@ def _pixel_axes(shape: torch.Size, axes: int, level: Level, model: ModelInputs) 
     Raises:
         LayersimError: pixels may be one image or rows of patches, or are not what the model takes.
     """
-    given = f"`{PIXELS}` in the data has shape {' x '.join(map(str, shape))}"
+    pixels = f"`{PIXELS}` in the data has shape {' x '.join(map(str, shape))}"
     # Three axes without an axis of rows, or with one.
     unclear = axes == len(shape) == 3 and level != "row"
     looks_like_image = shape[0] in CHANNELS
     if model.pixel_axes == 2:
         if axes > 3:
-            raise LayersimError(f"{given}; {model.name} takes patches as its processor returns them: batch x patch x width.")
+            raise LayersimError(f"{pixels}; {model.name} takes patches as its processor returns them: batch x patch x width.")
         return 2
     if model.pixel_axes == 3:
         if unclear and model.channels not in (None, shape[0]):
             raise LayersimError(
-                f"{given}; {model.name} takes images of {model.channels} channels: batch x {model.channels} x height x width."
+                f"{pixels}; {model.name} takes images of {model.channels} channels: batch x {model.channels} x height x width."
             )
         return 3
     if unclear and looks_like_image and level == "either":
@@ -114,13 +121,13 @@ def _pixel_axes(shape: torch.Size, axes: int, level: Level, model: ModelInputs) 
         return 3
     if unclear and looks_like_image:
         raise LayersimError(
-            f"{given}, which may be one image or a batch of patches. Pass an image as batch x channel x height x width, and "
+            f"{pixels}, which may be one image or a batch of patches. Pass an image as batch x channel x height x width, and "
             "patches as a list of rows, each patch x width."
         )
     return 2 if axes <= 3 else 3
 
 
-def _by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
+def _tensors_by_row(name: str, values: Any, count: int | None) -> list[Tensor]:
     """Split the values of an input by row. `count` is None for a single row without an axis of rows.
 
     Raises:
@@ -149,8 +156,11 @@ def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tens
         inputs: columns of inputs.
         count: number of rows; None if the values are one row without an axis of rows.
     """
-    columns = {name: _by_row(name, values, count) for name, values in inputs.items()}
-    return [{name: column[i] for name, column in columns.items()} for i in range(1 if count is None else count)]
+    columns = {name: _tensors_by_row(name, values, count) for name, values in inputs.items()}
+    rows = []
+    for number in range(1 if count is None else count):
+        rows.append({name: column[number] for name, column in columns.items()})
+    return rows
 
 
 def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInputs) -> frozenset[str]:
@@ -161,20 +171,18 @@ def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInp
         length: number of tokens or embeddings; None for a row of other inputs.
         model: the model.
     """
-    decoder = model.token_input != TOKEN_IDS
-    return frozenset(
-        name
-        for name, values in inputs.items()
-        if (name == EMBEDDINGS and not decoder)
-        or (name == PIXELS and model.pixel_axes == 2)
+    measures_decoder = model.token_input != TOKEN_IDS
+    names = set()
+    for name, values in inputs.items():
         # Those of the other stack belong to its own tokens, also where they are as many.
-        or (
-            length is not None
-            and name.startswith("decoder_") == decoder
-            and not values.is_floating_point()
-            and values.shape[:1] == (length,)
-        )
-    )
+        belongs_to_tokens = name.startswith("decoder_") == measures_decoder and not values.is_floating_point()
+        if (
+            (name == EMBEDDINGS and not measures_decoder)
+            or (name == PIXELS and model.pixel_axes == 2)
+            or (length is not None and belongs_to_tokens and values.shape[:1] == (length,))
+        ):
+            names.add(name)
+    return frozenset(names)
 
 
 def collated(
@@ -190,33 +198,41 @@ def collated(
         LayersimError: the rows have different inputs, or inputs of different shapes.
     """
     names = list(dict.fromkeys(name for row in rows for name in row.inputs))
-    along = frozenset(name for row in rows for name in row.positional)
+    of_positions = frozenset(name for row in rows for name in row.positional)
     of_images = {name for row in rows for name in row.of_images}
     if not names:
-        return {}, along, {}
-    batch, apart = {}, other_stack(model)
+        return {}, of_positions, {}
+    of_other_stack = other_stack(model)
+    batch = {}
     images: dict[str, tuple[int, ...]] = {}
     for name in names:
         if name in of_images:
             batch[name], images[name] = padded_images([row.inputs.get(name) for row in rows])
             continue
-        parts = [_of_row(row, name, name in along, model) for row in rows]
-        if name in along or name in apart:
-            longest = width if name in along else max(len(part) for part in parts)
-            parts = [torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])]) for part in parts]
-        if len(shapes := {tuple(part.shape) for part in parts}) > 1:
-            found = " and ".join(map(str, sorted(shapes)[:2]))
-            raise LayersimError(f"`data` has rows with `{name}` of different shapes, such as {found}. Pass `batch_size=1`.")
+        parts = [_input_of_row(row, name, name in of_positions, model) for row in rows]
+        if name in of_positions:
+            parts = [_zero_padded(part, width) for part in parts]
+        elif name in of_other_stack:
+            longest = max(len(part) for part in parts)
+            parts = [_zero_padded(part, longest) for part in parts]
+        shapes = {tuple(part.shape) for part in parts}
+        if len(shapes) > 1:
+            examples = " and ".join(map(str, sorted(shapes)[:2]))
+            raise LayersimError(f"`data` has rows with `{name}` of different shapes, such as {examples}. Pass `batch_size=1`.")
         batch[name] = torch.stack(parts)
-    return batch, along, images
+    return batch, of_positions, images
 
 
-def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
+def _zero_padded(values: Tensor, length: int) -> Tensor:
+    return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])
+
+
+def _input_of_row(row: Row, name: str, of_positions: bool, model: ModelInputs) -> Tensor:
     """One input of a row, or the default of the model if the row lacks the input."""
-    if name in row.inputs and along == (name in row.positional):
+    if name in row.inputs and of_positions == (name in row.positional):
         return row.inputs[name]
     default = model.inputs.get(name)
-    if name in row.inputs or default is None or not along:
+    if name in row.inputs or default is None or not of_positions:
         raise LayersimError(
             f"`data` has `{name}` in some rows only, or with axes that differ by row; all rows of a batch must have the same "
             "inputs. Use one call for each kind of row."
@@ -236,7 +252,7 @@ def refuse_integers(name: str, values: Tensor) -> None:
 def is_image(value: Any) -> bool:
     """Whether a value is an image or a list of images: PIL images or uint8 arrays."""
     if isinstance(value, list):
-        return bool(value) and all(is_image(x) and not isinstance(x, list) for x in value)
+        return bool(value) and all(is_image(item) and not isinstance(item, list) for item in value)
     if isinstance(value, np.ndarray | Tensor):
         return value.dtype in (np.uint8, torch.uint8) and value.ndim in (2, 3)
     return any(cls.__module__.split(".")[0] == "PIL" for cls in type(value).__mro__)
@@ -257,7 +273,7 @@ def is_text(value: Any) -> bool:
     """Whether a value is a text or a list of texts; some may be missing."""
     if not isinstance(value, list):
         return isinstance(value, str)
-    return any(isinstance(x, str) for x in value) and all(isinstance(x, str) or is_missing(x) for x in value)
+    return any(isinstance(item, str) for item in value) and all(isinstance(item, str) or is_missing(item) for item in value)
 
 
 def as_plain(value: Any) -> Any:
@@ -266,13 +282,17 @@ def as_plain(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray) or type(value).__name__ == "Series":
         return value.tolist()
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | list) else value
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | list):
+        return list(value)
+    return value
 
 
 def innermost(value: Any) -> Any:
     """Descend into nested lists to the first item that is not None; return other values unchanged."""
-    while isinstance(value := as_plain(value), list):
-        value = next((item for item in value if item is not None), None)
+    value = as_plain(value)
+    while isinstance(value, list):
+        first = next((item for item in value if item is not None), None)
+        value = as_plain(first)
     return value
 
 
@@ -290,11 +310,12 @@ def find_column(data: Mapping[str, Any]) -> str | None:
 def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
     """The error for a mapping whose column of texts or tokens is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
-    do = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name one: column={next(iter(data), None)!r}"
-    other = "" if model.main_input == TOKEN_IDS else f" or `{model.main_input}`"
-    given = f", and `column` is {column!r}" if column else ""
+    remedy = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name one: column={next(iter(data), None)!r}"
+    main_input = "" if model.main_input == TOKEN_IDS else f" or `{model.main_input}`"
+    option = f", and `column` is {column!r}" if column else ""
     return LayersimError(
-        f"The columns of `data` are {brief(list(data))}{given}; it is unclear which holds the texts or token ids{other}. {do}."
+        f"The columns of `data` are {brief(list(data))}{option}; it is unclear which holds the texts or token ids{main_input}. "
+        f"{remedy}."
     )
 
 
@@ -321,23 +342,29 @@ def without_padding(inputs: Mapping[str, Tensor], model: ModelInputs) -> dict[st
         LayersimError: the mask has the wrong shape, or hides all positions.
     """
     mask, *names = other_stack(model)
-    own = [name for name in names if name in inputs]
-    if not own:
+    names = [name for name in names if name in inputs]
+    if not names:
         return dict(inputs)
-    length = len(inputs[own[0]])
+    # Token ids if they are there, else embeddings.
+    first_values = inputs[names[0]]
+    length = len(first_values)
     attended = torch.ones(length, dtype=torch.bool)
     if mask in inputs:
         attended = as_mask(inputs[mask], mask)
-    elif own[0] == "input_ids" and (derived := mask_of(inputs[own[0]][None], model)) is not None:
-        attended = derived[0]
+    elif names[0] == TOKEN_IDS:
+        derived = mask_of(first_values[None], model)
+        if derived is not None:
+            attended = derived[0]
     if attended.shape != (length,) or not bool(attended.any()):
         raise LayersimError(
             f"`{mask}` has shape {tuple(attended.shape)} and {int(attended.sum())} ones; it must have one value for each of "
-            f"the {length} positions of `{own[0]}`, and at least one 1."
+            f"the {length} positions of `{names[0]}`, and at least one 1."
         )
     places = attended.nonzero()[:, 0]
     span = slice(int(places[0]), int(places[-1]) + 1)
-    return dict(inputs) | {name: inputs[name][span] for name in own} | {mask: attended[span].long()}
+    cut = {name: inputs[name][span] for name in names}
+    cut[mask] = attended[span].long()
+    return dict(inputs) | cut
 
 
 def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
@@ -348,15 +375,16 @@ def decoder_mask(rows: Tensor, model: ModelInputs) -> Tensor | None:
     Raises:
         LayersimError: padding precedes other tokens.
     """
-    after = mask_of(rows[:, 1:], model)
-    if after is None:
+    mask_after_first = mask_of(rows[:, 1:], model)
+    if mask_after_first is None:
         return None
-    if bool((~after[:, 0] & after.any(1)).any()):
+    starts_with_padding = ~mask_after_first[:, 0] & mask_after_first.any(1)
+    if bool(starts_with_padding.any()):
         raise LayersimError(
-            f"`{model.mask_input}` must be passed, because {int((~after[:, 0] & after.any(1)).sum())} of {len(rows)} rows of "
+            f"`{model.mask_input}` must be passed, because {int(starts_with_padding.sum())} of {len(rows)} rows of "
             f"`{model.token_input}` start with padding."
         )
-    return torch.cat([torch.ones_like(after[:, :1]), after], 1)
+    return torch.cat([torch.ones_like(mask_after_first[:, :1]), mask_after_first], 1)
 
 
 def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -365,19 +393,19 @@ def cut_to_longest(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         inputs: `row ...`; masks among them belong to the unmeasured encoder or decoder.
     """
-    found = dict(inputs)
-    for mask, *names in (ENCODER, DECODER):
-        own = [name for name in names if name in inputs]
-        if mask in inputs and own and inputs[mask].shape == inputs[own[0]].shape[:2]:
+    cut = dict(inputs)
+    for mask, *names_of_stack in (ENCODER, DECODER):
+        names = [name for name in names_of_stack if name in inputs]
+        if mask in inputs and names and inputs[mask].shape == inputs[names[0]].shape[:2]:
             width = int(inputs[mask].any(0).nonzero()[-1]) + 1
-            found |= {name: inputs[name][:, :width] for name in (mask, *own)}
-    return found
+            cut |= {name: inputs[name][:, :width] for name in (mask, *names)}
+    return cut
 
 
-def decoder_alone(given: str, model: ModelInputs) -> LayersimError:
+def decoder_alone(content: str, model: ModelInputs) -> LayersimError:
     """The error for data that lacks the inputs of the encoder or of the decoder."""
     return LayersimError(
-        f"`data` holds {given}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
+        f"`data` holds {content}, but the decoder of {model.name} needs the inputs of both stacks, such as `input_ids` and "
         f"`decoder_input_ids`. To measure only the encoder, pass texts or token ids with `at='encoder.resid_post'`."
     )
 
@@ -389,8 +417,8 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
         data: data of any accepted kind. For an iterator the answer is False, because looking would consume a row.
         model: the model that the rows are for.
     """
-    table = isinstance(data, Mapping) or hasattr(data, "to_dict") or getattr(data, "shape", None) == ()
-    if not table and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+    is_table = isinstance(data, Mapping) or hasattr(data, "to_dict") or getattr(data, "shape", None) == ()
+    if not is_table and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
         data = data[0]
     if not isinstance(data, Mapping) and not (hasattr(data, "columns") and hasattr(data, "to_dict")):
         return False
@@ -408,13 +436,13 @@ def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
             f"`data` contains images, and {model.name} has no image processor. Pass "
             "`Data(..., tokenizer=AutoImageProcessor.from_pretrained(name))`."
         )
-    found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
-    if model.main_input == PIXELS and len(found[PIXELS]) != len(images):
+    inputs = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
+    if model.main_input == PIXELS and len(inputs[PIXELS]) != len(images):
         raise LayersimError(
-            f"`data` has {len(images)} rows, but the processor makes {len(found[PIXELS])} images; a row of {model.name} "
+            f"`data` has {len(images)} rows, but the processor makes {len(inputs[PIXELS])} images; a row of {model.name} "
             "is one image."
         )
-    return {name: found[name] for name in found if name == model.main_input or name in model.inputs}
+    return {name: inputs[name] for name in inputs if name == model.main_input or name in model.inputs}
 
 
 def _as_image(image: Any) -> Any:
@@ -438,13 +466,19 @@ def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None
     """
     if PIXELS in data or PIXELS not in (model.main_input, *model.inputs):
         return None
-    names = [name for name in data if name not in (TOKEN_IDS, *LABELS) and (is_image(data[name]) or is_images(data[name]))]
+    names = []
+    for name, values in data.items():
+        if name not in (TOKEN_IDS, *LABELS) and (is_image(values) or is_images(values)):
+            names.append(name)
     if column is not None and (
         column in names or (column in data and model.main_input == PIXELS and not is_text(data[column]))
     ):
         # A column that is named may also hold whole numbers of another type.
         return None if is_floats(data[column]) else column
     if len(names) > 1:
-        do = f"Name one: column={names[0]!r}" if model.main_input == PIXELS else f"Keep one: data.remove_columns({names[1:]})"
-        raise LayersimError(f"`data` has several columns of images, {', '.join(names)}. {do}.")
+        if model.main_input == PIXELS:
+            remedy = f"Name one: column={names[0]!r}"
+        else:
+            remedy = f"Keep one: data.remove_columns({names[1:]})"
+        raise LayersimError(f"`data` has several columns of images, {', '.join(names)}. {remedy}.")
     return names[0] if names else None

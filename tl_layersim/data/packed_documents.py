@@ -40,8 +40,12 @@ def documents_in(row: Row, model: ModelInputs) -> list[Row]:
             f"`{name}` begins again within row {row.source} of the data, which therefore holds {len(starts)} documents, but "
             f"the head of {model.name} makes one prediction per row. Give each document as a row."
         )
-    ends = [*(start - 1 for start in starts[1:]), len(attended) - 1]
-    return [row[int(attended[start]) : int(attended[end]) + 1] for start, end in zip(starts, ends, strict=True)]
+    documents = []
+    for start, stop in itertools.pairwise([*starts, len(attended)]):
+        first = int(attended[start])
+        last = int(attended[stop - 1])
+        documents.append(row[first : last + 1])
+    return documents
 
 
 def document_starts(ids: Tensor, name: str, number: int) -> list[int]:
@@ -62,12 +66,12 @@ def document_starts(ids: Tensor, name: str, number: int) -> list[int]:
     """
     values: list[int] = ids.tolist()
     starts = [0] if values else []
-    for place, (before, value) in enumerate(itertools.pairwise(values), start=1):
-        if value == before + 1:
+    for place, (previous, value) in enumerate(itertools.pairwise(values), start=1):
+        if value == previous + 1:
             continue
-        if value > before or (value == before and value != values[0]):
+        if value > previous or (value == previous and value != values[0]):
             raise LayersimError(
-                f"`{name}` goes from {before} to {value} in row {number} of the data; it must rise by 1 from token to token, "
+                f"`{name}` goes from {previous} to {value} in row {number} of the data; it must rise by 1 from token to token, "
                 "or begin again at a lower value, where another document begins."
             )
         starts.append(place)

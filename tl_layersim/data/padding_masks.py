@@ -14,7 +14,8 @@ from .labels import number_tensor
 from .row import ModelInputs
 
 # Rows after which an error is raised before the end of the data, and the share of them that must look padded.
-EARLY_ROWS, EARLY_SHARE = 64, 0.75
+EARLY_ROWS = 64
+EARLY_SHARE = 0.75
 # Share of the rows from which a warning is given. Of rows of 64 tokens or more of GPT-2's tokenizer, at most 0.3 % end or begin
 # with a run of an id that is nowhere else in the row (WikiText, plays, Python), though 22 % of Python end in a run of spaces.
 SHARE = 0.02
@@ -33,26 +34,31 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
     """
     tokenizer = model.tokenizer
     pads = dict.fromkeys((getattr(tokenizer, "pad_token_id", None), *model.pads))
-    starts = _starts(model)
+    starts = _start_ids(model)
     edges = starts | {getattr(tokenizer, "eos_token_id", None), *model.ends}
     mask = torch.ones_like(rows, dtype=torch.bool)
-    named = [pad for pad in pads if pad is not None]
+    named_pads = [pad for pad in pads if pad is not None]
     # Where no padding id is named, rows are often padded with EOS.
-    for pad in named or sorted(edge for edge in edges if edge is not None):
+    for pad in named_pads or sorted(edge for edge in edges if edge is not None):
         is_pad = rows == pad if rows.shape[1] > 1 else torch.zeros_like(mask)
         if not bool(is_pad.any()):
             continue
         ends = is_pad.cumprod(1).bool() | is_pad.flip(1).cumprod(1).flip(1).bool()
         # A single BOS or EOS at an end may be a token, and so may two BOS at the start, and an unknown token elsewhere.
-        least = 2 if pad in edges else 1
-        first = 3 if pad in starts else least
+        run_at_end = 2 if pad in edges else 1
+        run_at_start = 3 if pad in starts else run_at_end
         shared = pad in edges or pad == getattr(tokenizer, "unk_token_id", None)
-        unsure = ends[:, :first].all(1) | ends[:, -least:].all(1) if shared else (is_pad & ~ends).any(1)
-        if bool(unsure.any()):
-            given = f"pad token {pad} " if named else f"token {pad} twice or more at an end"
-            if named:
-                given += "at an end, where it may be another special token" if shared else "between tokens"
-            raise _missing(f"{int(unsure.sum())} of {len(rows)} rows have {given}", "mask", model, at_ends=shared)
+        at_an_end = ends[:, :run_at_start].all(1) | ends[:, -run_at_end:].all(1)
+        between_tokens = (is_pad & ~ends).any(1)
+        unclear = at_an_end if shared else between_tokens
+        if bool(unclear.any()):
+            if not named_pads:
+                tokens = f"token {pad} twice or more at an end"
+            elif shared:
+                tokens = f"pad token {pad} at an end, where it may be another special token"
+            else:
+                tokens = f"pad token {pad} between tokens"
+            raise _mask_missing(f"{int(unclear.sum())} of {len(rows)} rows have {tokens}", "mask", model, at_ends=shared)
         if not shared:
             mask &= ~ends
     return None if bool(mask.all()) else mask
@@ -92,28 +98,27 @@ class RunsAtEnds:
         """
         self.rows += len(rows)
         # `mask_of` decides about padding ids that are named.
-        named, starts = {getattr(model.tokenizer, "pad_token_id", None), *model.pads}, _starts(model)
+        named_pads = {getattr(model.tokenizer, "pad_token_id", None), *model.pads}
         for end, table in (("start", rows), ("end", rows.flip(1))):
-            other = table != table[:, :1]
-            # The place of the first other token, 0 in a row of one token throughout.
-            length = other.to(torch.uint8).argmax(1)
-            alone = (length > 1) & (length == (~other).sum(1))
-            found = zip(table[alone, 0].tolist(), length[alone].tolist(), strict=True)
             # Two BOS may be those of the tokenizer and of the text.
-            pair = starts if end == "start" else set()
-            for pad, n in found:
-                if pad not in named and (n > 2 or pad not in pair):
+            may_be_pair = _start_ids(model) if end == "start" else set()
+            differs = table != table[:, :1]
+            # The place of the first token that differs, 0 in a row of one token throughout.
+            lengths = differs.to(torch.uint8).argmax(1)
+            is_run = (lengths > 1) & (lengths == (~differs).sum(1))
+            for pad, length in zip(table[is_run, 0].tolist(), lengths[is_run].tolist(), strict=True):
+                if pad not in named_pads and (length > 2 or pad not in may_be_pair):
                     self.counts[end, pad] += 1
-                    self.longest[end, pad] = max(self.longest[end, pad], n)
+                    self.longest[end, pad] = max(self.longest[end, pad], length)
         # Rows that come one by one may come in any order, and are decided on at the end of the data.
         if len(rows) > 1 and self.rows >= EARLY_ROWS:
-            self._refuse(model, EARLY_SHARE)
+            self._refuse_padded_rows(model, EARLY_SHARE)
 
-    def _refuse(self, model: ModelInputs, share: float) -> None:
+    def _refuse_padded_rows(self, model: ModelInputs, share: float) -> None:
         for (end, pad), count in self.counts.most_common(1):
             if count > max(1, share * self.rows):
-                given = f"{count} of {self.rows} rows have token {pad} twice or more at the {end}, and nowhere else"
-                raise _missing(given, f"tokens != {pad}", model)
+                observation = f"{count} of {self.rows} rows have token {pad} twice or more at the {end}, and nowhere else"
+                raise _mask_missing(observation, f"tokens != {pad}", model)
 
     def warning(self, model: ModelInputs) -> str:
         """The warning about rows that look padded; "" if there are too few.
@@ -121,7 +126,7 @@ class RunsAtEnds:
         Raises:
             LayersimError: most rows have such a run.
         """
-        self._refuse(model, 0.5)
+        self._refuse_padded_rows(model, 0.5)
         for (end, pad), count in self.counts.most_common(1):
             # One row of several may end in a doubled token.
             if self.rows > 1 and count >= SHARE * self.rows and (count > 1 or self.longest[end, pad] > 2):
@@ -133,7 +138,7 @@ class RunsAtEnds:
         return ""
 
 
-def _starts(model: ModelInputs) -> set[Any]:
+def _start_ids(model: ModelInputs) -> set[Any]:
     """The ids that start a row, such as BOS."""
     return {getattr(model.tokenizer, "bos_token_id", None), *model.starts}
 
@@ -143,13 +148,12 @@ def _with_mask(mask: str, model: ModelInputs) -> str:
     return f"{{'{model.token_input}': tokens, '{model.mask_input}': {mask}}}, or probe.mask = {mask} in attach"
 
 
-def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
-    missing = (
-        "`attention_mask` is missing, but rows of tokens start or end with padding: "
-        if at_ends
-        else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens: "
+def _mask_missing(observation: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
+    places = "start or end with padding" if at_ends else "contain padding ids between other tokens"
+    return LayersimError(
+        f"`attention_mask` is missing, but rows of tokens {places}: {observation}. Pass {_with_mask(mask, model)}. To measure "
+        "the padding too, pass a mask of ones."
     )
-    return LayersimError(f"{missing}{given}. Pass {_with_mask(mask, model)}. To measure the padding too, pass a mask of ones.")
 
 
 def masked_warning(pads: Sequence[int]) -> str:

@@ -70,8 +70,10 @@ class Positions:
         if isinstance(self.rule, str):
             return self.rule
         if isinstance(self.rule, slice):
-            bounds = [self.rule.start, self.rule.stop, *([] if self.rule.step is None else [self.rule.step])]
-            return ":".join("" if x is None else str(x) for x in bounds)
+            bounds = [self.rule.start, self.rule.stop]
+            if self.rule.step is not None:
+                bounds.append(self.rule.step)
+            return ":".join("" if bound is None else str(bound) for bound in bounds)
         # Imported here, because a user's trace ships this class by value, with what it names.
         from ..core.code_digests import ValueNames
 
@@ -89,7 +91,7 @@ class Positions:
             LayersimError: the rule needs marks and there are none, or the function did not return a mask or indices.
         """
         attended = torch.arange(len(attention)) if self.rule == "padded" else attention.nonzero()[:, 0]
-        left = attended[self.skip_first :]
+        after_skipped = attended[self.skip_first :]
         if self.marked:
             if marks is None:
                 raise LayersimError(
@@ -97,13 +99,18 @@ class Positions:
                     f"must be {', '.join(map(repr, RULES))}, a slice (on the command line, 2:10 or -5:), a function, or the "
                     "name of a column."
                 )
-            chosen = left[marks[left]]
+            chosen = after_skipped[marks[after_skipped]]
         elif callable(self.rule):
-            chosen = attended[self._chosen(tokens[attended].clone())]
+            chosen = attended[self._chosen_by_function(tokens[attended].clone())]
         elif isinstance(self.rule, slice):
-            chosen = left[list(range(len(left))[self.rule])]
+            # Tensors have no slices with a negative step.
+            chosen = after_skipped[list(range(len(after_skipped))[self.rule])]
+        elif self.rule == "first":
+            chosen = after_skipped[:1]
+        elif self.rule == "last":
+            chosen = after_skipped[-1:]
         else:
-            chosen = {"first": left[:1], "last": left[-1:]}.get(self.rule, left)
+            chosen = after_skipped
         counted = torch.zeros_like(attention, dtype=torch.bool)
         counted[chosen] = True
         # A function sees these positions too.
@@ -128,19 +135,20 @@ class Positions:
                 f"`positions` is {self.record()}, which refers to whole rows, but this forward pass continues rows from a "
                 "cache. Use 'all' or 'last', or measure the finished rows."
             )
-        return torch.stack([self.select(row, own) for row, own in zip(tokens, attention, strict=True)])
+        pairs = zip(tokens, attention, strict=True)
+        return torch.stack([self.select(tokens_of_row, attention_of_row) for tokens_of_row, attention_of_row in pairs])
 
     def refuse_without_tokens(self) -> None:
         """Raise an error if the rule is a function: it needs token ids, and the rows have none."""
         if callable(self.rule):
             raise LayersimError("`positions` is a function of token ids, but the rows have no token ids. Use a slice.")
 
-    def _chosen(self, tokens: Tensor) -> Tensor:
+    def _chosen_by_function(self, tokens: Tensor) -> Tensor:
         """Indices that the function selects among the attended tokens of a row."""
         assert callable(self.rule)
         count = len(tokens)
         try:
-            given = self.rule(tokens)
+            selection = self.rule(tokens)
         except LayersimError:
             raise
         except (TypeError, ValueError) as error:
@@ -149,16 +157,16 @@ class Positions:
             ) from error
         # None and texts are no tensors, and floats and numbers out of range no indices.
         with suppress(LayersimError, IndexError):
-            found = number_tensor(given)
-            if not found.numel():
+            index = number_tensor(selection)
+            if not index.numel():
                 # An empty list becomes a float tensor.
-                return found.long()
-            chosen = torch.arange(count)[found]
+                return index.long()
+            chosen = torch.arange(count)[index]
             # A mask as integers would select the positions 0 and 1.
-            if chosen.dim() < 2 and (found.dtype == torch.bool or len(torch.unique(chosen)) == chosen.numel()):
+            if chosen.dim() < 2 and (index.dtype == torch.bool or len(torch.unique(chosen)) == chosen.numel()):
                 return chosen
         raise LayersimError(
-            f"`positions` returned {brief(given)} for a row of {count} tokens; it must return a bool mask of the row, or "
+            f"`positions` returned {brief(selection)} for a row of {count} tokens; it must return a bool mask of the row, or "
             f"indices from {-count} to {count - 1} without repeats."
         )
 
@@ -172,4 +180,5 @@ def as_rule(text: str | None) -> str | slice | None:
     """
     if text is None or not SLICE.fullmatch(text):
         return text
-    return slice(*(int(bound) if bound else None for bound in text.split(":")))
+    bounds = [int(bound) if bound else None for bound in text.split(":")]
+    return slice(*bounds)

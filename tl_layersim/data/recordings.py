@@ -25,16 +25,18 @@ def without_padded_samples(waves: Sequence[Tensor]) -> tuple[list[Tensor], int]:
     """
     if len(waves) < 2 or len({len(wave) for wave in waves}) > 1:
         return [*waves], 0
-    cut = []
-    count = 0
+    recordings = []
+    cut = 0
     for wave in waves:
         places = wave.nonzero()[:, 0]
+        # A recording of zeros throughout is silence.
         length = int(places[-1]) + 1 if len(places) else len(wave)
         if len(wave) - length < PADDING_SAMPLES:
             length = len(wave)
-        count += length < len(wave)
-        cut.append(wave[:length])
-    return cut, count
+        if length < len(wave):
+            cut += 1
+        recordings.append(wave[:length])
+    return recordings, cut
 
 
 def masked_recording(wave: Tensor, mask: Any, column: str) -> Tensor:
@@ -50,7 +52,8 @@ def masked_recording(wave: Tensor, mask: Any, column: str) -> Tensor:
     """
     attended = as_mask(mask, column)
     places = attended.nonzero()[:, 0]
-    span = int(places[-1]) - int(places[0]) + 1 if attended.shape == wave.shape and len(places) else 0
+    has_samples = attended.shape == wave.shape and len(places) > 0
+    span = int(places[-1]) - int(places[0]) + 1 if has_samples else 0
     if span != len(places) or not span:
         raise LayersimError(
             f"`{column}` of shape {tuple(attended.shape)} has {len(places)} ones for a recording of {len(wave)} samples; it "

@@ -38,7 +38,8 @@ class RightPadding:
     def __init__(self, attended: Tensor | None) -> None:
         self.moves = attended is not None and attended.numel() > 0 and not bool(attended[:, 0].all())
         # The column of each position before and after the move.
-        self._before = self._after = torch.empty(0, 0, dtype=torch.int64)
+        self._before = torch.empty(0, 0, dtype=torch.int64)
+        self._after = self._before
         if attended is not None and self.moves:
             rows, width = attended.shape
             first = attended.int().argmax(1, keepdim=True)
@@ -48,11 +49,11 @@ class RightPadding:
 
     def moved(self, values: Tensor) -> Tensor:
         """Values of positions (`batch pos ...`, or `1 pos ...` for all rows) in this order."""
-        return _taken(values, self._before) if self.moves else values
+        return _in_columns(values, self._before) if self.moves else values
 
     def restored(self, values: Tensor) -> Tensor:
         """Values in this order (`batch pos ...`) in the order of the caller."""
-        return _taken(values, self._after) if self.moves else values
+        return _in_columns(values, self._after) if self.moves else values
 
     def moved_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a forward pass by name, of which those with one value for each position are in this order."""
@@ -62,17 +63,20 @@ class RightPadding:
         if not self.moves or not isinstance(values, Tensor):
             return values
         rows, width = self._before.shape
-        shapes = (rows, width), (1, width)
+        shapes = ((rows, width), (1, width))
         # Some models have several axes of positions, `axis batch pos`.
         if name == POSITION_IDS and values.dim() == 3 and values.shape[1:] in shapes:
             return torch.stack([self.moved(axis) for axis in values])
         # Inputs of another stack or of images have no values for these positions.
-        apart = (name in ROW_AXES and name != EMBEDDINGS) or name.startswith("decoder_")
-        along = not values.is_floating_point() or name in (MASK, EMBEDDINGS)
-        return self.moved(values) if along and not apart and tuple(values.shape[:2]) in shapes else values
+        if (name in ROW_AXES and name != EMBEDDINGS) or name.startswith("decoder_"):
+            return values
+        may_be_of_positions = not values.is_floating_point() or name in (MASK, EMBEDDINGS)
+        if may_be_of_positions and tuple(values.shape[:2]) in shapes:
+            return self.moved(values)
+        return values
 
 
-def _taken(values: Tensor, columns: Tensor) -> Tensor:
+def _in_columns(values: Tensor, columns: Tensor) -> Tensor:
     """The entries of `values` (`batch pos ...`) at `columns` (`batch pos`) of their rows."""
     columns = columns.to(values.device)
     values = values.expand(len(columns), *values.shape[1:])

@@ -77,8 +77,8 @@ class Row:
     @property
     def nbytes(self) -> int:
         """Bytes of the row's tensors."""
-        held = (self.tokens, self.attention, self.labels, self.marks, self.counted, *self.inputs.values())
-        return sum(values.nbytes for values in held if values is not None)
+        tensors = (self.tokens, self.attention, self.labels, self.marks, self.counted, *self.inputs.values())
+        return sum(values.nbytes for values in tensors if values is not None)
 
     def copied(self) -> Row:
         """The row with tensors of its own, which do not change with the data."""
@@ -97,18 +97,20 @@ class Row:
         )
 
     def __getitem__(self, span: slice) -> Row:
-        def cut(values: Tensor | None) -> Tensor | None:
+        def part(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[span]
 
-        inputs = {name: values[span] if name in self.positional else values for name, values in self.inputs.items()}
+        inputs = dict(self.inputs)
+        for name in self.inputs.keys() & self.positional:
+            inputs[name] = self.inputs[name][span]
         return replace(
             self,
             tokens=self.tokens[span],
             attention=self.attention[span],
-            labels=cut(self.labels),
+            labels=part(self.labels),
             start=self.start + (span.start or 0),
-            marks=cut(self.marks),
-            counted=cut(self.counted),
+            marks=part(self.marks),
+            counted=part(self.counted),
             inputs=inputs,
         )
 

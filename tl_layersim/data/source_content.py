@@ -108,7 +108,9 @@ class _Content:
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
         self._update(f"{value.dtype} {tuple(value.shape)}".encode())
         # NumPy has no bfloat16.
-        self._update((plain.view(torch.int16) if value.dtype == torch.bfloat16 else plain).numpy().tobytes())
+        if value.dtype == torch.bfloat16:
+            plain = plain.view(torch.int16)
+        self._update(plain.numpy().tobytes())
 
     def _add_array(self, value: np.ndarray[Any, Any]) -> None:
         if value.nbytes > MOST_DIGESTED:
@@ -124,9 +126,11 @@ class _Content:
         for start in range(0, len(values), ITEMS_AT_ONCE):
             items = values[start : start + ITEMS_AT_ONCE]
             content = None
-            with suppress(ValueError):
+            # The order of the keys of a mapping changes nothing, but changes its bytes.
+            if not any(isinstance(item, dict) for item in items):
                 # Version 2 writes equal bytes for equal values; it knows texts, numbers and collections of these.
-                content = None if any(isinstance(item, dict) for item in items) else marshal.dumps(items, 2)
+                with suppress(ValueError):
+                    content = marshal.dumps(items, 2)
             if content is not None:
                 self._update(content)
                 continue

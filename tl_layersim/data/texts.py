@@ -93,9 +93,11 @@ class GroupNumbers:
             value = self._values[number]
         elif self._column is None:
             return number
-        value = value.item() if isinstance(value, Tensor | np.generic) and getattr(value, "ndim", 1) == 0 else value
+        if isinstance(value, Tensor | np.generic) and getattr(value, "ndim", 1) == 0:
+            value = value.item()
         # Data sets return tuples as lists.
-        value = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(value)
         if is_missing(value) or not _is_hashable(value):
             raise LayersimError(
                 f"`groups` is {brief(value)} in row {number}; each row must have a group: a number, a text or another hashable "
@@ -125,19 +127,21 @@ def in_texts(rows: Iterable[Row], grouped: bool, packed: bool) -> Iterator[Row]:
         packed: whether rows join texts.
     """
     # Texts of a group are together before they are packed.
-    rows = _together(iter(rows)) if grouped and not packed else iter(rows)
-    ahead: list[Row] = []
-    units = _numbered(rows, grouped)
-    for row in units:
-        ahead.append(row)
+    rows = _group_by_group(iter(rows)) if grouped and not packed else iter(rows)
+    numbered = _numbered(rows, grouped)
+    first_rows: list[Row] = []
+    texts = 0
+    for row in numbered:
         assert row.text is not None
-        if grouped or row.text.unit + 1 >= LEAST_TEXTS:
+        first_rows.append(row)
+        texts = row.text.unit + 1
+        if grouped or texts >= LEAST_TEXTS:
             break
     else:
-        few = bool(ahead) and ahead[-1].text is not None and ahead[-1].text.unit + 1 < len(ahead)
-        if few:
-            ahead = [_with_own_unit(row, number) for number, row in enumerate(ahead)]
-    yield from itertools.chain(ahead, units)
+        # The data is at its end, and has too few texts.
+        if texts < len(first_rows):
+            first_rows = [_with_own_unit(row, number) for number, row in enumerate(first_rows)]
+    yield from itertools.chain(first_rows, numbered)
 
 
 def _with_own_unit(row: Row, number: int) -> Row:
@@ -152,20 +156,26 @@ def _numbered(rows: Iterator[Row], grouped: bool) -> Iterator[Row]:
         rows: the rows.
         grouped: whether the user named groups, which then hold all documents of their rows.
     """
-    unit, part = -1, 0
-    before: tuple[int, int | None] | None = None
+    unit = -1
+    part = 0
+    # Group and document in which the row before ends.
+    end_of_last_row: tuple[int, int | None] | None = None
     for row in rows:
         joined = row.joined or (row.group, row.group)
+        first_group, last_group = joined
         document = None if grouped else row.document
-        within = joined[0] == joined[1] and before == (joined[0], document)
-        unit, part = (unit, part + 1) if within else (unit + 1, 0)
+        if first_group == last_group and end_of_last_row == (first_group, document):
+            part += 1
+        else:
+            unit += 1
+            part = 0
         group = -1 if row.joined else row.group
         neighbours = row.joined is not None or document is not None
         yield replace(row, text=TextOfRow(group, unit, part, joined, neighbours))
-        before = joined[1], document
+        end_of_last_row = (last_group, document)
 
 
-def _together(rows: Iterator[Row]) -> Iterator[Row]:
+def _group_by_group(rows: Iterator[Row]) -> Iterator[Row]:
     """Yields the rows group by group, in the order of each group's first row.
 
     All rows are held until the last is read, because any row may belong to the first group. Rows that take more than
@@ -174,27 +184,32 @@ def _together(rows: Iterator[Row]) -> Iterator[Row]:
     Raises:
         LayersimError: rows of a group are apart, and the rows take too much memory.
     """
-    held: dict[int, list[Row]] = {}
-    size, last, sorted_so_far = 0, -1, True
+    rows_of_groups: dict[int, list[Row]] = {}
+    size = 0
+    last_group = -1
+    is_sorted = True
     for row in rows:
-        sorted_so_far &= row.group == last or row.group not in held
-        held.setdefault(row.group, []).append(row)
-        size, last = size + row.nbytes, row.group
+        if row.group != last_group and row.group in rows_of_groups:
+            is_sorted = False
+        rows_of_groups.setdefault(row.group, []).append(row)
+        size += row.nbytes
+        last_group = row.group
         if size <= MOST_HELD:
             continue
-        if not sorted_so_far:
+        if not is_sorted:
             raise LayersimError(
                 f"`groups` has rows of one group that are not consecutive, and the rows take more than {in_words(MOST_HELD)}. "
                 "Sort the data by its groups."
             )
-        for group in held.values():
-            yield from group
-            group.clear()
-    for group in held.values():
-        yield from group
+        # The groups stay as keys without rows, so that a row which comes back to one of them is noticed.
+        for rows_of_group in rows_of_groups.values():
+            yield from rows_of_group
+            rows_of_group.clear()
+    for rows_of_group in rows_of_groups.values():
+        yield from rows_of_group
 
 
-def split_rows(texts: Sequence[TextOfRow], held: int) -> tuple[int, int]:
+def split_rows(texts: Sequence[TextOfRow], held_out: int) -> tuple[int, int]:
     """Where to cut rows into a part for a fit and a later part for its evaluation that have no text in common.
 
     A text across the cut belongs to the fit if another text follows, else to the evaluation. A row that would belong to both
@@ -202,7 +217,7 @@ def split_rows(texts: Sequence[TextOfRow], held: int) -> tuple[int, int]:
 
     Args:
         texts: the text of each row, in the order of the data.
-        held: number of rows that the evaluation should have.
+        held_out: number of rows that the evaluation should have.
 
     Returns:
         Number of rows of the fit, and index of the first row of the evaluation. The former is 0 if all rows are of one text.
@@ -214,8 +229,15 @@ def split_rows(texts: Sequence[TextOfRow], held: int) -> tuple[int, int]:
         >>> split_rows(texts, 2)
         (5, 5)
     """
-    first, last = (torch.tensor([text.joined[end] for text in texts]) for end in (0, 1))
-    start = len(texts) - held
-    whole = (first[start:] > last[max(start - 1, 0)]).nonzero()[:, 0]
-    start_of_evaluation = start + int(whole[0]) if len(whole) else min(int((first < last[-1]).sum()), len(first) - 1)
-    return int((last < first[start_of_evaluation]).sum()), start_of_evaluation
+    # The texts in which each row begins and ends, in ascending order.
+    first = torch.tensor([text.joined[0] for text in texts])
+    last = torch.tensor([text.joined[1] for text in texts])
+    cut = len(texts) - held_out
+    rows_of_later_texts = (first[cut:] > last[max(cut - 1, 0)]).nonzero()[:, 0]
+    if len(rows_of_later_texts):
+        start_of_evaluation = cut + int(rows_of_later_texts[0])
+    else:
+        # No text begins after the cut: the evaluation gets the last text.
+        start_of_evaluation = min(int((first < last[-1]).sum()), len(first) - 1)
+    end_of_fit = int((last < first[start_of_evaluation]).sum())
+    return end_of_fit, start_of_evaluation

@@ -39,7 +39,7 @@ class Text:
         number: index of the text in the data.
         group: the group of the text, from the data; once texts are numbered, the index in the data of the group's first text.
         ids: token ids of a text without BOS, or of a chat with the special tokens of its template.
-        own: whether the text itself begins with a special token, so that no BOS is added.
+        starts_with_special: whether the text itself begins with a special token, so that no BOS is added.
         segments: the segment id of each token; None if the model takes none or all are 0.
         marks: for each token of a chat, whether it belongs to the assistant; None unless requested.
         cut: whether the text was too long and was cut to one row.
@@ -53,7 +53,7 @@ class Text:
     number: int = -1
     group: Any = -1
     ids: list[int] = field(default_factory=list)
-    own: bool = False
+    starts_with_special: bool = False
     segments: list[int] | None = None
     marks: list[bool] | None = None
     cut: bool = False
@@ -76,7 +76,8 @@ def chats_in(value: Any) -> list[Any]:
 def _as_messages(value: Any) -> Any:
     """Convert a chat to a list of messages. Some data sets store a list of roles and one of contents."""
     if isinstance(value, Mapping):
-        return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
+        fields_of_messages = zip(*value.values(), strict=True)
+        return [dict(zip(value, fields, strict=True)) for fields in fields_of_messages]
     return as_plain(value)
 
 
@@ -112,18 +113,19 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
     Raises:
         LayersimError: the model has no tokenizer, the tokenizer does not join pairs, or a text is missing or not Unicode.
     """
-    for one in texts:
-        if one.text is None:
+    for item in texts:
+        if item.text is None:
             raise LayersimError(
-                f"`data` has no text in row {one.number}. Leave such rows out: data.filter(...), table.dropna()."
+                f"`data` has no text in row {item.number}. Leave such rows out: data.filter(...), table.dropna()."
             )
-        for text in [one.text] if one.second is None else [one.text, one.second]:
-            _refuse_unreadable(text, one.number)
+        _refuse_unreadable(item.text, item.number)
+        if item.second is not None:
+            _refuse_unreadable(item.second, item.number)
     tokenizer = tokenizer_of(model)
     specials = adds_specials(tokenizer)
-    sides = [[one.text for one in texts]]
+    sides = [[item.text for item in texts]]
     if texts[0].second is not None:
-        sides.append([one.second for one in texts])
+        sides.append([item.second for item in texts])
     if len(sides) > 1 and not specials:
         raise LayersimError(
             f"`column` names a pair of texts, but the tokenizer, a {type(tokenizer).__name__}, has no special token to "
@@ -134,14 +136,15 @@ def encode(texts: Sequence[Text], model: ModelInputs, longest: int | None = None
     options: dict[str, Any] = {"add_special_tokens": specials, "verbose": False}
     if longest is not None:
         options |= {"truncation": True, "max_length": longest}
-    found = tokenizer(*sides, **options)
-    # Segments of 0 are the default.
-    segments = found.get(SEGMENTS) if SEGMENTS in model.inputs else None
-    segments = [None] * len(texts) if segments is None else [list(row) if any(row) else None for row in segments]
-    return [
-        _undoubled(replace(one, ids=ids, segments=own), tokenizer)
-        for ids, own, one in zip(found["input_ids"], segments, texts, strict=True)
-    ]
+    encoded = tokenizer(*sides, **options)
+    segments_of_texts: list[list[int] | None] = [None] * len(texts)
+    if SEGMENTS in model.inputs and encoded.get(SEGMENTS) is not None:
+        # Segments of 0 are the default.
+        segments_of_texts = [list(segments) if any(segments) else None for segments in encoded[SEGMENTS]]
+    tokenised = []
+    for item, ids, segments in zip(texts, encoded["input_ids"], segments_of_texts, strict=True):
+        tokenised.append(_without_doubled_specials(replace(item, ids=ids, segments=segments), tokenizer))
+    return tokenised
 
 
 def _refuse_unreadable(text: Any, number: int) -> None:
@@ -157,17 +160,24 @@ def _refuse_unreadable(text: Any, number: int) -> None:
         ) from error
 
 
-def _undoubled(text: Text, tokenizer: Any) -> Text:
+def _without_doubled_specials(text: Text, tokenizer: Any) -> Text:
     """Remove special tokens that the tokenizer added although the text had them already."""
     if not adds_specials(tokenizer):
         return text
     ids = text.ids
-    first = {tokenizer.cls_token_id, tokenizer.bos_token_id}
-    last = {tokenizer.sep_token_id, tokenizer.eos_token_id}
-    own = len(ids) > 1 and ids[0] == ids[1] and ids[0] in first
-    ended = len(ids) - own > 1 and ids[-1] == ids[-2] and ids[-1] in last
-    span = slice(int(own), len(ids) - ended)
-    return replace(text, ids=ids[span], own=own, segments=None if text.segments is None else text.segments[span])
+    start = 0
+    end = len(ids)
+    if len(ids) > 1 and ids[0] == ids[1] and ids[0] in {tokenizer.cls_token_id, tokenizer.bos_token_id}:
+        start = 1
+    # At least two ids must be left, so that a special token is not removed from both ends.
+    if end - start > 1 and ids[-1] == ids[-2] and ids[-1] in {tokenizer.sep_token_id, tokenizer.eos_token_id}:
+        end -= 1
+    return replace(
+        text,
+        ids=ids[start:end],
+        starts_with_special=start == 1,
+        segments=None if text.segments is None else text.segments[start:end],
+    )
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,9 @@ class TextRows:
     def bos(self) -> list[int]:
         """The BOS that starts each row; [] if none is added."""
         bos = self.model.tokenizer.bos_token_id
-        return [bos] if self.data.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
+        if bos is None or not self.data.prepend_bos or adds_specials(self.model.tokenizer):
+            return []
+        return [bos]
 
     def rows(self, items: Iterator[Text | Row]) -> Iterator[Row]:
         """Yield rows of at most `seq_len` tokens, in the order of the data.
@@ -204,18 +216,20 @@ class TextRows:
         encoded = self._encoded(items)
         if self.data.pack:
             return self.packed(encoded)
-        return itertools.chain.from_iterable(self._split(x) if isinstance(x, Row) else self.windows(x) for x in encoded)
+        rows_of_items = (self._split(item) if isinstance(item, Row) else self.windows(item) for item in encoded)
+        return itertools.chain.from_iterable(rows_of_items)
 
     def _encoded(self, items: Iterator[Text | Row]) -> Iterator[Text | Row]:
         """Yield the items in order, with texts and chats tokenised; rows of tokens are unchanged."""
-        for kind, group in itertools.groupby(self._numbered(items), _kind):
+        for kind, group in itertools.groupby(self._numbered(items), _kind_of_item):
             if kind != "chat" and (self.data.chat_template is not None or self.data.add_generation_prompt):
                 name = "add_generation_prompt" if self.data.chat_template is None else "chat_template"
                 raise LayersimError(f"`{name}` applies to chats only, but `data` holds texts or tokens.")
             if kind == "text":
-                while some := list(itertools.islice(group, TEXTS_AT_ONCE)):
-                    texts = encode([one for one in some if isinstance(one, Text)], self.model)
+                while items_at_once := list(itertools.islice(group, TEXTS_AT_ONCE)):
+                    texts = encode([item for item in items_at_once if isinstance(item, Text)], self.model)
                     yield from map(self._one_row, texts) if self.model.reads_rows else texts
+            # A group of texts is used up here.
             for item in group:
                 yield item if isinstance(item, Row) else self._chat(item)
 
@@ -223,8 +237,8 @@ class TextRows:
         groups = GroupNumbers(self.data.groups)
         number = -1
         for number, item in enumerate(items):
-            alone = not isinstance(item, Row) or (len(item.tokens) > 0 and not item.inputs)
-            if alone and reads_decoder(self.model):
+            has_one_stack = not isinstance(item, Row) or (len(item.tokens) > 0 and not item.inputs)
+            if has_one_stack and reads_decoder(self.model):
                 raise decoder_alone("texts or token ids alone", self.model)
             group = groups.of(number, item.group)
             if isinstance(item, Row):
@@ -248,7 +262,9 @@ class TextRows:
         """Split a row of tokens at `seq_len`."""
         count = len(row.tokens)
         length = self.data.seq_len or count
-        parts = [row] if count <= length else [row[start : start + length] for start in range(0, count, length)]
+        parts = [row]
+        if count > length:
+            parts = [row[start : start + length] for start in range(0, count, length)]
         parts = [part for part in parts if part.attention.any()]
         if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
             raise row_too_long("a row of token ids", count, length, self.model)
@@ -258,8 +274,8 @@ class TextRows:
         """Cut a text to one row, special tokens included; a shorter text is unchanged."""
         tokenizer = self.model.tokenizer
         # A tokenizer that cuts the beginning cuts the text's own BOS too.
-        own = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
-        room = self.length - (0 if own else len(self.bos))
+        keeps_its_bos = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
+        room = self.length if keeps_its_bos else self.length - len(self.bos)
         if len(text.ids) <= room:
             return text
         specials = tokenizer.num_special_tokens_to_add(text.second is not None) if adds_specials(tokenizer) else 0
@@ -267,7 +283,7 @@ class TextRows:
         if room <= specials:
             raise LayersimError(f"`seq_len` is {self.length}; it must be above {specials}, the number of special tokens.")
         # A first special token that the text brings along is doubled before `encode` takes one away.
-        [cut] = encode([text], self.model, room + text.own)
+        [cut] = encode([text], self.model, room + text.starts_with_special)
         return replace(cut, cut=True)
 
     def _chat(self, chat: Text) -> Text:
@@ -276,7 +292,8 @@ class TextRows:
         Raises:
             LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
         """
-        tokenizer, messages = tokenizer_of(self.model), _text_messages(chat.messages, chat.number)
+        tokenizer = tokenizer_of(self.model)
+        messages = _text_messages(chat.messages, chat.number)
         try:
             template: str = tokenizer.get_chat_template(self.data.chat_template)
         except (AttributeError, ValueError):
@@ -284,9 +301,9 @@ class TextRows:
                 f"`data` holds chats, but the tokenizer of {self.model.name} has no chat template. Pass "
                 "`Data(..., chat_template=...)`."
             ) from None
-        given = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
+        options = {"chat_template": template, "add_generation_prompt": self.data.add_generation_prompt}
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         # A template may raise any error.
         except Exception as error:
             raise LayersimError(
@@ -301,21 +318,18 @@ class TextRows:
                 "`positions` is 'assistant', but the chat template does not mark the assistant's tokens. Write "
                 "{% generation %} and {% endgeneration %} around the assistant's messages in `chat_template`."
             )
-        spans = _assistant_spans(tokenizer, messages, text, given)
+        spans = _assistant_spans(tokenizer, messages, text, options)
         encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        marks = [
-            any(start < stop and max(end, start + 1) > begin for begin, stop in spans)
-            for start, end in encoded["offset_mapping"]
-        ]
+        marks = [_overlaps(start, end, spans) for start, end in encoded["offset_mapping"]]
         return replace(chat, ids=encoded["input_ids"], marks=marks)
 
     def warn_of_cut(self) -> None:
         """Warn that texts were cut to one row."""
         if self.notes.cut:
+            limit = f", at most {self.model.context}" if self.model.context else ""
             self.notes.once(
                 f"{self.notes.cut} of {self.notes.texts} texts are longer than seq_len={self.length} tokens. The model's head "
-                "makes one prediction per row, so each of them was cut to one row: pass a larger seq_len= to keep more"
-                + (f", at most {self.model.context}." if self.model.context else ".")
+                f"makes one prediction per row, so each of them was cut to one row: pass a larger seq_len= to keep more{limit}."
             )
 
     def windows(self, text: Text) -> Iterator[Row]:
@@ -324,25 +338,26 @@ class TextRows:
             raise row_too_long("a chat", len(text.ids), self.length, self.model)
         self.notes.texts += 1
         self.notes.cut += text.cut
-        self.notes.own_bos += text.own
+        self.notes.own_bos += text.starts_with_special
         # Rows of a chat whose template writes no BOS have none.
-        adds = text.messages is None or text.ids[:1] == self.bos
+        adds_bos = text.messages is None or text.ids[:1] == self.bos
         start = 0
         while start < len(text.ids):
-            row, taken = self.row(text.ids[start : start + self.length], text.ids[start] in self.bos, adds)
-            labels = None if text.label is None else torch.full_like(row, text.label)
-            inputs, positional = dict(text.inputs), frozenset[str]()
+            tokens, used = self.row(text.ids[start : start + self.length], text.ids[start] in self.bos, adds_bos)
+            labels = None if text.label is None else torch.full_like(tokens, text.label)
+            inputs = dict(text.inputs)
+            positional = frozenset[str]()
             if text.segments is not None:
                 # Tokenizers that give segments add all special tokens themselves: no BOS comes before the ids.
-                inputs[SEGMENTS] = torch.tensor(text.segments[start : start + taken])
+                inputs[SEGMENTS] = torch.tensor(text.segments[start : start + used])
                 positional = frozenset([SEGMENTS])
             marks = None
             if text.marks is not None:
-                marks = torch.tensor([False] * (len(row) - taken) + text.marks[start : start + taken])
-            attention = torch.ones(len(row), dtype=torch.bool)
+                added = len(tokens) - used
+                marks = torch.tensor([False] * added + text.marks[start : start + used])
             yield Row(
-                row,
-                attention,
+                tokens,
+                torch.ones(len(tokens), dtype=torch.bool),
                 labels,
                 source=text.number,
                 group=text.group,
@@ -351,20 +366,20 @@ class TextRows:
                 inputs=inputs,
                 positional=positional,
             )
-            start += taken
+            start += used
 
-    def row(self, ids: list[int], own: bool, adds: bool = True) -> tuple[Tensor, int]:
-        """Build the next row of a text. Returns the row and the number of ids taken from the text.
+    def row(self, ids: list[int], has_bos: bool, adds_bos: bool = True) -> tuple[Tensor, int]:
+        """Build the next row of a text. Returns the tokens of the row and the number of ids used of the text.
 
         Args:
             ids: the next ids of the text.
-            own: whether the ids begin with a BOS, so that none is added.
-            adds: whether a BOS is added at all.
+            has_bos: whether the ids begin with a BOS, so that none is added.
+            adds_bos: whether a BOS is added at all.
         """
-        self.notes.own_bos += own
-        bos = [] if own or not adds else self.bos
-        taken = ids[: self.length - len(bos)]
-        return torch.tensor(bos + taken), len(taken)
+        self.notes.own_bos += has_bos
+        bos = self.bos if adds_bos and not has_bos else []
+        ids_of_row = ids[: self.length - len(bos)]
+        return torch.tensor(bos + ids_of_row), len(ids_of_row)
 
     def packed(self, items: Iterable[Text | Row]) -> Iterator[Row]:
         """Join all texts with end-of-text tokens and cut them into full rows; the last row may be shorter.
@@ -372,24 +387,30 @@ class TextRows:
         Raises:
             LayersimError: an item is not a text, or a text has further inputs.
         """
-        held: list[int] = []
+        # The ids that are not in a row yet.
+        ids: list[int] = []
         # For each id, the group of its text.
         groups: list[int] = []
-        seen, last = set[int](), -1
         # For each id, whether it separates texts: an end-of-text token may be the BOS too, and does not count as one here.
         separates: list[bool] = []
+        earlier_groups = set[int]()
+        last_group = -1
 
-        def cut(least: int) -> Iterator[Row]:
+        def full_rows(least: int) -> Iterator[Row]:
+            """Yield rows of the ids while at least `least` tokens are left, BOS included, and remove these ids."""
             start = 0
-            while start < len(held):
-                own = held[start] in self.bos and not separates[start]
-                if len(held) - start < least - (0 if own else len(self.bos)):
+            while start < len(ids):
+                has_bos = ids[start] in self.bos and not separates[start]
+                remaining = len(ids) - start
+                if not has_bos:
+                    remaining += len(self.bos)
+                if remaining < least:
                     break
-                row, taken = self.row(held[start : start + self.length], own)
-                joined = groups[start], groups[start + taken - 1]
-                start += taken
-                yield Row(row, torch.ones(len(row), dtype=torch.bool), joined=joined)
-            del held[:start], separates[:start], groups[:start]
+                tokens, used = self.row(ids[start : start + self.length], has_bos)
+                joined = (groups[start], groups[start + used - 1])
+                start += used
+                yield Row(tokens, torch.ones(len(tokens), dtype=torch.bool), joined=joined)
+            del ids[:start], separates[:start], groups[:start]
 
         for text in items:
             if isinstance(text, Row) or text.messages is not None or text.inputs or text.segments is not None:
@@ -397,26 +418,43 @@ class TextRows:
                     "`pack` is True, which joins texts; `data` must hold only single texts: no token ids, chats or other "
                     "inputs."
                 )
-            if text.group != last and text.group in seen:
+            if text.group != last_group and text.group in earlier_groups:
                 raise LayersimError(
                     "`pack` is True, which joins texts in their order, but texts of one group of `groups` are not consecutive. "
                     "Sort the data by its groups."
                 )
-            last = text.group
-            seen.add(last)
-            ids, end = text.ids, self.model.tokenizer.eos_token_id
-            if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self.bos:
+            last_group = text.group
+            earlier_groups.add(text.group)
+            if ids and separates[-1] and text.ids[:1] == [ids[-1]] and text.ids[0] in self.bos:
                 # The separator is the BOS of this text.
-                del held[-1], separates[-1], groups[-1]
-            held += ids + ([end] if end is not None else [])
-            separates += [False] * len(ids) + ([True] if end is not None else [])
-            groups += [text.group] * (len(held) - len(groups))
-            yield from cut(self.length)
-        yield from cut(0)
+                del ids[-1], separates[-1], groups[-1]
+            ids += text.ids
+            separates += [False] * len(text.ids)
+            end_of_text = self.model.tokenizer.eos_token_id
+            if end_of_text is not None:
+                ids.append(end_of_text)
+                separates.append(True)
+            groups += [text.group] * (len(ids) - len(groups))
+            yield from full_rows(self.length)
+        yield from full_rows(0)
 
 
-def _kind(item: Text | Row) -> str:
-    return "row" if isinstance(item, Row) else "text" if item.messages is None else "chat"
+def _overlaps(start: int, end: int, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a token has characters in one of the spans. A token without characters stands for the one at its start.
+
+    Args:
+        start: the token's first character.
+        end: its exclusive end.
+        spans: first character and exclusive end of each span.
+    """
+    end = max(end, start + 1)
+    return any(start < span_end and end > span_start for span_start, span_end in spans)
+
+
+def _kind_of_item(item: Text | Row) -> str:
+    if isinstance(item, Row):
+        return "row"
+    return "text" if item.messages is None else "chat"
 
 
 def row_too_long(kind: str, tokens: int, longest: int, model: ModelInputs) -> LayersimError:
@@ -435,7 +473,7 @@ def row_too_long(kind: str, tokens: int, longest: int, model: ModelInputs) -> La
 
 
 def _assistant_spans(
-    tokenizer: Any, messages: list[dict[str, Any]], text: str, given: Mapping[str, Any]
+    tokenizer: Any, messages: list[dict[str, Any]], text: str, options: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
     """Start and exclusive end of each span of characters that the template marks as the assistant's.
 
@@ -445,7 +483,7 @@ def _assistant_spans(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered, spans = render_jinja_template(
-        [messages], return_assistant_tokens_mask=True, **given, **tokenizer.special_tokens_map
+        [messages], return_assistant_tokens_mask=True, **options, **tokenizer.special_tokens_map
     )
     if rendered[0] != text:
         raise LayersimError(
@@ -457,23 +495,26 @@ def _assistant_spans(
 def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
     """Remove empty fields from the messages of a chat. Raises an error for content other than text."""
     if not messages or not all(isinstance(message, Mapping) for message in messages):
-        raise LayersimError(
-            f"`data` in row {number} is {None if messages == () else brief(messages)}; it must be a chat, a list of messages "
-            "with role and content."
-        )
-    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    for message in found:
-        parts = message.get("content")
-        kinds = {part.get("type", "text") for part in parts if isinstance(part, Mapping)} if isinstance(parts, list) else set()
+        # `chats_in` returns () for a chat of None.
+        value = None if messages == () else brief(messages)
+        raise LayersimError(f"`data` in row {number} is {value}; it must be a chat, a list of messages with role and content.")
+    texts = []
+    for message in messages:
+        fields = {name: value for name, value in message.items() if value is not None}
+        content = fields.get("content")
+        kinds: set[str] = set()
+        if isinstance(content, list):
+            kinds = {part.get("type", "text") for part in content if isinstance(part, Mapping)}
         if kinds - {"text"}:
             raise LayersimError(
                 f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
                 f"read. To measure other content, run the model yourself: {ATTACH}model(...)."
             )
         # A template writes nothing for a key that it does not know.
-        if "role" not in message or not message.keys() & {"content", "tool_calls"}:
+        if "role" not in fields or not fields.keys() & {"content", "tool_calls"}:
             raise LayersimError(
-                f"`data` has a chat in row {number} with a message whose keys are {', '.join(message) or 'none'}; a message "
+                f"`data` has a chat in row {number} with a message whose keys are {', '.join(fields) or 'none'}; a message "
                 "has role and content."
             )
-    return found
+        texts.append(fields)
+    return texts

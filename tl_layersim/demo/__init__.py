@@ -41,7 +41,8 @@ def demo_text() -> list[str]:
         True
     """
     text = (files(__package__) / "text.txt").read_text(encoding="utf-8")
-    return [piece.strip() for piece in text.split("\n\n") if piece.strip()]
+    paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
+    return [paragraph for paragraph in paragraphs if paragraph]
 
 
 @typed
@@ -96,6 +97,7 @@ def demo_images(split: Literal["train", "test"] = "test") -> dict[str, Any]:
 
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-    chosen = order[:500] if split == "test" else order[500:]
+    rows = order[:500] if split == "test" else order[500:]
+    # Pixels of scikit-learn's digits are from 0 to 16.
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 8 - 1
-    return {"pixel_values": images[chosen], "labels": torch.from_numpy(labels).long()[chosen]}
+    return {"pixel_values": images[rows], "labels": torch.from_numpy(labels).long()[rows]}

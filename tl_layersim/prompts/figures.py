@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -83,8 +84,8 @@ class PredictionGrid(Result):
         table = super().to_frame(field)
         if field in (None, "values", "probability"):
             blocks = self.values.shape[1]
-            table.insert(0, "position", [t for t in range(len(self.tokens)) for _ in range(blocks)])
-            table["word"] = [word for row in self.words for word in row]
+            table.insert(0, "position", torch.arange(len(self.tokens)).repeat_interleave(blocks).tolist())
+            table["word"] = list(itertools.chain.from_iterable(self.words))
             final = torch.arange(blocks)[None] >= self.saturation_layer[:, None]
             table["final"] = final.reshape(-1).numpy()
         return table
@@ -150,15 +151,23 @@ def prediction_grid(
     source = open_source(model)
     if norm == "none":
         need_known_norm(source.model)
-    out, tokens, word, provenance = run_on_prompt(source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True)
-    refuse_bad_logits(out["bad"], source.model.layers)
+    statistics, tokens, word, provenance = run_on_prompt(
+        source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True
+    )
+    refuse_bad_logits(statistics["bad"], source.model.layers)
+    words = []
+    for ids in statistics["best"].T.tolist():
+        words.append(tuple(map(word, ids)))
+    top_words = []
+    for ids_of_blocks in statistics["top"].transpose(0, 1).tolist():
+        top_words.append(tuple(tuple(map(word, ids)) for ids in ids_of_blocks))
     return PredictionGrid(
-        values=out["probability"].double().T,
-        saturation_layer=out["saturation"].double(),
-        entropy=out["entropy"].double().T,
-        top_probability=out["top_probability"].double().transpose(0, 1),
-        words=tuple(tuple(word(i) for i in row) for row in out["best"].T.tolist()),
-        top_words=tuple(tuple(tuple(word(i) for i in ids) for ids in own) for own in out["top"].transpose(0, 1).tolist()),
+        values=statistics["probability"].double().T,
+        saturation_layer=statistics["saturation"].double(),
+        entropy=statistics["entropy"].double().T,
+        top_probability=statistics["top_probability"].double().transpose(0, 1),
+        words=tuple(words),
+        top_words=tuple(top_words),
         tokens=tokens,
         layers=source.model.layers,
         provenance=provenance,
@@ -196,16 +205,18 @@ def trajectory_pca(
     layers = source.model.layers[sites]
     if not layers:
         raise LayersimError(f"`sites` is {sites}; it must keep one or more of the {len(source.model.layers)} residual layers.")
-    options = {"fit": fit} | ({} if sites == slice(None) else {"sites": str(sites)})
-    kernel = partial(pca_kernel, whole=fit == "path")
-    out, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
-    if not bool(out["explained"].isfinite().all()):
+    options: dict[str, str] = {"fit": fit}
+    if sites != slice(None):
+        options["sites"] = str(sites)
+    kernel = partial(pca_kernel, all_layers=fit == "path")
+    plane, tokens, _, provenance = run_on_prompt(source, prompt, lambda _: kernel, options)
+    if not bool(plane["explained"].isfinite().all()):
         raise LayersimError(
             f"All {len(tokens)} tokens of `prompt` have the same residual at the last layer, so there is no principal plane."
         )
     return TrajectoryPCA(
-        values=out["coordinates"].double()[:, sites],
-        explained=out["explained"].double(),
+        values=plane["coordinates"].double()[:, sites],
+        explained=plane["explained"].double(),
         tokens=tokens,
         layers=layers,
         provenance=provenance,
@@ -214,8 +225,8 @@ def trajectory_pca(
 
 def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> dict[str, Tensor]:
     """A dict of logit-lens statistics of one prompt: top tokens, probabilities, entropies and saturation layers."""
-    nothing = torch.full_like(view.tokens, NO_LABEL)
-    lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
+    no_labels = torch.full_like(view.tokens, NO_LABEL)
+    lens = read_lens(view, no_labels, normed, memory_mb, 1, "none")
     saturation, bad = saturation_layers(view, normed, memory_mb)
     top, top_probability = likeliest(view, normed, lens["best"], ranks)
     return {
@@ -229,22 +240,24 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> di
     }
 
 
-def pca_kernel(view: View, *, whole: bool) -> dict[str, Tensor]:
+def pca_kernel(view: View, *, all_layers: bool) -> dict[str, Tensor]:
     """A dict with the coordinates of residuals in a principal plane (`token residual component`), and the explained variance.
 
     Args:
         view: view of one row of tokens.
-        whole: whether the components are those of all layers; if not, of the last layer.
+        all_layers: whether the components are those of all layers; if not, of the last layer.
     """
-    x = view.activations.double()
-    fitted = x.flatten(0, 1) if whole else x[-1]
+    residuals = view.activations.double()
+    fitted = residuals.flatten(0, 1) if all_layers else residuals[-1]
     mean = fitted.mean(0)
     _, sigma, basis = torch.linalg.svd(fitted - mean, full_matrices=False)
     plane = basis[:2]
     # A component's sign is arbitrary: its largest entry is positive.
     plane = plane * plane.gather(1, plane.abs().argmax(1, keepdim=True)).sign()
+    explained = sigma[:2].square() / sigma.square().sum()
+    # If all tokens are alike, the differences are rounding, and there is no plane.
+    has_plane = sigma[0] > 1e-5 * fitted.norm()
     return {
-        "coordinates": torch.einsum("ltd,cd->tlc", x - mean, plane),
-        # If all tokens are alike, the differences are rounding, and there is no plane.
-        "explained": torch.where(sigma[0] > 1e-5 * fitted.norm(), sigma[:2].square() / sigma.square().sum(), torch.nan),
+        "coordinates": torch.einsum("ltd,cd->tlc", residuals - mean, plane),
+        "explained": torch.where(has_plane, explained, torch.nan),
     }

@@ -142,12 +142,12 @@ class CouplingMatrices(Result):
         return self.connections
 
     def headline(self) -> dict[str, float]:
-        other = ~torch.eye(len(self.values), dtype=torch.bool)
-        if not other.any():
+        differs = ~torch.eye(len(self.values), dtype=torch.bool)
+        if not differs.any():
             return {"largest singular value": float(self.singular_values.max())}
         return {
-            "coupling, mean over different connections": float(self.coupling[other].nanmean()),
-            "coupling of random vectors": 1.0 - float(self.null[other].nanmean()),
+            "coupling, mean over different connections": float(self.coupling[differs].nanmean()),
+            "coupling of random vectors": 1.0 - float(self.null[differs].nanmean()),
         }
 
 
@@ -193,31 +193,36 @@ def block_jacobians(
     """
     source = open_source(model)
     outputs = source.model.layers[1:]
-    chosen = tuple(range(len(outputs))) if layers is None else block_numbers(layers, outputs, "layers")
+    blocks = tuple(range(len(outputs))) if layers is None else block_numbers(layers, outputs, "layers")
     if isinstance(positions, np.ndarray | torch.Tensor):
         # An array of tokens, or of pairs of them.
-        positions = [tuple(each) if isinstance(each, list) else each for each in np.atleast_1d(np.asarray(positions)).tolist()]
-    requested = positions if isinstance(positions, list) else [positions]
-    if not requested:
+        items = np.atleast_1d(np.asarray(positions)).tolist()
+        positions = [tuple(item) if isinstance(item, list) else item for item in items]
+    if not isinstance(positions, list):
+        positions = [positions]
+    if not positions:
         raise LayersimError("`positions` is []; it must hold at least one token or pair of tokens.")
+    # Known once the prompt has been tokenised.
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        pairs[:] = _each_once([pair_of(one, tokens) for one in requested])
-        return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
+        pairs[:] = [pair_of(position, tokens) for position in positions]
+        _refuse_repeats(pairs)
+        return partial(jacobians_kernel, blocks=blocks, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
-    options = {"blocks": list(chosen), "positions": requested, "method": method}
+    options = {"blocks": list(blocks), "positions": positions, "method": method}
     check = partial(need_calls, what="block_jacobians", differences=method == "finite-difference")
-    out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
-    layers_of = tuple(source.model.layers[1 + block] for block in chosen)
-    refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
-    values = out["jacobians"].double()
+    output, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
+    names_of_blocks = tuple(source.model.layers[1 + block] for block in blocks)
+    # Each block's failures as bits, see `Jacobian.failures`.
+    refuse_failed_replay(output["differs"] & 1, output["differs"] & 2, output["step_error"], ("", *names_of_blocks))
+    values = output["jacobians"].double()
     return BlockJacobians(
         values=values,
         singular_values=torch.linalg.svdvals(values),
-        step_error=out["step_error"].double(),
-        blocks=layers_of,
-        pairs=tuple(f"{a} > {b}" for a, b in pairs),
+        step_error=output["step_error"].double(),
+        blocks=names_of_blocks,
+        pairs=tuple(f"{t_in} > {t_out}" for t_in, t_out in pairs),
         tokens=tokens,
         layers=source.model.layers,
         provenance=provenance,
@@ -273,27 +278,34 @@ def coupling_matrices(
         >>> found.connections[:2], found.matrices.shape
         (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
     """
-    for name, value, without in (("token", token, "self"), ("positions", positions, "depth")):
-        if value is not None and along == without:
-            raise LayersimError(f"`{name}` is {brief(value)}; it cannot be used with along={along!r}.")
+    if token is not None and along == "self":
+        raise LayersimError(f"`token` is {brief(token)}; it cannot be used with along={along!r}.")
+    if positions is not None and along == "depth":
+        raise LayersimError(f"`positions` is {brief(positions)}; it cannot be used with along={along!r}.")
     source = open_source(model)
     outputs = source.model.layers[1:]
-    default = tuple(range(len(outputs))) if along == "depth" else ((len(outputs) - 1) // 2,)
-    chosen = default if layers is None else block_numbers(layers, outputs, "layers")
-    where: list[tuple[int, int, int]] = []
+    if layers is not None:
+        blocks = block_numbers(layers, outputs, "layers")
+    elif along == "depth":
+        blocks = tuple(range(len(outputs)))
+    else:
+        middle = (len(outputs) - 1) // 2
+        blocks = (middle,)
+    # Block, t_in and t_out of each connection, known once the prompt has been tokenised.
+    places: list[tuple[int, int, int]] = []
+
+    def method_of_run() -> str:
+        return pick_method(source.model.d_model or 0, len(places), k) if method == "auto" else method
 
     def kernel(tokens: int) -> Kernel:
-        where[:] = _each_once(connections_of(along, chosen, token, positions, tokens))
-        picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
-        return partial(
-            matrices_kernel,
-            where=tuple(where),
-            options=CouplingOptions((k,), picked, diagonal, float(memory_mb), seed),
-        )
+        places[:] = connections_of(along, blocks, token, positions, tokens)
+        _refuse_repeats(places)
+        coupling = CouplingOptions((k,), method_of_run(), diagonal, float(memory_mb), seed)
+        return partial(matrices_kernel, places=tuple(places), options=coupling)
 
     options: dict[str, Any] = {
         "along": along,
-        "blocks": list(chosen),
+        "blocks": list(blocks),
         "token": token,
         "positions": positions,
         "k": k,
@@ -302,21 +314,22 @@ def coupling_matrices(
         "seed": seed,
     }
     check = partial(need_calls, what="coupling_matrices", differences=method == "finite-difference", k=k)
-    out, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
-    of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
-    refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
-    values, null = out["values"].double(), out["null"].double()
+    output, tokens, _, provenance = run_on_prompt(source, prompt, kernel, options, check=check, calls=True, least=1)
+    names_of_blocks = tuple(source.model.layers[1 + block] for block, _, _ in places)
+    # Each connection's failures as bits, see `Jacobian.failures`.
+    refuse_failed_replay(output["differs"] & 1, output["differs"] & 2, output["step_error"], ("", *names_of_blocks))
+    values = output["values"].double()
     return CouplingMatrices(
         values=values,
         coupling=1.0 - values,
-        null=null,
-        matrices=out["matrices"].double(),
-        bases=out["bases"].double(),
-        singular_values=out["singular_values"].double(),
-        residual=out["residual"].double(),
-        step_error=out["step_error"].double(),
-        connections=tuple(f"{block}: {a} > {b}" for block, a, b in where),
-        method=pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method,
+        null=output["null"].double(),
+        matrices=output["matrices"].double(),
+        bases=output["bases"].double(),
+        singular_values=output["singular_values"].double(),
+        residual=output["residual"].double(),
+        step_error=output["step_error"].double(),
+        connections=tuple(f"{block}: {t_in} > {t_out}" for block, t_in, t_out in places),
+        method=method_of_run(),
         tokens=tokens,
         layers=source.model.layers,
         provenance=provenance,
@@ -325,7 +338,11 @@ def coupling_matrices(
 
 def pair_of(position: Any, tokens: int) -> tuple[int, int]:
     """Convert a position ("last", a token or a pair of tokens) to t_in and t_out, counted from 0."""
-    pair = (-1, -1) if position == "last" else (position, position) if isinstance(position, int) else position
+    pair = position
+    if position == "last":
+        pair = (-1, -1)
+    elif isinstance(position, int):
+        pair = (position, position)
     if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(type(token) is int for token in pair):
         raise LayersimError(
             f"`positions` contains {brief(position)}; it must be 'last', or hold indices of tokens or pairs (t_in, t_out)."
@@ -342,31 +359,39 @@ def token_of(position: int, tokens: int) -> int:
     return position % tokens
 
 
-def _each_once(chosen: list[Any]) -> list[Any]:
-    """Return the argument; raise an error if a pair or connection occurs twice. Each one ends in t_in and t_out."""
-    if len(set(chosen)) < len(chosen):
-        twice = next(one[-2:] for one in chosen if chosen.count(one) > 1)
-        raise LayersimError(f"`positions` selects (t_in, t_out) = {twice} more than once; it must select each pair once.")
-    return chosen
+def _refuse_repeats(places: Sequence[tuple[int, ...]]) -> None:
+    """Raise an error if a pair or connection occurs twice. Each tuple ends in t_in and t_out."""
+    if len(set(places)) == len(places):
+        return
+    pair = next(place[-2:] for place in places if places.count(place) > 1)
+    raise LayersimError(f"`positions` selects (t_in, t_out) = {pair} more than once; it must select each pair once.")
 
 
 def connections_of(
     along: str, blocks: tuple[int, ...], token: int | None, positions: list[int] | None, tokens: int
 ) -> list[tuple[int, int, int]]:
     """A list of tuples (block, t_in, t_out), one for each Jacobian to compare."""
-    at = token_of((0 if along == "fixed-input" else -1) if token is None else token, tokens)
+    if token is None:
+        token = 0 if along == "fixed-input" else -1
+    fixed = token_of(token, tokens)
     if along == "depth":
-        return [(block, at, at) for block in blocks]
-    first, last = (at, tokens) if along == "fixed-input" else (0, at + 1) if along == "fixed-output" else (0, tokens)
-    moving = list(range(first, last)) if positions is None else [token_of(p, tokens) for p in positions]
-    if not moving or not all(first <= t < last for t in moving):
+        return [(block, fixed, fixed) for block in blocks]
+    # The tokens that the fixed token affects, or that affect it, are those from `first` to `end - 1`.
+    first = fixed if along == "fixed-input" else 0
+    end = fixed + 1 if along == "fixed-output" else tokens
+    moving = list(range(first, end)) if positions is None else [token_of(position, tokens) for position in positions]
+    if not moving or not all(first <= t < end for t in moving):
         raise LayersimError(
-            f"`positions` is {brief(positions)}; it must hold tokens from {first} to {last - 1} for along={along!r}, because "
+            f"`positions` is {brief(positions)}; it must hold tokens from {first} to {end - 1} for along={along!r}, because "
             "tokens have no effect on earlier tokens. For other pairs, use `block_jacobians`."
         )
     if along == "self":
-        return [(block, t, t) for block in blocks for t in moving]
-    return [(block, at, t) if along == "fixed-input" else (block, t, at) for block in blocks for t in moving]
+        pairs = [(t, t) for t in moving]
+    elif along == "fixed-input":
+        pairs = [(fixed, t) for t in moving]
+    else:
+        pairs = [(t, fixed) for t in moving]
+    return [(block, t_in, t_out) for block in blocks for t_in, t_out in pairs]
 
 
 def jacobians_kernel(
@@ -382,52 +407,56 @@ def jacobians_kernel(
         memory_mb: megabytes for products with many directions at once.
     """
     calls = view.calls
-    device, d = calls[0].hidden.device, view.activations.shape[-1]
+    device = calls[0].hidden.device
+    d = view.activations.shape[-1]
     options = CouplingOptions((1,), method, "signed", memory_mb, 0)
-    out = torch.zeros(len(blocks) * len(pairs), d, d, dtype=view.activations.dtype, device=device)
-    step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
-    which = connections([(block, *pair) for block in blocks for pair in pairs], device)
-    for row, sample, connection in chunks_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+    jacobians = torch.zeros(len(blocks) * len(pairs), d, d, dtype=view.activations.dtype, device=device)
+    step_error = torch.zeros(len(blocks), dtype=torch.float64)
+    differs = torch.zeros(len(blocks), dtype=torch.int64)
+    all_connections = connections([(block, *pair) for block in blocks for pair in pairs], device)
+    for row, sample, connection in chunks_of(all_connections, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+        # The connections of a chunk are of one block.
         number = int(connection[0]) // len(pairs)
-        with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
-            out[connection] = jacobian.dense().to(out)
+        with jacobian_of(calls, all_connections, options, row, sample, connection) as jacobian:
+            jacobians[connection] = jacobian.dense().to(jacobians)
             step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
             differs[number] |= jacobian.failures
-    return {"jacobians": out.view(len(blocks), len(pairs), d, d), "step_error": step_error, "differs": differs}
+    return {"jacobians": jacobians.view(len(blocks), len(pairs), d, d), "step_error": step_error, "differs": differs}
 
 
-def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
+def matrices_kernel(view: View, *, places: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
     """A dict with the mis-coupling and the matrix U' J V of each pair of Jacobians.
 
     Args:
         view: view of one row of tokens, with the calls of the blocks.
-        where: block, t_in and t_out of each connection.
+        places: block, t_in and t_out of each connection.
         options: how the Jacobians are decomposed.
     """
     calls = view.calls
-    found = couple(calls, connections(list(where), calls[0].hidden.device), options, matrices=True)
-    assert found.matrices is not None
-    assert found.bases is not None
-    defined = found.defined[0, 0]
+    coupling = couple(calls, connections(list(places), calls[0].hidden.device), options, matrices=True)
+    assert coupling.matrices is not None
+    assert coupling.bases is not None
+    defined = coupling.defined[0, 0]
     return {
-        "values": miscoupling(found.off[0, 0], found.norm[0, 0]).where(defined, torch.nan),
-        "null": found.null_miscoupling[0, 0].where(defined, torch.nan),
-        "matrices": found.matrices[0],
-        "bases": found.bases[:, 0],
-        "singular_values": found.singular_values[0],
-        "residual": found.residual[0],
-        "step_error": found.step_error[0],
-        "differs": found.failures,
+        "values": miscoupling(coupling.off[0, 0], coupling.norm[0, 0]).where(defined, torch.nan),
+        "null": coupling.null_miscoupling[0, 0].where(defined, torch.nan),
+        "matrices": coupling.matrices[0],
+        "bases": coupling.bases[:, 0],
+        "singular_values": coupling.singular_values[0],
+        "residual": coupling.residual[0],
+        "step_error": coupling.step_error[0],
+        "differs": coupling.failures,
     }
 
 
-def connections(where: list[tuple[int, int, int]], device: torch.device) -> Connections:
+def connections(places: list[tuple[int, int, int]], device: torch.device) -> Connections:
     """Build the `Connections` of one prompt from tuples (block, t_in, t_out).
 
     Args:
-        where: block, t_in and t_out of each connection.
+        places: block, t_in and t_out of each connection.
         device: device of the activations.
     """
-    ends = torch.tensor([[a, b] for _, a, b in where], device=device)
     row = torch.zeros(1, dtype=torch.int64, device=device)
-    return Connections(row, tuple(block for block, _, _ in where), ends[None, :, 0], ends[None, :, 1])
+    blocks = tuple(block for block, _, _ in places)
+    ends = torch.tensor([[t_in, t_out] for _, t_in, t_out in places], device=device)
+    return Connections(row, blocks, ends[None, :, 0], ends[None, :, 1])

@@ -69,7 +69,8 @@ def run_on_prompt(
         raise LayersimError(
             f"`prompt` gives {len(rows)} rows of tokens; it must be one row, of at most {model.context or 256} tokens."
         )
-    batch, tokens = rows[0], int(rows[0].counted.sum())
+    batch = rows[0]
+    tokens = int(batch.counted.sum())
     if tokens < least:
         raise LayersimError(f"`prompt` has {tokens} tokens; it must have {least} or more.")
     kernel = make(tokens)
