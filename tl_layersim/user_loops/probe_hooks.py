@@ -253,11 +253,10 @@ class ForwardPassPositions:
                     self.notes.masked += int(padding.any(1).sum())
                     self.notes.once(masked_warning([pad]))
                     return ~padding
-                is_decoder = call.start is not None
                 # A decoder's own start token is often the padding token too.
-                begins_with_start = is_decoder and bool((call.tokens[:, 0] == call.start).all())
+                begins_with_start = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
                 text = call.tokens[:, 1:] if begins_with_start else call.tokens
-                self._refuse_padding(text, is_decoder)
+                self._refuse_padding(text, decoder=call.start is not None)
             return torch.ones(call.shape, dtype=torch.bool)
         if call.attended is None:
             raise LayersimError(
