@@ -167,7 +167,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     from rich.text import Text
 
     # Names of models, sites and labels may come from a file.
-    cells = [[printable(str(cell), lines=False) for cell in row] for row in rows]
+    cells = []
+    for row in rows:
+        cells.append([printable(str(cell), lines=False) for cell in row])
     console = Console(highlight=False)
     if not console.is_terminal:
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]

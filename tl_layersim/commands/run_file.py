@@ -14,12 +14,12 @@ from .options import CommandCall, flag
 
 RUN_FILE = "run.yaml"
 # Keys of the file that are no options.
-COMMAND = "command"
-RECORD = "record"
+COMMAND_KEY = "command"
+RECORD_KEY = "record"
 # Entries of the record that are texts.
-RECORDED = ("model", "weights", "data", "tokens")
+RECORDED_KEYS = ("model", "weights", "data", "tokens")
 # Entry of the record with the versions of packages.
-VERSIONS = "versions"
+VERSIONS_KEY = "versions"
 # Options that say where a run writes, or which part of it runs here.
 NOT_KEPT = ("config", "out", "checkpoint", "cache", "shard", "save_to", "first")
 # Options that a file, which may be another person's, cannot set: they write files, run code, or send the API key.
@@ -55,10 +55,10 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
         return
     path = Path(argument_of["config"].tokens[-1].value)
     content = parsed_run_file(path)
-    command = content.pop(COMMAND, commands[-1])
+    command = content.pop(COMMAND_KEY, commands[-1])
     if command != commands[-1]:
         raise LayersimError(f"`--config` is {path}, a run file of {brief(command)}; it must be a run file of {commands[-1]}.")
-    content.pop(RECORD, None)
+    content.pop(RECORD_KEY, None)
     takes_several = {name: argument.token_count()[1] for name, argument in argument_of.items()}
     # Cyclopts would accept other spellings too, such as trustRemoteCode.
     _refuse_other_options(path, "--config", content, takes_several)
@@ -97,10 +97,10 @@ def parsed_run_file(path: Path, argument: str = "--config") -> dict[str, Any]:
         if name in options:
             raise LayersimError(f"`{argument}` is {path}, which sets the option {brief(name)} twice.")
         options[name] = value
-    if COMMAND in options:
-        _refuse_other_type(path, COMMAND, options[COMMAND], takes_several=False)
-    if RECORD in options:
-        _refuse_other_record(path, options[RECORD])
+    if COMMAND_KEY in options:
+        _refuse_other_type(path, COMMAND_KEY, options[COMMAND_KEY], takes_several=False)
+    if RECORD_KEY in options:
+        _refuse_other_record(path, options[RECORD_KEY])
     return options
 
 
@@ -155,16 +155,18 @@ def _refuse_other_names(statement: str, description: str, name: str, allowed: It
 
 
 def _refuse_other_record(path: Path, record: Any) -> None:
-    """Raise an error if the record of a run is not a mapping of `RECORDED` to texts and of versions to a mapping of texts."""
+    """Raise an error if the record of a run has another form: `RECORDED_KEYS` are texts, and versions a mapping of texts."""
     if not isinstance(record, dict):
-        raise LayersimError(f"`{RECORD}` is {brief(record)} in {path}; it must hold a line `name: value` for each value.")
+        raise LayersimError(f"`{RECORD_KEY}` is {brief(record)} in {path}; it must hold a line `name: value` for each value.")
     for name, value in record.items():
-        _refuse_other_names(f"`{RECORD}` in {path} is malformed: its key", "no part of a record", name, (*RECORDED, VERSIONS))
-        if name != VERSIONS:
-            _refuse_other_type(path, f"{RECORD}.{name}", value, takes_several=False)
+        statement = f"`{RECORD_KEY}` in {path} is malformed: its key"
+        _refuse_other_names(statement, "no part of a record", name, (*RECORDED_KEYS, VERSIONS_KEY))
+        if name != VERSIONS_KEY:
+            _refuse_other_type(path, f"{RECORD_KEY}.{name}", value, takes_several=False)
         elif not isinstance(value, dict) or not all(isinstance(version, str) for version in value.values()):
             raise LayersimError(
-                f"`{RECORD}.{VERSIONS}` is {brief(value)} in {path}; it must hold a line `package: version` for each package."
+                f"`{RECORD_KEY}.{VERSIONS_KEY}` is {brief(value)} in {path}; it must hold a line `package: version` for each "
+                "package."
             )
 
 
@@ -193,12 +195,12 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
     for key, value in call.options.items():
         options[key] = value if key in call.explicit else used_options.get(key, value)
     options |= settled
-    content: dict[str, Any] = {COMMAND: call.command}
+    content: dict[str, Any] = {COMMAND_KEY: call.command}
     for key, value in options.items():
         if key not in NOT_KEPT and value not in (None, [], ()):
             content[key] = _written_value(key, value)
     if report is not None:
-        content[RECORD] = _record_of(report)
+        content[RECORD_KEY] = _record_of(report)
     # Options that `--config` does not read from a file, see `NOT_FROM_FILES`.
     further = ""
     if call.command == "train":
@@ -241,7 +243,7 @@ def _record_of(report: Any) -> dict[str, Any]:
     """A dict of the model, weights, data and package versions of a run."""
     run = next(iter(report.values())).provenance
     values = (run.model, run.weights_hash, run.data, run.tokens)
-    return dict(zip(RECORDED, values, strict=True)) | {VERSIONS: dict(run.versions)}
+    return dict(zip(RECORDED_KEYS, values, strict=True)) | {VERSIONS_KEY: dict(run.versions)}
 
 
 def warn_of_another_run(call: CommandCall, report: Any) -> None:
@@ -251,7 +253,7 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         call: the call of the command.
         report: report of this run.
     """
-    file_record = options_of(call).get(RECORD)
+    file_record = options_of(call).get(RECORD_KEY)
     record = _record_of(report)
     if file_record is None:
         return
@@ -260,8 +262,8 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         # "null" is the text of None in a file.
         if file_record.get(key, "null") not in ("null", record[key]):
             differing.append(key)
-    for package, version in file_record.get(VERSIONS, {}).items():
-        if record[VERSIONS].get(package) != version:
+    for package, version in file_record.get(VERSIONS_KEY, {}).items():
+        if record[VERSIONS_KEY].get(package) != version:
             differing.append(f"{package} {version}")
     if differing:
         file = call.options["config"]
@@ -282,6 +284,6 @@ def options_of_shards(files: list[Path], takes_several: Mapping[str, bool]) -> d
     if not all(path.is_file() for path in run_files):
         return None
     content = parsed_run_file(run_files[0], "files")
-    options = {name: value for name, value in content.items() if name not in (COMMAND, RECORD)}
+    options = {name: value for name, value in content.items() if name not in (COMMAND_KEY, RECORD_KEY)}
     _refuse_other_options(run_files[0], "files", options, takes_several)
     return options

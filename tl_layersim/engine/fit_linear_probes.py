@@ -90,17 +90,17 @@ class LogisticProbe(ProbeAnalyzer):
     C: PositiveFloat = 1.0
     max_iter: PositiveInt = 1000
     # Not an option: set by `first_kernel`.
-    _kept: ClassVar[KeptSamples]
+    _samples: ClassVar[KeptSamples]
 
     def first_kernel(self) -> Kernel | None:
         # Not a field: fields are options, which are recorded.
-        kept = KeptSamples()
-        object.__setattr__(self, "_kept", kept)
-        return partial(keep_kernel, kept=kept, probe=self)
+        samples = KeptSamples()
+        object.__setattr__(self, "_samples", samples)
+        return partial(keep_kernel, samples=samples, probe=self)
 
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
-        train_classes = torch.cat(self._kept.targets)
-        test_classes = torch.cat(self._kept.test)
+        train_classes = torch.cat(self._samples.targets)
+        test_classes = torch.cat(self._samples.test)
         classes = torch.cat([train_classes, test_classes])
         number = int(classes.max()) + 1 if len(classes) else 1
         return torch.bincount(train_classes, minlength=number), torch.bincount(test_classes, minlength=number)
@@ -110,7 +110,7 @@ class LogisticProbe(ProbeAnalyzer):
         from sklearn.linear_model import LogisticRegression
         from sklearn.preprocessing import StandardScaler
 
-        samples = self._kept
+        samples = self._samples
         class_counts, _ = self.counts(first)
         target = torch.cat(samples.targets)
         if control:
@@ -144,7 +144,7 @@ class LogisticProbe(ProbeAnalyzer):
         return weight, offset
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        samples = self._kept
+        samples = self._samples
         warn_of_constant([run.layers[site] for site in samples.constant])
         if samples.stopped:
             # A site is named once, though the fit to the control labels may stop there too.
@@ -156,12 +156,12 @@ class LogisticProbe(ProbeAnalyzer):
         return self.result(sums, run, "logistic", max(samples.widths))
 
 
-def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
-    """Append the training samples of one batch to `kept`. This kernel needs a model in this process.
+def keep_kernel(view: View, *, samples: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
+    """Append the training samples of one batch to `samples`. This kernel needs a model in this process.
 
     Args:
         view: activations of one batch.
-        kept: receives the activations.
+        samples: receives the activations.
         probe: the probe, which decides which samples are kept.
 
     Raises:
@@ -171,17 +171,18 @@ def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[
     target = target.cpu()
     train = train.cpu()
     test = test.cpu()
-    kept.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
-    kept.widths = view.widths or (view.activations.shape[-1],) * len(view.activations)
-    kept.targets.append(target[train])
-    kept.test.append(target[test])
+    samples.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
+    samples.widths = view.widths or (view.activations.shape[-1],) * len(view.activations)
+    samples.targets.append(target[train])
+    samples.test.append(target[test])
     if probe.control is not None:
-        kept.control.append(control_part(view, probe.control, probe.seed).cpu()[train])
-    kept_bytes = sum(batch.numel() * batch.element_size() for batch in kept.activations)
+        samples.control.append(control_part(view, probe.control, probe.seed).cpu()[train])
+    kept_bytes = sum(batch.numel() * batch.element_size() for batch in samples.activations)
     if not kept_bytes <= probe.max_memory_gb * 1e9:
+        count = sum(map(len, samples.targets))
         raise LayersimError(
             f"`max_memory_gb` is {probe.max_memory_gb:g}, but logistic regression keeps {kept_bytes / 1e9:.2f} GB of "
-            f"activations after {sum(map(len, kept.targets))} samples. Use LinearProbe, fewer sites (`at`) or fewer positions."
+            f"activations after {count} samples. Use LinearProbe, fewer sites (`at`) or fewer positions."
         )
     return {"samples": train.sum()}
 
@@ -254,31 +255,40 @@ def linear_probe(
                     "LinearProbe."
                 )
     if test_data is not None:
-        if isinstance(probe.labels, Tensor):
-            raise LayersimError(
-                '`labels` of the probe holds no labels of `test_data`. Pass labels="data", and the labels as a column of '
-                '`data` and of `test_data`, such as {"input_ids": tokens, "labels": classes}.'
-            )
-        parts = [data, data.like(test_data)]
-        # An iterator would be gone after its rows are counted.
-        parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
-        # `analyze` verifies the model.
-        source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
-        described = with_tokenizer(source.model, data.tokenizer)
-        counter = position_counter([source])
-        training_rows = Batches(parts[0], described, count_positions=counter).count_rows()
-        # Read here, because `analyze` would name errors in it after `data`.
-        held_out = Batches(
-            replace(parts[1], tokenizer=data.tokenizer), described, count_positions=counter, argument="test_data"
-        )
-        # All rows are read, not the first alone: an error in any of them is to be named after `test_data`.
-        if not sum(1 for _ in held_out.rows()):
-            raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
-        probe = replace(probe, first_test_row=training_rows)
-        data = replace(data, source=[part.source for part in parts], groups=_joint_groups(parts, described, counter))
+        probe, data = _with_test_data(model, data, probe, test_data, at)
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
     result: LinearProbeResult = report["linear_probe"]
     return result
+
+
+def _with_test_data(model: Any, data: Data, probe: ProbeAnalyzer, test_data: Any, at: AtArgument) -> tuple[ProbeAnalyzer, Data]:
+    """The probe with the index of the first held-out row, and the data with the rows of `test_data` after its own.
+
+    Raises:
+        LayersimError: `test_data` has no rows or no labels, or its rows cannot be read.
+    """
+    if isinstance(probe.labels, Tensor):
+        raise LayersimError(
+            '`labels` of the probe holds no labels of `test_data`. Pass labels="data", and the labels as a column of '
+            '`data` and of `test_data`, such as {"input_ids": tokens, "labels": classes}.'
+        )
+    parts = []
+    for part in (data, data.like(test_data)):
+        # An iterator would be gone after its rows are counted.
+        parts.append(replace(part, source=list(part.source)) if part.read_once else part)
+    # `analyze` verifies the model.
+    source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
+    described = with_tokenizer(source.model, data.tokenizer)
+    counter = position_counter([source])
+    training_rows = Batches(parts[0], described, count_positions=counter).count_rows()
+    # Read here, because `analyze` would name errors in it after `data`.
+    held_out = Batches(replace(parts[1], tokenizer=data.tokenizer), described, count_positions=counter, argument="test_data")
+    # All rows are read, not the first alone: an error in any of them is to be named after `test_data`.
+    if not sum(1 for _ in held_out.rows()):
+        raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
+    probe = replace(probe, first_test_row=training_rows)
+    groups = _joint_groups(parts, described, counter)
+    return probe, replace(data, source=[part.source for part in parts], groups=groups)
 
 
 def _joint_groups(parts: Sequence[Data], model: ModelInputs, count_positions: Callable[[Batch], int] | None) -> Any:

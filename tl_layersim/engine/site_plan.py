@@ -178,7 +178,7 @@ def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, 
     assert isinstance(source, CanReadSites)
     union: list[HookPoint] = []
     for points in points_of.values():
-        union += source.residual.points if points is None else points
+        union.extend(source.residual.points if points is None else points)
     distinct = distinct_points(union)
     source.read_at(distinct)
     numbers = {point.name: number for number, point in enumerate(distinct)}
@@ -252,12 +252,12 @@ def _at_choice(model: Model, source: Source, choice: SiteChoice) -> Model:
 
 
 def chosen_rule(
-    given: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
+    positions: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
 ) -> PositionRule:
     """Rule for the positions that a run counts.
 
     Args:
-        given: the user's rule; None for the default: the position that the head reads, or all positions for other models.
+        positions: the user's rule; None for the default: the position that the head reads, or all positions for other models.
         models: one model, or two that are compared.
         analyzers: the analyzers, by name.
         skip_first: the option `skip_first` of the run.
@@ -265,7 +265,7 @@ def chosen_rule(
     Raises:
         LayersimError: the default is ambiguous, or an analyzer cannot use the rule.
     """
-    rule = _default_rule(models, analyzers, skip_first) if given is None else Positions(given).rule
+    rule = _default_rule(models, analyzers, skip_first) if positions is None else Positions(positions).rule
     for analyzer in analyzers.values():
         if rule == "mean" and analyzer.needs_positions:
             raise LayersimError(

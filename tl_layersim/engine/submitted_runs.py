@@ -205,7 +205,7 @@ class RemoteRun:
 
     def __repr__(self) -> str:
         [name] = {model.name for model in self._models.values()}
-        return f"RemoteRun({name} at {self.server}: {len(self._jobs)} jobs, {_in_words(self._count_by_state())})"
+        return f"RemoteRun({name} at {self.server}: {len(self._jobs)} jobs, {_states_in_words(self._count_by_state())})"
 
     def _count_by_state(self) -> Counter[str]:
         return Counter(job.state for job in self._jobs)
@@ -241,7 +241,7 @@ class RemoteRun:
                 states = self.status()
                 completed = sum(_tokens_of(job) for job in self._jobs if job.state == "COMPLETED")
                 bar.update(completed - bar.n)
-                bar.set_postfix_str(_in_words(states))
+                bar.set_postfix_str(_states_in_words(states))
                 if states.get("COMPLETED") == len(self._jobs):
                     break
                 for job in self._jobs:
@@ -391,7 +391,7 @@ def _tokens_of(job: Job) -> int:
     return sum(sum(step.tokens) for step in job.steps)
 
 
-def _in_words(states: Mapping[str, int]) -> str:
+def _states_in_words(states: Mapping[str, int]) -> str:
     """Numbers of jobs by state as text, such as "2 completed, 1 running"."""
     return ", ".join(f"{number} {state.lower()}" for state, number in sorted(states.items()))
 

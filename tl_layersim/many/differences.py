@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -129,23 +129,28 @@ def difference(
             arrays[field] = xarray.DataArray(values.numpy(), labels, tuple(labels), attrs=attrs | about)
         tables[name] = xarray.Dataset(arrays, attrs=about)
     _warn_of_options(list(pairs.values()))
+    _adjust_p_values(tables, adjust)
+    if what is not None:
+        return tables[""]["what"].rename(None)
+    return tables[""] if "" in tables else xarray.DataTree.from_dict(tables)
+
+
+def _adjust_p_values(tables: Mapping[str, Any], adjust: Correction) -> None:
+    """Set "p_adjusted" in the tables. Headline numbers of all tables are corrected together, and each field by itself."""
     families: dict[Any, list[Any]] = {}
     for name, table in tables.items():
         for variable, array in table.items():
             family = "headline" if variable == "headline" else (name, variable)
             families.setdefault(family, []).append(array)
-    for arrays_together in families.values():
+    for arrays in families.values():
         p_values = []
-        for array in arrays_together:
+        for array in arrays:
             p = torch.tensor(array.sel(statistic="p_value").values)
             # Symmetry is seen in the values: small p-values of both halves may differ by more than rounding.
             are_symmetric = all(is_symmetric(torch.tensor(array.sel(statistic=run).values)) for run in ("first", "second"))
             p_values.append((p, are_symmetric))
-        for array, corrected in zip(arrays_together, adjusted(p_values, adjust), strict=True):
+        for array, corrected in zip(arrays, adjusted(p_values, adjust), strict=True):
             array.loc[{"statistic": "p_adjusted"}] = corrected.numpy()
-    if what is not None:
-        return tables[""]["what"].rename(None)
-    return tables[""] if "" in tables else xarray.DataTree.from_dict(tables)
 
 
 def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Result]]:

@@ -26,7 +26,7 @@ STARTS = (-3.0, -0.5, 0.5, 3.0)
 # Largest rate of the grid.
 MOST_RATE = 100.0
 # The relative gain that another optimum needs: two searches that end at one optimum differ by rounding.
-ROUNDING = 1e-6
+LEAST_GAIN = 1e-6
 # Status of MINPACK's search after too many steps.
 NOT_CONVERGED = 5
 
@@ -165,18 +165,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         a, b = parameters
         return np.column_stack([np.exp(b * z), a * z * np.exp(b * z)])
 
-    starts = [(float(scaled.mean()), rate) for rate in STARTS]
-    if (scaled > 0).all() or (scaled < 0).all():
-        slope, intercept = np.polyfit(z, np.log(np.abs(scaled)), 1)
-        starts.insert(0, (float(np.sign(scaled[0]) * np.exp(intercept)), float(slope)))
-    # Last start: the best rate of a grid, because values of both signs have several optima.
-    rates = np.linspace(-MOST_RATE, MOST_RATE, 401)
-    # `rate point`, the curve of each rate, divided by its largest value: z goes from -1/2 to 1/2.
-    curves = np.exp(np.outer(rates, z) - np.abs(rates)[:, None] / 2)
-    amplitudes = curves @ scaled / (curves**2).sum(1)
-    best_number = int(((scaled - amplitudes[:, None] * curves) ** 2).sum(1).argmin())
-    best_rate = rates[best_number]
-    starts.append((float(amplitudes[best_number] * np.exp(-abs(best_rate) / 2)), float(best_rate)))
+    starts = _starts(z, scaled)
     best: Any = None
     for start in starts:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -191,7 +180,7 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         covariance = np.full((2, 2), np.inf)
         if inverse is not None and degrees >= 1:
             covariance = inverse * (error / degrees)
-        factor = 1 - ROUNDING if start is starts[-1] else 1
+        factor = 1 - LEAST_GAIN if start is starts[-1] else 1
         if best is None or error < best[0] * factor:
             best = (error, parameters, covariance)
     if best is None:
@@ -209,6 +198,28 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         covariance = jacobian @ covariance @ jacobian.T
     r_squared = 1 - error / total if total > 0 else np.nan
     return LeastSquares(np.array([a * shift, b / span]), covariance, r_squared)
+
+
+def _starts(z: Any, scaled: Any) -> list[tuple[float, float]]:
+    """Amplitudes and rates at which the searches start.
+
+    Args:
+        z: `point`, depths from -1/2 to 1/2.
+        scaled: `point`, values of at most 1 in size.
+    """
+    starts = [(float(scaled.mean()), rate) for rate in STARTS]
+    if (scaled > 0).all() or (scaled < 0).all():
+        slope, intercept = np.polyfit(z, np.log(np.abs(scaled)), 1)
+        starts.insert(0, (float(np.sign(scaled[0]) * np.exp(intercept)), float(slope)))
+    # Last start: the best rate of a grid, because values of both signs have several optima.
+    rates = np.linspace(-MOST_RATE, MOST_RATE, 401)
+    # `rate point`, the curve of each rate, divided by its largest value.
+    curves = np.exp(np.outer(rates, z) - np.abs(rates)[:, None] / 2)
+    amplitudes = curves @ scaled / (curves**2).sum(1)
+    best_number = int(((scaled - amplitudes[:, None] * curves) ** 2).sum(1).argmin())
+    best_rate = rates[best_number]
+    starts.append((float(amplitudes[best_number] * np.exp(-abs(best_rate) / 2)), float(best_rate)))
+    return starts
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:

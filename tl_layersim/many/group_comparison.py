@@ -327,7 +327,8 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
     # Sums of the same distances in another order differ by rounding.
     least = difference - 1e-10 * float(distances.clone().fill_diagonal_(0).abs().max())
     as_large = 0
-    for relabelings in _all_relabelings(sizes) if exact else _random_relabelings(numbers, most, seed):
+    chunks = _all_relabelings(sizes) if exact else _random_relabelings(numbers, most, seed)
+    for relabelings in chunks:
         as_large += int((_mean_differences(distances, relabelings, len(names)) >= least).sum())
     if exact:
         p_value = as_large / count
