@@ -47,27 +47,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command-line arguments; None for those of this process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    traced = "--traceback" in given
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    with_traceback = "--traceback" in tokens
     if not sys.stderr.isatty():
         # Read by transformers and datasets when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    shown_before = warnings.showwarning
+    showwarning = warnings.showwarning
 
-    def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    def show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
         if issubclass(category, LayersimWarning):
             # Without the line of code, which is one of this package.
             # Its secrets and control characters are removed already.
             print(f"Warning: {message}", file=sys.stderr)
         else:
-            shown_before(message, category, *where, **more)
+            showwarning(message, category, *location, **options)
 
     warnings.showwarning = show_warning
     try:
-        app([one for one in given if one != "--traceback"], exit_on_error=False, print_error=False)
+        app([token for token in tokens if token != "--traceback"], exit_on_error=False, print_error=False)
     except (LayersimError, OSError, CycloptsError) as error:
-        if traced:
+        if with_traceback:
             remove_secrets(error)
             raise
         print_error(error)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         remove_secrets(error)
         raise
     finally:
-        warnings.showwarning = shown_before
+        warnings.showwarning = showwarning
 
 
 if __name__ == "__main__":

@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import printable
-from .models_and_data import ALIGNED, chosen_analyzers, is_demo, measures, named_data, named_model, opened, read_data
+from .models_and_data import ALIGNED, analyzer_options, chosen_analyzers, is_demo, named_data, named_model, opened, read_data
 from .options import CommandCall, command
-from .output import analyzer_settings, make_folder, prepare, print_files, print_run, print_table, write_report, written
-from .run_file import run_file, write_run_file
+from .output import (
+    analyzer_settings,
+    make_folder,
+    prepare,
+    print_files,
+    print_run,
+    print_table,
+    report_file_options,
+    write_report,
+)
+from .run_file import config_option, write_run_file
 
 # Mark of the recommended threshold.
 MARK = "*"
@@ -26,9 +35,9 @@ CURVE_COLUMNS = ("threshold", "speed-up", "agreement", "accuracy", "perplexity",
     {
         "Model": (named_model, "open_model"),
         "Data": (named_data, "Data"),
-        "Measures": (measures, "analyze"),
-        "Run": (run_file,),
-        "Output": (written,),
+        "Measures": (analyzer_options, "analyze"),
+        "Run": (config_option,),
+        "Output": (report_file_options,),
     },
     without=["blocking"],
 )
@@ -49,12 +58,12 @@ def report_on_model(call: CommandCall) -> None:
     options = call.of("analyze")
     if "shard" in options:
         call.refuse(("out", "format"), "with `shard`, because `tl-layersim merge` writes the report")
-        number, of = options["shard"]
-        options.setdefault("save_to", Path("parts") / f"part-{number}-of-{of}.safetensors")
+        number, shard_count = options["shard"]
+        options.setdefault("save_to", Path("parts") / f"part-{number}-of-{shard_count}.safetensors")
         make_folder(options["save_to"].parent, "save_to")
     else:
         prepare(call)
-    data = read_data(call, of_prompts=any(one.prompts for one in analyzers.values()))
+    data = read_data(call, of_prompts=any(analyzer.prompts for analyzer in analyzers.values()))
     result: Any = analyze(opened(call), data, analyzers, **options)
     if isinstance(result, Path):
         settled = analyzer_settings(analyzers) | {"pack": data.pack}
@@ -64,7 +73,7 @@ def report_on_model(call: CommandCall) -> None:
     write_report(call, result, analyzers)
 
 
-def two_models(model_a: str, model_b: str) -> None:
+def two_model_arguments(model_a: str, model_b: str) -> None:
     """Declares the options for the two models of `compare`.
 
     Args:
@@ -76,11 +85,11 @@ def two_models(model_a: str, model_b: str) -> None:
 @command(
     "compare",
     {
-        "Model": (two_models, named_model, "open_model"),
+        "Model": (two_model_arguments, named_model, "open_model"),
         "Data": (named_data, "Data"),
-        "Measures": (measures, "compare"),
-        "Run": (run_file,),
-        "Output": (written,),
+        "Measures": (analyzer_options, "compare"),
+        "Run": (config_option,),
+        "Output": (report_file_options,),
     },
     without=["model", "layers", "unembed"],
     analyzers=["cka"],
@@ -111,8 +120,8 @@ def compare_models(call: CommandCall) -> None:
         "Model": (named_model, "open_model"),
         "Data": (named_data, "Data"),
         "Measures": ("ExitCurve", "analyze"),
-        "Run": (run_file,),
-        "Output": (written,),
+        "Run": (config_option,),
+        "Output": (report_file_options,),
     },
     without=["blocking", "shard", "save_to", "first", "at", "per_head", "baseline"],
 )
@@ -139,9 +148,11 @@ def _print_curve(curve: Any, agreement: float) -> None:
     from ..core.wording import MEANING_OF_MARGINS
 
     chosen = curve.lowest_threshold(agreement)
-    short = len(curve.thresholds) <= MOST_ROWS
-    shown = [number for number in curve.thresholds if short or number in SHOWN or number == chosen]
-    rows = [_threshold_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
+    shows_all = len(curve.thresholds) <= MOST_ROWS
+    rows = []
+    for threshold in curve.thresholds:
+        if shows_all or threshold in SHOWN or threshold == chosen:
+            rows.append(_threshold_row(curve, threshold, MARK if threshold == chosen else ""))
     title = "Early exit by threshold of the top probability; speed-up in blocks"
     margins = f"; {MEANING_OF_MARGINS}" if curve.has_intervals else ""
     print_table(CURVE_COLUMNS, rows, title + margins, numbers=CURVE_COLUMNS[:5])
@@ -168,16 +179,18 @@ def _threshold_row(curve: Any, threshold: float, note: str) -> list[str]:
     """Table row of one threshold, with ± if the run has intervals."""
     from ..core.intervals import margin_text
 
-    place = curve.thresholds.index(threshold)
+    index = curve.thresholds.index(threshold)
     cells = []
     for name in CURVE_NUMBERS:
-        found = curve.interval(name) if curve.has_intervals else None
-        margin = math.nan if found is None else float(found.high[place] - found.low[place]) / 2
-        cells.append(margin_text(float(getattr(curve, name)[place]), margin))
+        margin = math.nan
+        if curve.has_intervals:
+            interval = curve.interval(name)
+            margin = float(interval.high[index] - interval.low[index]) / 2
+        cells.append(margin_text(float(getattr(curve, name)[index]), margin))
     return [f"{threshold:g}", *cells, note]
 
 
-def timed(*, time: bool = False) -> None:
+def timing_option(*, time: bool = False) -> None:
     """Declares the option for the timing of `estimate`.
 
     Args:
@@ -187,7 +200,7 @@ def timed(*, time: bool = False) -> None:
 
 @command(
     "estimate",
-    {"Model": (named_model, "open_model"), "Measures": (measures,), "Run": ("estimate", timed)},
+    {"Model": (named_model, "open_model"), "Measures": (analyzer_options,), "Run": ("estimate", timing_option)},
     without=["server", "layers", "unembed", "verify"],
 )
 def estimate_cost(call: CommandCall) -> None:
@@ -201,7 +214,8 @@ def estimate_cost(call: CommandCall) -> None:
     from .. import demo_model, estimate, open_model
     from ..sources.load_by_name import refuse_missing_device
 
-    analyzers, model = chosen_analyzers(call), call.options["model"]
+    analyzers = chosen_analyzers(call)
+    model = call.options["model"]
     if call.options["time"]:
         refuse_missing_device(call.options["device"] or "cpu")
         model = named_model(model, **call.of(named_model, without=["model", "remote"]))

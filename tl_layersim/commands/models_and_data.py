@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ..sources.open_local import OpenedModel
 
 # Models that ship with the package, by the names that commands take.
-DEMO, ALIGNED = "demo", "demo-aligned"
+DEMO = "demo"
+ALIGNED = "demo-aligned"
 
 
 def named_model(
@@ -59,8 +60,11 @@ def named_model(
             )
         if is_demo(model):
             raise LayersimError(f"`model` is {model}, a demo model; a server needs the hub name of a model that it runs.")
-        return load_for_server(model, (dtype or "float32") if server == "local" else None, trust_remote_code, "model")
-    device, dtype = device or "cpu", dtype or "float32"
+        # Only nnsight's simulation of a server loads the weights here.
+        local_dtype = (dtype or "float32") if server == "local" else None
+        return load_for_server(model, local_dtype, trust_remote_code, "model")
+    device = device or "cpu"
+    dtype = dtype or "float32"
     if not is_demo(model):
         return load_model(model, device, dtype, trust_remote_code, "model")
     import torch
@@ -91,8 +95,9 @@ def opened(call: CommandCall, option: str = "model") -> OpenedModel:
     from .. import open_model
 
     model = named_model(call.options[option], **call.of(named_model, without=["model"]))
-    place = {"remote": call.options.get("server") or call.options.get("remote", False)}
-    return open_model(model, **call.of("open_model") | place)
+    options = call.of("open_model")
+    options["remote"] = call.options.get("server") or call.options.get("remote", False)
+    return open_model(model, **options)
 
 
 def named_data(*, data: str | None = None, split: str = "test", pack: bool | None = None) -> Any:
@@ -137,9 +142,9 @@ def load_data(name: str, split: str, option: str = "--data") -> Any:
         return datasets.load_dataset(name, split=split, streaming=True)
     # Libraries raise errors of many kinds for data that they cannot read.
     except Exception as error:
-        where = "cannot be read" if path.exists() else "is no file or folder here, and cannot be read from the hub"
+        reason = "cannot be read" if path.exists() else "is no file or folder here, and cannot be read from the hub"
         raise LayersimError(
-            f"`{option}` is {name}, which {where}: {first_line(error)}. It must be a text file in UTF-8, a table, the "
+            f"`{option}` is {name}, which {reason}: {first_line(error)}. It must be a text file in UTF-8, a table, the "
             f"folder of a saved data set, or a data set of the hub with a split {split}."
         ) from error
 
@@ -174,13 +179,15 @@ def read_data(call: CommandCall, of_prompts: bool = False) -> Data:
     """
     from .. import Data
 
+    options = call.of("Data")
     # Bounds are checked before data is loaded.
-    Data([], **(options := call.of("Data")))
+    Data([], **options)
     source = named_data(**call.of(named_data))
-    return Data(source, **{"pack": isinstance(source, list) and not of_prompts} | options)
+    options.setdefault("pack", isinstance(source, list) and not of_prompts)
+    return Data(source, **options)
 
 
-def evaluation_data(*, eval_data: str | None = None) -> None:
+def evaluation_data_option(*, eval_data: str | None = None) -> None:
     """Declares the option for held-out data.
 
     Args:
@@ -195,7 +202,7 @@ def read_held_out(call: CommandCall) -> Any:
     return load_data(call.options["eval_data"], call.options["split"], "--eval-data")
 
 
-def measures(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None = None) -> None:  # noqa: B006
+def analyzer_options(*, analyzers: list[str] = ["cosine,cka"], option: list[str] | None = None) -> None:  # noqa: B006
     """Declares the options that choose and set the analyzers of a run.
 
     Args:
@@ -217,13 +224,20 @@ def chosen_analyzers(call: CommandCall) -> dict[str, Any]:
     """
     from ..engine.run_arguments import choose_analyzers
 
-    chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names_of(call.options["analyzers"])])
-    here = call.options["option"] or []
-    in_file = _settings_of_file(call, chosen)
-    # Cyclopts takes the settings of the file if the command line has none.
-    further = [setting for setting in here if setting not in in_file]
-    used = [setting for setting in in_file if _analyzer_named_by(setting) in chosen]
-    return with_options(chosen, list({setting.partition("=")[0]: setting for setting in [*used, *further]}.values()))
+    names = names_of(call.options["analyzers"])
+    chosen = choose_analyzers([own_analyzer(name) if ":" in name else name for name in names])
+    settings = call.options["option"] or []
+    settings_of_file = _settings_of_file(call, chosen)
+    # By analyzer and option: a setting of the command line replaces that of the file.
+    setting_of: dict[str, str] = {}
+    for setting in settings_of_file:
+        if _analyzer_named_by(setting) in chosen:
+            setting_of[setting.partition("=")[0]] = setting
+    for setting in settings:
+        # Cyclopts takes the settings of the file if the command line has none.
+        if setting not in settings_of_file:
+            setting_of[setting.partition("=")[0]] = setting
+    return with_options(chosen, list(setting_of.values()))
 
 
 def _analyzer_named_by(setting: str) -> str:
@@ -249,18 +263,23 @@ def _settings_of_file(call: CommandCall, chosen: Mapping[str, Any]) -> list[str]
     options = options_of(call)
     settings = options.get("option", [])
     settings = [settings] if isinstance(settings, str) else settings
-    others = [setting for setting in settings if _analyzer_named_by(setting) not in chosen]
+    unused = [setting for setting in settings if _analyzer_named_by(setting) not in chosen]
     analyzers = options.get("analyzers", [])
     names = names_of([analyzers] if isinstance(analyzers, str) else analyzers)
     installed = find_analyzers()
     if any(":" in name for name in names):
         # An analyzer of the user's own file, whose name and options are known only if the file runs.
-        unknown = [setting for setting in others if _analyzer_named_by(setting) not in installed]
+        unknown = [setting for setting in unused if _analyzer_named_by(setting) not in installed]
         if unknown:
             warn(f"`--config` sets {', '.join(map(brief, unknown))}, which has no effect: the analyzer is not chosen.")
-        others = [setting for setting in others if setting not in unknown]
-    known = dict(chosen) | {name: installed[name]() for name in map(_analyzer_named_by, others) if name in installed}
-    with_options(known, others)
+        unused = [setting for setting in unused if setting not in unknown]
+    checked = dict(chosen)
+    for setting in unused:
+        name = _analyzer_named_by(setting)
+        if name in installed:
+            checked[name] = installed[name]()
+    # Raises errors only: the analyzers with these options are not used.
+    with_options(checked, unused)
     return settings
 
 
@@ -282,14 +301,17 @@ def with_options(analyzers: Mapping[str, Any], settings: Sequence[str]) -> dict[
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in analyzers}
     for setting in settings:
-        place, equals, text = setting.partition("=")
-        name, _, option = place.partition(".")
-        near = {name: analyzers[name]} if name in analyzers else analyzers
-        known = [f"{own}.{field.name}" for own, analyzer in near.items() for field in fields(analyzer)]
-        if not equals or place not in known:
+        path, equals, text = setting.partition("=")
+        name, _, option = path.partition(".")
+        # For an unknown analyzer, the message lists the options of all.
+        listed = {name: analyzers[name]} if name in analyzers else analyzers
+        allowed = []
+        for analyzer_name, analyzer in listed.items():
+            allowed += [f"{analyzer_name}.{field.name}" for field in fields(analyzer)]
+        if not equals or path not in allowed:
             raise LayersimError(
                 f"`--option` is {brief(setting)}; it must be name.option=value, where name.option is one of "
-                f"{', '.join(known)}.{did_you_mean(place, known)}"
+                f"{', '.join(allowed)}.{did_you_mean(path, allowed)}"
             )
         values[name][option] = _parsed_value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}
@@ -306,11 +328,13 @@ def as_settings(analyzer: Any) -> list[str]:
         >>> as_settings(lsim.Cosine(center="none"))[0]
         'cosine.center=none'
     """
-    options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}
-    texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
-    return [
-        f"{analyzer.name}.{name}={text}" for name, text in texts.items() if repr(_parsed_value(text)) == repr(options[name])
-    ]
+    settings = []
+    for field in fields(analyzer):
+        value = getattr(analyzer, field.name)
+        text = value if isinstance(value, str) else repr(value)
+        if repr(_parsed_value(text)) == repr(value):
+            settings.append(f"{analyzer.name}.{field.name}={text}")
+    return settings
 
 
 def _parsed_value(text: str) -> Any:
@@ -318,9 +342,9 @@ def _parsed_value(text: str) -> Any:
 
     Values that are nested too deeply for either reader stay texts, which no option takes.
     """
-    for read in (json.loads, ast.literal_eval):
+    for parse in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(text)
+            return parse(text)
     return text
 
 
@@ -335,7 +359,7 @@ def own_analyzer(name: str) -> Any:
     """
     from importlib.util import module_from_spec, spec_from_file_location
 
-    path, _, cls = name.rpartition(":")
+    path, _, class_name = name.rpartition(":")
     try:
         # The name that `import` gives the module. Files of results and of shards name the class by this module.
         spec = spec_from_file_location(Path(path).stem, path)
@@ -345,7 +369,7 @@ def own_analyzer(name: str) -> Any:
         # Dataclasses look their module up.
         sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)
-        return getattr(module, cls)()
+        return getattr(module, class_name)()
     # The file may raise any error.
     except Exception as error:
         raise LayersimError(f"`analyzers` is {name}, which raises {type(error).__name__}: {error}") from error

@@ -31,12 +31,12 @@ class CommandCall:
 
     Attributes:
         command: name of the command.
-        given: options of the command line and of the run file, and the command's own defaults, as text.
+        explicit: options of the command line and of the run file, and the command's own defaults, as text.
         options: values of all options, in the order of the help.
     """
 
     command: str
-    given: dict[str, Any]
+    explicit: dict[str, Any]
     options: dict[str, Any]
 
     def of(self, source: OptionSource, *, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -46,9 +46,12 @@ class CommandCall:
             source: the function or class.
             without: names to leave out.
         """
-        taken = [name for name in _parameters(source) if name in self.given and name not in without]
-        given = {name: self.given[name] for name in taken if self.given[name] is not None}
-        return {name: READERS[name](value) if name in READERS else value for name, value in given.items()}
+        keywords = {}
+        for name in _parameters(source):
+            value = self.explicit.get(name)
+            if value is not None and name not in without:
+                keywords[name] = READERS[name](value) if name in READERS else value
+        return keywords
 
     def refuse(self, names: Sequence[str], why: str) -> None:
         """Raise an error if an option is given that this call would ignore.
@@ -58,8 +61,8 @@ class CommandCall:
             why: the end of the message, such as "with `shard`".
         """
         for name in names:
-            if self.given.get(name) not in (None, False):
-                raise LayersimError(f"`{name}` is {self.given[name]}, but has no effect {why}.")
+            if self.explicit.get(name) not in (None, False):
+                raise LayersimError(f"`{name}` is {self.explicit[name]}, but has no effect {why}.")
 
 
 @dataclass(eq=False)
@@ -81,35 +84,44 @@ class Command:
     defaults: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        self.__doc__, self.__name__, self.__module__ = (getattr(self.function, f"__{x}__") for x in ("doc", "name", "module"))
+        self.__doc__ = self.function.__doc__
+        self.__name__ = self.function.__name__
+        self.__module__ = self.function.__module__
         # Cyclopts reads the annotations of `__signature__` instead.
         self.__annotations__ = {}
 
     @cached_property
     def __signature__(self) -> inspect.Signature:
         """The options as parameters of a Python function. Of two with the same name, the first is used."""
-        found: dict[str, tuple[inspect.Parameter, str]] = {}
+        # By name, the parameter and its panel.
+        parameters: dict[str, tuple[inspect.Parameter, str]] = {}
         for panel, sources in self.sources.items():
             for source in sources:
                 for name, parameter in _parameters(source).items():
-                    if name not in self.without:
-                        how = parameter.KEYWORD_ONLY if isinstance(source, str) else parameter.kind
-                        default = self.defaults.get(name, parameter.default)
-                        found.setdefault(name, (parameter.replace(kind=how, default=default), panel))
-        options = [_option(*one, found) for one in found.values()]
-        return inspect.Signature(sorted(options, key=lambda one: (one.kind, one.default is not one.empty)))
+                    if name in self.without or name in parameters:
+                        continue
+                    # Arguments of Python functions are options; only a command's own declarations have positional ones.
+                    kind = parameter.KEYWORD_ONLY if isinstance(source, str) else parameter.kind
+                    default = self.defaults.get(name, parameter.default)
+                    parameters[name] = (parameter.replace(kind=kind, default=default), panel)
+        options = [_option(parameter, panel, parameters) for parameter, panel in parameters.values()]
+        # A signature must have positional parameters first, and required ones before those with a default.
+        return inspect.Signature(sorted(options, key=lambda option: (option.kind, option.default is not option.empty)))
 
     def takes_several(self) -> dict[str, bool]:
         """For each option, whether it takes several values."""
-        hints = {name: get_args(option.annotation)[0] for name, option in self.__signature__.parameters.items()}
-        return {name: list[str] in (hint, *get_args(hint)) for name, hint in hints.items()}
+        takes_several = {}
+        for name, option in self.__signature__.parameters.items():
+            hint = get_args(option.annotation)[0]
+            takes_several[name] = list[str] in (hint, *get_args(hint))
+        return takes_several
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         signature = self.__signature__
-        given = {**self.defaults, **signature.bind(*args, **kwargs).arguments}
-        defaults = {name: one.default for name, one in signature.parameters.items()}
+        explicit = {**self.defaults, **signature.bind(*args, **kwargs).arguments}
+        defaults = {name: option.default for name, option in signature.parameters.items()}
         try:
-            self.function(CommandCall(self.name, given, defaults | given))
+            self.function(CommandCall(self.name, explicit, defaults | explicit))
         except LayersimError as error:
             error.args = (in_options(str(error), signature.parameters),)
             raise
@@ -150,24 +162,28 @@ def in_options(text: str, names: Any) -> str:
         >>> in_options("`seq_len` is 1; `x` is not.", ["seq_len"])
         '`--seq-len` is 1; `x` is not.'
     """
-    return re.sub(r"`(\w+)`", lambda name: f"`{flag(name[1])}`" if name[1] in names else name[0], text)
+    return re.sub(r"`(\w+)`", lambda match: f"`{flag(match[1])}`" if match[1] in names else match[0], text)
 
 
 def _option(parameter: inspect.Parameter, panel: str, names: Mapping[str, Any]) -> inspect.Parameter:
     """A parameter with the annotation that cyclopts reads: its type, its help and its panel."""
-    default, (kind, text) = parameter.default, get_args(parameter.annotation)
+    default = parameter.default
+    kind, text = get_args(parameter.annotation)
     if kind == list[str] and default not in (None, parameter.empty):
-        default = [default] if isinstance(default, str) else [str(one) for one in default]
-    shown = ",".join(default) if isinstance(default, list) else str(default)
-    more = Parameter(
+        default = [default] if isinstance(default, str) else [str(item) for item in default]
+    default_text = ",".join(default) if isinstance(default, list) else str(default)
+    shows_default = len(default_text) < LONGEST_DEFAULT and default_text not in ("None", "False")
+    cyclopts_parameter = Parameter(
         help=in_options(text, names),
         group=PANELS[panel],
         negative=() if default is False else None,
         converter=_parse_integer if kind is int else None,
+        # Values such as --at -1 begin with a hyphen.
         allow_leading_hyphen=kind in (str, list[str]) and parameter.kind is parameter.KEYWORD_ONLY,
-        show_default=(lambda _: shown) if len(shown) < LONGEST_DEFAULT and shown not in ("None", "False") else False,
+        show_default=(lambda _: default_text) if shows_default else False,
     )
-    return parameter.replace(annotation=Annotated[kind if default is not None else kind | None, more], default=default)
+    hint = kind if default is not None else kind | None
+    return parameter.replace(annotation=Annotated[hint, cyclopts_parameter], default=default)
 
 
 def _parse_integer(_: Any, tokens: Sequence[Any]) -> int:
@@ -180,7 +196,7 @@ def help_of(source: OptionSource) -> dict[str, str]:
     import docstring_parser
 
     parsed = docstring_parser.parse(inspect.getdoc(_resolved(source)) or "", docstring_parser.DocstringStyle.GOOGLE)
-    return {one.arg_name: " ".join((one.description or "").split()) for one in parsed.params}
+    return {parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in parsed.params}
 
 
 def _resolved(source: OptionSource) -> Any:
@@ -194,15 +210,19 @@ def _parameters(source: OptionSource) -> dict[str, inspect.Parameter]:
 
     A reference such as "see `analyze`" is replaced by the help of that function.
     """
-    call, found = _resolved(source), {}
-    hints, texts = get_type_hints(call, include_extras=True), help_of(source)
+    call = _resolved(source)
+    hints = get_type_hints(call, include_extras=True)
+    texts = help_of(source)
+    parameters = {}
     for name, parameter in inspect.signature(call).parameters.items():
         text = texts.get(name, "")
-        if (see := re.search(r"(?:see|as in) `(analyze|stitch|LogitLens)`", text)) and name in (there := help_of(see[1])):
-            text = there[name]
-        if (kind := _text_type(hints.get(name, Any))) is not None:
-            found[name] = parameter.replace(annotation=Annotated[kind, text])
-    return found
+        reference = re.search(r"(?:see|as in) `(analyze|stitch|LogitLens)`", text)
+        if reference:
+            text = help_of(reference[1]).get(name, text)
+        kind = _text_type(hints.get(name, Any))
+        if kind is not None:
+            parameters[name] = parameter.replace(annotation=Annotated[kind, text])
+    return parameters
 
 
 def _members(hint: Any) -> list[Any]:
@@ -210,7 +230,10 @@ def _members(hint: Any) -> list[Any]:
     if get_origin(hint) is Annotated:
         return _members(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
-        return [member for part in get_args(hint) for member in _members(part)]
+        members = []
+        for part in get_args(hint):
+            members += _members(part)
+        return members
     return [] if hint is type(None) else [hint]
 
 
@@ -223,7 +246,10 @@ def _text_type(hint: Any) -> Any:
         return members[Literal]
     if os.PathLike in members or Path in members:
         return Path
-    return next((kind for kind in (float, int, str, bool) if kind in members), str if tuple in members else None)
+    for kind in (float, int, str, bool):
+        if kind in members:
+            return kind
+    return str if tuple in members else None
 
 
 def names_of(texts: Sequence[str]) -> list[str]:
@@ -272,8 +298,8 @@ def _shard(text: str) -> tuple[int, int]:
         raise LayersimError(
             f"`shard` is {text!r}; it must be the index of a shard, a slash and the number of shards, such as 3/64."
         )
-    number, of = text.split("/")
-    return int(number), int(of)
+    number, shard_count = text.split("/")
+    return int(number), int(shard_count)
 
 
 def _column(text: str) -> str | tuple[str, ...]:

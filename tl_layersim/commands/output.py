@@ -21,7 +21,7 @@ FORMATS = {
 HEADLINES = ("measure", "number", "value", "± 95 %")
 
 
-def written(*, out: Path = Path("layersim-report"), format: list[str] = ["html"]) -> None:  # noqa: B006
+def report_file_options(*, out: Path = Path("layersim-report"), format: list[str] = ["html"]) -> None:  # noqa: B006
     """Declares the options for the files of a report.
 
     Args:
@@ -80,8 +80,8 @@ def write_report(
     out = call.options["out"]
     files = {"Numbers": report.save(out / REPORT_FILE)}
     for name in names_of(call.options["format"]):
-        method, file, what = FORMATS[name]
-        files[what] = getattr(report, method)(out / file) or out / file
+        method, file_name, kind = FORMATS[name]
+        files[kind] = getattr(report, method)(out / file_name) or out / file_name
     if with_run_file:
         files["Config"] = write_run_file(out, RUN_FILE, call, analyzer_settings(analyzers), report)
     print_files(files)
@@ -93,8 +93,8 @@ def print_files(files: dict[str, Path]) -> None:
     Args:
         files: paths by kind of file.
     """
-    for what, path in files.items():
-        print(f"{what + ':':<8} {Path(path).resolve()}")
+    for kind, path in files.items():
+        print(f"{kind + ':':<8} {Path(path).resolve()}")
 
 
 def print_headlines(report: Any) -> None:
@@ -102,28 +102,40 @@ def print_headlines(report: Any) -> None:
     from ..core.intervals import headline_texts
     from ..core.wording import MEANING_OF_MARGINS
 
-    texts = [(name, number, text) for name, result in report.items() for number, text in headline_texts(result).items()]
-    rows = [(name, number, *text.partition(" ± ")[::2]) for name, number, text in texts]
-    with_margins = any(row[3] for row in rows)
-    columns = HEADLINES if with_margins else HEADLINES[:3]
-    if rows:
-        title = "Headline numbers" + (f"; {MEANING_OF_MARGINS}" if with_margins else "")
-        print_table(columns, [row[: len(columns)] for row in rows], title, numbers=HEADLINES[2:])
+    rows = []
+    for name, result in report.items():
+        for number, text in headline_texts(result).items():
+            value, _, margin = text.partition(" ± ")
+            rows.append((name, number, value, margin))
+    if not rows:
+        return
+    columns: Sequence[str] = HEADLINES
+    title = f"Headline numbers; {MEANING_OF_MARGINS}"
+    if not any(margin for _, _, _, margin in rows):
+        columns = HEADLINES[:3]
+        title = "Headline numbers"
+    print_table(columns, [row[: len(columns)] for row in rows], title, numbers=HEADLINES[2:])
 
 
 def print_run(report: Any) -> None:
     """Print one line on the model, the tokens and the sites of a run."""
     run = next(iter(report.values())).provenance
-    rule = run.options.get("positions", "all")
-    which = "" if rule == "all" else f", positions {rule}"
+    line = f"{run.model}: {run.tokens} tokens in {run.rows_in_words}"
+    if not run.options.get("pack") and run.texts >= run.sequences:
+        line += " (one text a row)"
     skipped = run.options.get("skip_first", 0)
-    left = (f", first {skipped} positions left out" if skipped else "") + which
-    heads = " of each head" if run.options.get("per_head") else ""
+    if skipped:
+        line += f", first {skipped} positions left out"
+    rule = run.options.get("positions", "all")
+    if rule != "all":
+        line += f", positions {rule}"
     at = run.options.get("at", "")
-    where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
-    sites = f", at {where}{heads}" if where not in ("", "resid_post") else ""
-    how = "" if run.options.get("pack") or run.texts < run.sequences else " (one text a row)"
-    print(printable(f"{run.model}: {run.tokens} tokens in {run.rows_in_words}{how}{left}{sites}", lines=False))
+    site_names = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))
+    if site_names not in ("", "resid_post"):
+        line += f", at {site_names}"
+        if run.options.get("per_head"):
+            line += " of each head"
+    print(printable(line, lines=False))
 
 
 def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -132,7 +144,12 @@ def analyzer_settings(analyzers: Mapping[str, Any]) -> dict[str, list[str]]:
     Args:
         analyzers: the analyzers. Values that text cannot hold, such as heads read from a file, are left out.
     """
-    return {"option": [one for analyzer in analyzers.values() for one in as_settings(analyzer)]} if analyzers else {}
+    if not analyzers:
+        return {}
+    settings = []
+    for analyzer in analyzers.values():
+        settings += as_settings(analyzer)
+    return {"option": settings}
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", numbers: Sequence[str] = ()) -> None:
@@ -150,7 +167,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     from rich.text import Text
 
     # Names of models, sites and labels may come from a file.
-    cells = [[printable(str(cell), lines=False) for cell in row] for row in rows]
+    cells = []
+    for row in rows:
+        cells.append([printable(str(cell), lines=False) for cell in row])
     console = Console(highlight=False)
     if not console.is_terminal:
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
@@ -158,7 +177,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
             print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", header_style="bold cyan")
-    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    table.padding = (0, 1, 0, 0)
+    table.pad_edge = False
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in cells:

@@ -14,9 +14,12 @@ from .options import CommandCall, flag
 
 RUN_FILE = "run.yaml"
 # Keys of the file that are no options.
-COMMAND, RECORD = "command", "record"
-# Entries of the record: texts, and the versions of packages.
-RECORDED, VERSIONS = ("model", "weights", "data", "tokens"), "versions"
+COMMAND_KEY = "command"
+RECORD_KEY = "record"
+# Entries of the record that are texts.
+RECORDED_KEYS = ("model", "weights", "data", "tokens")
+# Entry of the record with the versions of packages.
+VERSIONS_KEY = "versions"
 # Options that say where a run writes, or which part of it runs here.
 NOT_KEPT = ("config", "out", "checkpoint", "cache", "shard", "save_to", "first")
 # Options that a file, which may be another person's, cannot set: they write files, run code, or send the API key.
@@ -24,7 +27,7 @@ NOT_FROM_FILES = (*NOT_KEPT, "trust_remote_code", "server")
 PATHS = ("model", "data", "model_a", "model_b", "front", "back", "eval_data", "heads")
 
 
-def run_file(*, config: Path | None = None) -> None:
+def config_option(*, config: Path | None = None) -> None:
     """Declares the option `--config`: a file from which other options are read.
 
     Args:
@@ -46,23 +49,27 @@ def read_run_file(app: Any, commands: tuple[str, ...], arguments: Any) -> None:
     """
     from cyclopts.config import Dict
 
-    known = {argument.name.removeprefix("--").replace("-", "_"): argument for argument in arguments}
-    on_command_line = [name for name, argument in known.items() if argument.tokens]
+    argument_of = {argument.name.removeprefix("--").replace("-", "_"): argument for argument in arguments}
+    on_command_line = [name for name, argument in argument_of.items() if argument.tokens]
     if "config" not in on_command_line:
         return
-    path = Path(known["config"].tokens[-1].value)
+    path = Path(argument_of["config"].tokens[-1].value)
     content = parsed_run_file(path)
-    if (other := content.pop(COMMAND, commands[-1])) != commands[-1]:
-        raise LayersimError(f"`--config` is {path}, a run file of {brief(other)}; it must be a run file of {commands[-1]}.")
-    content.pop(RECORD, None)
+    command = content.pop(COMMAND_KEY, commands[-1])
+    if command != commands[-1]:
+        raise LayersimError(f"`--config` is {path}, a run file of {brief(command)}; it must be a run file of {commands[-1]}.")
+    content.pop(RECORD_KEY, None)
+    takes_several = {name: argument.token_count()[1] for name, argument in argument_of.items()}
     # Cyclopts would accept other spellings too, such as trustRemoteCode.
-    _refuse_other_options(path, "--config", content, {name: argument.token_count()[1] for name, argument in known.items()})
+    _refuse_other_options(path, "--config", content, takes_several)
     for name, value in content.items():
-        own_code = name == "analyzers" and any(":" in text for text in _texts(value))
-        harmless = isinstance(value, str) and value.lower() in ("false", "null", "")
-        if (own_code or name in NOT_FROM_FILES) and name not in on_command_line and not harmless:
-            why = "options that run code, write files or choose a server are read from the command line alone"
-            raise LayersimError(f"`{flag(name)}` is {brief(value)} in {path}; {why}.")
+        # An analyzer of the user's own file, path/to/file.py:Class.
+        runs_code = name == "analyzers" and any(":" in text for text in _texts(value))
+        is_refused = runs_code or name in NOT_FROM_FILES
+        has_no_effect = isinstance(value, str) and value.lower() in ("false", "null", "")
+        if is_refused and name not in on_command_line and not has_no_effect:
+            reason = "options that run code, write files or choose a server are read from the command line alone"
+            raise LayersimError(f"`{flag(name)}` is {brief(value)} in {path}; {reason}.")
     allowed = {name: value for name, value in content.items() if name not in NOT_FROM_FILES}
     # Below the name of the command: at the top level, cyclopts leaves out options named as a command, such as analyzers.
     Dict({commands[-1]: allowed}, source=str(path))(app, commands[-1:], arguments)
@@ -90,10 +97,10 @@ def parsed_run_file(path: Path, argument: str = "--config") -> dict[str, Any]:
         if name in options:
             raise LayersimError(f"`{argument}` is {path}, which sets the option {brief(name)} twice.")
         options[name] = value
-    if COMMAND in options:
-        _refuse_other_type(path, COMMAND, options[COMMAND], takes_several=False)
-    if RECORD in options:
-        _refuse_other_record(path, options[RECORD])
+    if COMMAND_KEY in options:
+        _refuse_other_type(path, COMMAND_KEY, options[COMMAND_KEY], takes_several=False)
+    if RECORD_KEY in options:
+        _refuse_other_record(path, options[RECORD_KEY])
     return options
 
 
@@ -133,31 +140,33 @@ def _refuse_other_type(path: Path, name: str, value: Any, takes_several: bool) -
     raise LayersimError(f"`{name}` is {brief(value)} in {path}; it must be {allowed}.")
 
 
-def _refuse_other_names(given: str, what: str, name: str, known: Iterable[str]) -> None:
-    """Raise an error that proposes the nearest known name, if a name is not known.
+def _refuse_other_names(statement: str, description: str, name: str, allowed: Iterable[str]) -> None:
+    """Raise an error that proposes the nearest allowed name, if a name is not allowed.
 
     Args:
-        given: beginning of the message.
-        what: what an unknown name is.
+        statement: beginning of the message.
+        description: what any other name is.
         name: the name in the file.
-        known: all known names.
+        allowed: all allowed names.
     """
-    if name in known:
+    if name in allowed:
         return
-    raise LayersimError(f"{given} {brief(name)} is {what}.{did_you_mean(name, known)}")
+    raise LayersimError(f"{statement} {brief(name)} is {description}.{did_you_mean(name, allowed)}")
 
 
 def _refuse_other_record(path: Path, record: Any) -> None:
-    """Raise an error if the record of a run is not a mapping of `RECORDED` to texts and of versions to a mapping of texts."""
+    """Raise an error if the record of a run has another form: `RECORDED_KEYS` are texts, and versions a mapping of texts."""
     if not isinstance(record, dict):
-        raise LayersimError(f"`{RECORD}` is {brief(record)} in {path}; it must hold a line `name: value` for each value.")
+        raise LayersimError(f"`{RECORD_KEY}` is {brief(record)} in {path}; it must hold a line `name: value` for each value.")
     for name, value in record.items():
-        _refuse_other_names(f"`{RECORD}` in {path} is malformed: its key", "no part of a record", name, (*RECORDED, VERSIONS))
-        if name != VERSIONS:
-            _refuse_other_type(path, f"{RECORD}.{name}", value, takes_several=False)
+        statement = f"`{RECORD_KEY}` in {path} is malformed: its key"
+        _refuse_other_names(statement, "no part of a record", name, (*RECORDED_KEYS, VERSIONS_KEY))
+        if name != VERSIONS_KEY:
+            _refuse_other_type(path, f"{RECORD_KEY}.{name}", value, takes_several=False)
         elif not isinstance(value, dict) or not all(isinstance(version, str) for version in value.values()):
             raise LayersimError(
-                f"`{RECORD}.{VERSIONS}` is {brief(value)} in {path}; it must hold a line `package: version` for each package."
+                f"`{RECORD_KEY}.{VERSIONS_KEY}` is {brief(value)} in {path}; it must hold a line `package: version` for each "
+                "package."
             )
 
 
@@ -181,19 +190,29 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
 
     from ..core.file_format import replacing
 
-    used = {} if report is None else _used_options(report)
-    options = {name: value if name in call.given else used.get(name, value) for name, value in call.options.items()}
+    used_options = {} if report is None else _used_options(report)
+    options = {}
+    for key, value in call.options.items():
+        options[key] = value if key in call.explicit else used_options.get(key, value)
     options |= settled
-    options = {key: value for key, value in options.items() if key not in NOT_KEPT and value not in (None, [], ())}
-    content = {COMMAND: call.command, **{key: _written_value(key, value) for key, value in options.items()}}
+    content: dict[str, Any] = {COMMAND_KEY: call.command}
+    for key, value in options.items():
+        if key not in NOT_KEPT and value not in (None, [], ()):
+            content[key] = _written_value(key, value)
     if report is not None:
-        content[RECORD] = _record_of(report)
-    # The folder of the trained model is required, and another run must not replace it unasked.
-    further = " --save-to FOLDER" if call.command == "train" else ""
-    further += " --trust-remote-code" if str(options.get("trust_remote_code")).lower() == "true" else ""
-    further += f" --server {options['server']}" if options.get("server") else ""
-    named = ",".join(options.get("analyzers") or [])
-    further += f" --analyzers {named}" if ":" in named else ""
+        content[RECORD_KEY] = _record_of(report)
+    # Options that `--config` does not read from a file, see `NOT_FROM_FILES`.
+    further = ""
+    if call.command == "train":
+        # The folder of the trained model is required, and another run must not replace it unasked.
+        further += " --save-to FOLDER"
+    if str(options.get("trust_remote_code")).lower() == "true":
+        further += " --trust-remote-code"
+    if options.get("server"):
+        further += f" --server {options['server']}"
+    analyzers = ",".join(options.get("analyzers") or [])
+    if ":" in analyzers:
+        further += f" --analyzers {analyzers}"
     heading = f"# tl-layersim {call.command} --config {name}{further} repeats this run.\n"
     text = heading + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     with replacing(folder / name) as file:
@@ -204,25 +223,27 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
 def _written_value(name: str, value: Any) -> Any:
     """The YAML value of an option; local files and folders get their absolute path."""
     if isinstance(value, (list, tuple)):
-        return [str(one) for one in value]
+        return [str(item) for item in value]
     if isinstance(value, (str, Path)):
-        return str(Path(value).resolve() if name in PATHS and Path(value).exists() else value)
+        if name in PATHS and Path(value).exists():
+            return str(Path(value).resolve())
+        return str(value)
     return str(value) if value == math.inf else value
 
 
 def _used_options(report: Any) -> dict[str, Any]:
     """The options that a run used, including defaults that depend on the model, the data or other options."""
-    options = next(iter(report.values())).provenance.options
-    known = {**options, **options.get("training", {})}
+    provenance = next(iter(report.values())).provenance
+    options = {**provenance.options, **provenance.options.get("training", {})}
     # `--at` of a stitch has another form than the sites in the provenance.
-    return {name: value for name, value in known.items() if name != "at" and value is not None}
+    return {name: value for name, value in options.items() if name != "at" and value is not None}
 
 
 def _record_of(report: Any) -> dict[str, Any]:
     """A dict of the model, weights, data and package versions of a run."""
     run = next(iter(report.values())).provenance
     values = (run.model, run.weights_hash, run.data, run.tokens)
-    return dict(zip(RECORDED, values, strict=True)) | {VERSIONS: dict(run.versions)}
+    return dict(zip(RECORDED_KEYS, values, strict=True)) | {VERSIONS_KEY: dict(run.versions)}
 
 
 def warn_of_another_run(call: CommandCall, report: Any) -> None:
@@ -232,30 +253,37 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         call: the call of the command.
         report: report of this run.
     """
-    then, now = options_of(call).get(RECORD), _record_of(report)
-    if then is None:
+    file_record = options_of(call).get(RECORD_KEY)
+    record = _record_of(report)
+    if file_record is None:
         return
-    other = [key for key in ("data", "weights") if then.get(key, "null") not in ("null", now[key])]
-    versions = then.get(VERSIONS, {}).items()
-    other += [f"{package} {version}" for package, version in versions if now[VERSIONS].get(package) != version]
-    if other:
-        warn(f"The run in {call.options['config']} used different {', '.join(other)}, so the numbers of this run may differ.")
+    differing = []
+    for key in ("data", "weights"):
+        # "null" is the text of None in a file.
+        if file_record.get(key, "null") not in ("null", record[key]):
+            differing.append(key)
+    for package, version in file_record.get(VERSIONS_KEY, {}).items():
+        if record[VERSIONS_KEY].get(package) != version:
+            differing.append(f"{package} {version}")
+    if differing:
+        file = call.options["config"]
+        warn(f"The run in {file} used different {', '.join(differing)}, so the numbers of this run may differ.")
 
 
-def shard_options(files: list[Path], of_report: Mapping[str, bool]) -> dict[str, Any] | None:
+def options_of_shards(files: list[Path], takes_several: Mapping[str, bool]) -> dict[str, Any] | None:
     """Options of the command that measured the shards, from the first run file; None if a shard has no run file.
 
     Args:
         files: files of the shards, each with its run file in the same folder.
-        of_report: for each option of `report`, whether it takes several values.
+        takes_several: for each option of `report`, whether it takes several values.
 
     Raises:
         LayersimError: the run file is malformed.
     """
-    beside = [file.with_suffix(".yaml") for file in files]
-    if not all(path.is_file() for path in beside):
+    run_files = [file.with_suffix(".yaml") for file in files]
+    if not all(path.is_file() for path in run_files):
         return None
-    content = parsed_run_file(beside[0], "files")
-    options = {name: value for name, value in content.items() if name not in (COMMAND, RECORD)}
-    _refuse_other_options(beside[0], "files", options, of_report)
+    content = parsed_run_file(run_files[0], "files")
+    options = {name: value for name, value in content.items() if name not in (COMMAND_KEY, RECORD_KEY)}
+    _refuse_other_options(run_files[0], "files", options, takes_several)
     return options

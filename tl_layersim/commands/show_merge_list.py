@@ -10,11 +10,11 @@ from ..core.errors import LayersimError
 from .measure import report_on_model
 from .models_and_data import ALIGNED, is_demo, named_model
 from .options import CommandCall, command, help_of, names_of, shard_files
-from .output import prepare, print_headlines, print_run, print_table, write_report, written
-from .run_file import shard_options
+from .output import prepare, print_headlines, print_run, print_table, report_file_options, write_report
+from .run_file import options_of_shards
 
 
-def saved_file(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
+def saved_file_options(file: str, *, table: list[str] | None = None, html: Path | None = None) -> None:
     """Declares the options for a saved report or result.
 
     Args:
@@ -24,7 +24,7 @@ def saved_file(file: str, *, table: list[str] | None = None, html: Path | None =
     """
 
 
-@command("show", {"Output": (saved_file,)})
+@command("show", {"Output": (saved_file_options,)})
 def show_file(call: CommandCall) -> None:
     """Print numbers, fields and provenance of a saved report.
 
@@ -35,7 +35,8 @@ def show_file(call: CommandCall) -> None:
     """
     from .. import load
 
-    report, html = _as_report(load(call.options["file"])), call.options["html"]
+    report = _as_report(load(call.options["file"]))
+    html = call.options["html"]
     for name in names_of(call.options["table"] or []):
         _print_field(report, name)
     if not call.options["table"]:
@@ -60,7 +61,10 @@ def _print_report(report: Any) -> None:
     print_run(report)
     print_headlines(report)
     print()
-    rows = [(f"{name}.{field}", size) for name, result in report.items() for field, size in _axes_of_fields(result).items()]
+    rows = []
+    for name, result in report.items():
+        for field, axes in _axes_of_fields(result).items():
+            rows.append((f"{name}.{field}", axes))
     print_table(("field", "axes"), rows, "Fields, which --table prints")
     print()
     print_table(("provenance", "value"), _provenance_rows(report), "Provenance")
@@ -68,24 +72,28 @@ def _print_report(report: Any) -> None:
 
 def _axes_of_fields(result: Any) -> dict[str, str]:
     """A dict of the axes and sizes of a result's tensor fields, as text."""
-    return {
-        result.values_name if name == "values" else name: " x ".join(
-            f"{axis} ({len(result.coordinates(axis))})" for axis in axes
-        )
-        or "a number"
-        for name, axes in result.tensor_fields().items()
-    }
+    texts = {}
+    for name, axes in result.tensor_fields().items():
+        shown_name = result.values_name if name == "values" else name
+        sizes = [f"{axis} ({len(result.coordinates(axis))})" for axis in axes]
+        texts[shown_name] = " x ".join(sizes) or "a number"
+    return texts
 
 
 def _provenance_rows(report: Any) -> list[tuple[str, str]]:
     """Table rows of the common provenance, and of each result's options and warnings."""
     first = next(iter(report.values())).provenance
-    apart = ("options", "warnings", "versions")
-    rows = [(one.name, str(getattr(first, one.name))) for one in fields(first) if one.name not in apart]
+    # These three have rows of their own.
+    separate = ("options", "warnings", "versions")
+    rows = []
+    for field in fields(first):
+        if field.name not in separate:
+            rows.append((field.name, str(getattr(first, field.name))))
     for name, result in report.items():
         rows += [(f"{name}.{key}", str(value)) for key, value in result.provenance.options.items()]
         rows += [(f"{name}.warning", text) for text in result.provenance.warnings]
-    return [*rows, ("versions", ", ".join(f"{package} {version}" for package, version in first.versions.items()))]
+    versions = ", ".join(f"{package} {version}" for package, version in first.versions.items())
+    return [*rows, ("versions", versions)]
 
 
 def _print_field(report: Any, name: str) -> None:
@@ -94,12 +102,15 @@ def _print_field(report: Any, name: str) -> None:
     if measure not in report:
         raise LayersimError(f"`table` is {name}; it must begin with the name of a result in the file: {', '.join(report)}.")
     frame = report[measure].to_frame(field or None)
+    columns = [str(column) for column in frame.columns]
     numbers = [str(column) for column in frame.columns if frame[column].dtype.kind == "f"]
-    cells = [[f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row] for row in frame.itertuples(index=False)]
-    print_table([str(column) for column in frame.columns], cells, name, numbers=numbers)
+    rows = []
+    for row in frame.itertuples(index=False):
+        rows.append([f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in row])
+    print_table(columns, rows, name, numbers=numbers)
 
 
-def shards(files: list[str]) -> None:
+def shards_argument(files: list[str]) -> None:
     """Declares the argument of `merge`: the files of shards.
 
     Args:
@@ -107,7 +118,7 @@ def shards(files: list[str]) -> None:
     """
 
 
-@command("merge", {"Output": (shards, written)})
+@command("merge", {"Output": (shards_argument, report_file_options)})
 def merge_shards(call: CommandCall) -> None:
     """Merge the sums of all shards, and write the report.
 
@@ -119,15 +130,17 @@ def merge_shards(call: CommandCall) -> None:
 
     prepare(call)
     paths = shard_files(call.options["files"], "files")
-    options = shard_options(paths, report_on_model.takes_several())
+    options = options_of_shards(paths, report_on_model.takes_several())
     report: Any = merge(paths)
     print_run(report)
-    known = {"seq_len": None, "positions": None} | (options or {})
-    of_run = {name: call.options[name] for name in ("out", "format")}
-    write_report(CommandCall("report", options or {}, known | of_run), report, with_run_file=options is not None)
+    # Options whose defaults depend on the model: the run file gets the values that the run used.
+    report_options = {"seq_len": None, "positions": None} | (options or {})
+    output_options = {name: call.options[name] for name in ("out", "format")}
+    report_call = CommandCall("report", options or {}, report_options | output_options)
+    write_report(report_call, report, with_run_file=options is not None)
 
 
-def listed_analyzer(analyzer: str | None = None) -> None:
+def analyzer_argument(analyzer: str | None = None) -> None:
     """Declares the argument of `analyzers`: the name of an analyzer.
 
     Args:
@@ -135,7 +148,7 @@ def listed_analyzer(analyzer: str | None = None) -> None:
     """
 
 
-@command("analyzers", {"Output": (listed_analyzer,)})
+@command("analyzers", {"Output": (analyzer_argument,)})
 def list_analyzers(call: CommandCall) -> None:
     """List the installed analyzers, with a one-line description each.
 
@@ -150,10 +163,13 @@ def list_analyzers(call: CommandCall) -> None:
         installed = sorted(find_analyzers().items())
         print_table(("name", "measure"), [(name, cls.summary()) for name, cls in installed], "Analyzers")
         return
-    one: Any = next(iter(choose_analyzers(call.options["analyzer"]).values()))
-    texts = help_of(type(one))
-    options = [(f"{one.name}.{own.name}", getattr(one, own.name), texts.get(own.name, "")) for own in fields(one) if own.init]
-    print_table(("option", "default", "meaning"), options, one.summary())
+    analyzer: Any = next(iter(choose_analyzers(call.options["analyzer"]).values()))
+    help_texts = help_of(type(analyzer))
+    rows = []
+    for field in fields(analyzer):
+        if field.init:
+            rows.append((f"{analyzer.name}.{field.name}", getattr(analyzer, field.name), help_texts.get(field.name, "")))
+    print_table(("option", "default", "meaning"), rows, analyzer.summary())
 
 
 @command("sites", {"Model": (named_model,)}, without=["device", "dtype", "remote", "server"])
@@ -168,7 +184,11 @@ def list_sites(call: CommandCall) -> None:
     from .. import demo_model, sites
     from ..sources.load_by_name import load_without_weights
 
-    name, trusted = call.options["model"], call.options["trust_remote_code"]
-    table = sites(demo_model(aligned=name == ALIGNED) if is_demo(name) else load_without_weights(name, trusted, "model"))
+    name = call.options["model"]
+    if is_demo(name):
+        model = demo_model(aligned=name == ALIGNED)
+    else:
+        model = load_without_weights(name, call.options["trust_remote_code"], "model")
+    table = sites(model)
     rows = table.astype(object).where(table.notna(), "-").astype(str).to_numpy().tolist()
     print_table(list(table.columns), rows, "Sites in the order in which the model computes them", numbers=("block", "heads"))

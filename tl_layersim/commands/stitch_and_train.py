@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LayersimError
-from .models_and_data import evaluation_data, named_data, named_model, opened, read_data, read_held_out
+from .models_and_data import evaluation_data_option, named_data, named_model, opened, read_data, read_held_out
 from .options import CommandCall, command, stitch_point
-from .output import make_folder, prepare, print_run, write_report, written
-from .run_file import run_file
+from .output import make_folder, prepare, print_run, report_file_options, write_report
+from .run_file import config_option
 
 
-def stitched(front: str, back: str) -> None:
+def stitch_model_arguments(front: str, back: str) -> None:
     """Declares the options for the two models of `stitch`.
 
     Args:
@@ -22,7 +22,7 @@ def stitched(front: str, back: str) -> None:
     """
 
 
-def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
+def stitch_options(*, at: list[str] | None = None, paper: bool = False) -> None:
     """Declares options of `tl-layersim stitch` that differ from the arguments of `stitch`.
 
     Args:
@@ -36,11 +36,11 @@ def stitching(*, at: list[str] | None = None, paper: bool = False) -> None:
 @command(
     "stitch",
     {
-        "Model": (stitched, named_model),
-        "Data": (named_data, evaluation_data, "Data"),
-        "Measures": (stitching, "stitch"),
-        "Run": ("stitching.StitchTraining", run_file),
-        "Output": (written,),
+        "Model": (stitch_model_arguments, named_model),
+        "Data": (named_data, evaluation_data_option, "Data"),
+        "Measures": (stitch_options, "stitch"),
+        "Run": ("stitching.StitchTraining", config_option),
+        "Output": (report_file_options,),
     },
     without=["model", "remote", "server"],
 )
@@ -57,27 +57,40 @@ def stitch_models(call: CommandCall) -> None:
 
     points = list(dict.fromkeys(stitch_point(text) for text in call.options["at"] or []))
     paper = call.options["paper"]
-    training = replace(StitchTraining.paper() if paper else StitchTraining(), **call.of("stitching.StitchTraining"))
-    options: dict[str, Any] = ({"adapter": "affine-norm", "fit": "sgd"} if paper else {}) | call.of("stitch", without=["at"])
+    start = StitchTraining.paper() if paper else StitchTraining()
+    training = replace(start, **call.of("stitching.StitchTraining"))
+    options: dict[str, Any] = {}
+    if paper:
+        options |= {"adapter": "affine-norm", "fit": "sgd"}
+    options |= call.of("stitch", without=["at"])
     # Without a training by gradients, settings other than the defaults are refused.
     if training != StitchTraining():
         options["training"] = training
     prepare(call)
-    data, options["eval_data"] = read_data(call), read_held_out(call)
-    models = [opened(call, "front"), opened(call, "back")]
+    data = read_data(call)
+    options["eval_data"] = read_held_out(call)
+    front_model = opened(call, "front")
+    back_model = opened(call, "back")
     if len(points) == 1:
-        result: Any = stitch(models[0], models[1], data, at=points[0], **options)
+        result: Any = stitch(front_model, back_model, data, at=points[0], **options)
     else:
-        front, back = call.options["front"], call.options["back"]
-        names = (front, back) if front != back else (f"{front} (front)", f"{back} (back)")
-        layers = dict(zip(names, map(list, zip(*points, strict=True)), strict=True)) if points else None
-        result = stitch_grid(dict(zip(names, models, strict=True)), data, layers=layers, **options)
+        front = call.options["front"]
+        back = call.options["back"]
+        if front == back:
+            # The names of the models of a grid must differ.
+            front = f"{front} (front)"
+            back = f"{back} (back)"
+        layers = None
+        if points:
+            front_layers, back_layers = zip(*points, strict=True)
+            layers = {front: list(front_layers), back: list(back_layers)}
+        result = stitch_grid({front: front_model, back: back_model}, data, layers=layers, **options)
     report = Report({"stitch": result})
     print_run(report)
     write_report(call, report)
 
 
-def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
+def training_options(*, save_to: Path, paper: bool = False, lora: int | None = None) -> None:
     """Declares options of `tl-layersim train` that differ from the arguments of `finetune_aligned`.
 
     Args:
@@ -92,10 +105,10 @@ def tuned(*, save_to: Path, paper: bool = False, lora: int | None = None) -> Non
     "train",
     {
         "Model": (named_model, "open_model"),
-        "Data": (named_data, evaluation_data, "Data"),
-        "Measures": (tuned, "AlignedTraining"),
-        "Run": (run_file, "finetune_aligned"),
-        "Output": (written,),
+        "Data": (named_data, evaluation_data_option, "Data"),
+        "Measures": (training_options, "AlignedTraining"),
+        "Run": (config_option, "finetune_aligned"),
+        "Output": (report_file_options,),
     },
     without=["remote", "server", "tokens_per_request"],
     split="train",
@@ -113,7 +126,8 @@ def train_model(call: CommandCall) -> None:
 
     start = AlignedTraining.paper_gpt2() if call.options["paper"] else AlignedTraining()
     settings = call.of("AlignedTraining")
-    if (rank := call.options["lora"]) is not None:
+    rank = call.options["lora"]
+    if rank is not None:
         if rank < 1:
             raise LayersimError(f"`lora` is {rank}; it must be an int of 1 or more.")
         from peft import LoraConfig
@@ -122,7 +136,8 @@ def train_model(call: CommandCall) -> None:
     training = replace(start, **settings)
     make_folder(call.options["save_to"], "save_to")
     prepare(call)
-    data, eval_data = read_data(call), read_held_out(call)
+    data = read_data(call)
+    eval_data = read_held_out(call)
     result: Any = finetune_aligned(opened(call), data, training, eval_data=eval_data, **call.of("finetune_aligned"))
     report = Report({"training": result})
     print_run(report)

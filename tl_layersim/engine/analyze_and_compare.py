@@ -60,31 +60,38 @@ def run_analysis(analysis: Analysis, path: FilePath | None = None) -> Report:
         LayersimError: a model or the data does not suit an analyzer, or the data differs from the data of the checkpoint.
     """
     analysis.check()
-    peers = [weight_peers(source.module) if isinstance(source, HasModule) else frozenset() for source in analysis.sources]
+    # For each model, the ranks that share its weights; empty if this process holds them all.
+    peers = []
+    for source in analysis.sources:
+        peers.append(weight_peers(source.module) if isinstance(source, HasModule) else frozenset())
     deal = agree(peers)
     rank, size = rank_and_size()
-    own = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
-    refuse_unwritable(own, "checkpoint")
+    rank_path = None
+    if path is not None:
+        rank_path = Path(f"{path}.rank{rank}" if rank else path)
+    refuse_unwritable(rank_path, "checkpoint")
     identity = {}
     if path is not None or size > 1:
         identity = analysis.identity(None if path is None else "checkpoint") | {"processes": size, "copies": deal.copies}
         # Ranks that share a model hold different parts of its weights.
-        models = zip(identity["models"], peers, strict=True)
-        of_all = [model | {"weights": ""} if sharers else model for model, sharers in models]
-        refuse_other_ranks("run", identity | {"models": of_all})
-    file = ResumableFile(own, "checkpoint", identity)
+        common_models = []
+        for model, sharing_ranks in zip(identity["models"], peers, strict=True):
+            common_models.append(model | {"weights": ""} if sharing_ranks else model)
+        refuse_other_ranks("run", identity | {"models": common_models})
+    file = ResumableFile(rank_path, "checkpoint", identity)
     tallies = file.resume(tallies_of) or {}
     analysis.read_ahead()
-    done = run(analysis, DataPart(deal), file, tallies)
-    tally, tree = done.state.tally, done.state.tally.tree
+    last_pass = run(analysis, DataPart(deal), file, tallies)
+    tally = last_pass.state.tally
     refuse_other_data_on_ranks(tally)
-    total = add_over_ranks(tally.sums(done.kernels), deal)
-    blocks = () if tree.size is None else add_blocks_over_ranks(tree, done.kernels, deal)
+    total = add_over_ranks(tally.sums(last_pass.kernels), deal)
+    blocks = () if tally.tree.size is None else add_blocks_over_ranks(tally.tree, last_pass.kernels, deal)
+    seconds = sum(pass_tally.seconds for pass_tally in tallies.values())
     return make_report(
         analysis.analyzers,
         analysis.plan.models(),
-        replace(tally, seconds=sum(one.seconds for one in tallies.values())),
-        done.first_sums,
+        replace(tally, seconds=seconds),
+        last_pass.first_sums,
         analysis.provenance,
         (total, blocks),
     )
@@ -115,18 +122,25 @@ def run_with_baseline(
         raise LayersimError(
             f'`data` is {brief(data.source)}; it must be readable more than once for `baseline="untrained"`. Pass list(data).'
         )
-    for one in opened:
-        if one.on_server:
+    for trained in opened:
+        if trained.on_server:
             raise LayersimError(
                 '`baseline="untrained"` cannot be combined with `remote`: untrained models run in this process.'
             )
-        refuse_changed(one.model)
-    report, twins = run_analysis(prepare(opened), checkpoint), list[Report]()
+        refuse_changed(trained.model)
+    report = run_analysis(prepare(opened), checkpoint)
+    twin_reports: list[Report] = []
     for seed in range(SEEDS):
-        fresh = [untrained(one.model, seed * len(opened) + number) for number, one in enumerate(opened)]
-        models = [replace(one, model=model, verify=None) for one, model in zip(opened, fresh, strict=True)]
-        twins.append(run_analysis(replace(prepare(models), intervals=False)))
-    return Report({name: result.with_twins([twin[name] for twin in twins]) for name, result in report.items()})
+        twins = []
+        for number, trained in enumerate(opened):
+            # No two models of any seed have the same weights.
+            model = untrained(trained.model, seed * len(opened) + number)
+            twins.append(replace(trained, model=model, verify=None))
+        twin_reports.append(run_analysis(replace(prepare(twins), intervals=False)))
+    with_twins = {}
+    for name, result in report.items():
+        with_twins[name] = result.with_twins([twin_report[name] for twin_report in twin_reports])
+    return Report(with_twins)
 
 
 SeveralAnalyzers: TypeAlias = Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
@@ -239,9 +253,11 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
-    data, chosen, opened = Data.of(data), choose_analyzers(analyzers), [OpenedModel.of(model)]
-    how = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
-    refuse_contradictions(how, blocking, opened[0])
+    data = Data.of(data)
+    chosen = choose_analyzers(analyzers)
+    opened = [OpenedModel.of(model)]
+    arguments = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
+    refuse_contradictions(arguments, blocking, opened[0])
     first_pass = None if first is None else merged_first(paths_of(first, "first"))
     prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
     if not blocking:
@@ -277,15 +293,18 @@ def opened_analysis(
         LayersimError: a model lacks the sites, an analyzer cannot use the sites or the positions, or the models read different
             tokens.
     """
-    if any(one.on_server for one in opened) and rank_and_size()[1] > 1:
+    _, ranks = rank_and_size()
+    if any(opened_model.on_server for opened_model in opened) and ranks > 1:
         raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
-    sources = [open_source(one, either_stack=True, at=at) for one in opened]
+    sources = [open_source(opened_model, either_stack=True, at=at) for opened_model in opened]
     plan = plan_sites(sources, analyzers, at, per_head)
     models = [source.model for source in sources]
-    chosen = {name: analyzers[name].settled(own[0], data.positions) for name, own in plan.models().items()}
+    chosen = {}
+    for name, analyzer_models in plan.models().items():
+        chosen[name] = analyzers[name].settled(analyzer_models[0], data.positions)
     # The first model with a tokenizer reads the data.
-    in_order = sorted(models, key=lambda model: model.tokenizer is None)
-    shared = reduce(partial(shared_tokens, given=data.tokenizer is not None), in_order)
+    with_tokenizer_first = sorted(models, key=lambda model: model.tokenizer is None)
+    shared = reduce(partial(shared_tokens, given=data.tokenizer is not None), with_tokenizer_first)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
     rule = chosen_rule(data.positions, models, chosen, data.skip_first)
     batches = Batches(data.counting(rule), with_tokenizer(shared, data.tokenizer), labelled, position_counter(sources))
@@ -346,7 +365,8 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
-    data, chosen = Data.of(data), choose_analyzers(analyzers)
+    data = Data.of(data)
+    chosen = choose_analyzers(analyzers)
     pair = (OpenedModel.of(model_a, "model_a"), OpenedModel.of(model_b, "model_b"))
     refuse_no_comparison(chosen)
     refuse_one_model({"model_a": model_a, "model_b": model_b})

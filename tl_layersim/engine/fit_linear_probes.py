@@ -90,85 +90,99 @@ class LogisticProbe(ProbeAnalyzer):
     C: PositiveFloat = 1.0
     max_iter: PositiveInt = 1000
     # Not an option: set by `first_kernel`.
-    _kept: ClassVar[KeptSamples]
+    _samples: ClassVar[KeptSamples]
 
     def first_kernel(self) -> Kernel | None:
         # Not a field: fields are options, which are recorded.
-        kept = KeptSamples()
-        object.__setattr__(self, "_kept", kept)
-        return partial(keep_kernel, kept=kept, probe=self)
+        samples = KeptSamples()
+        object.__setattr__(self, "_samples", samples)
+        return partial(keep_kernel, samples=samples, probe=self)
 
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
-        targets, test = torch.cat(self._kept.targets), torch.cat(self._kept.test)
-        size = int(torch.cat([targets, test]).max()) + 1 if len(targets) + len(test) else 1
-        return torch.bincount(targets, minlength=size), torch.bincount(test, minlength=size)
+        train_classes = torch.cat(self._samples.targets)
+        test_classes = torch.cat(self._samples.test)
+        classes = torch.cat([train_classes, test_classes])
+        number = int(classes.max()) + 1 if len(classes) else 1
+        return torch.bincount(train_classes, minlength=number), torch.bincount(test_classes, minlength=number)
 
     def fit(self, first: Sums, control: bool = False) -> ProbeWeights:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
         from sklearn.preprocessing import StandardScaler
 
-        kept, train = self._kept, self.counts(first)[0]
-        target = control_classes(train)[torch.cat(kept.control)] if control else torch.cat(kept.targets)
-        weight = torch.zeros(len(kept.widths), max(kept.widths), len(train), dtype=torch.float64)
-        offset = torch.full((len(kept.widths), len(train)), -math.inf, dtype=torch.float64)
-        kept.constant = []
-        for site, width in enumerate(kept.widths):
-            x = torch.cat([batch[site, :, :width] for batch in kept.activations]).double().numpy()
+        samples = self._samples
+        class_counts, _ = self.counts(first)
+        target = torch.cat(samples.targets)
+        if control:
+            target = control_classes(class_counts)[torch.cat(samples.control)]
+        sites = len(samples.widths)
+        weight = torch.zeros(sites, max(samples.widths), len(class_counts), dtype=torch.float64)
+        # A class without a training sample is never predicted.
+        offset = torch.full((sites, len(class_counts)), -math.inf, dtype=torch.float64)
+        samples.constant = []
+        for site, width in enumerate(samples.widths):
+            x = torch.cat([batch[site, :, :width] for batch in samples.activations]).double().numpy()
             if not np.ptp(x, axis=0).any():
-                kept.constant.append(site)
-            scaler, probe = StandardScaler(), LogisticRegression(C=self.C, max_iter=self.max_iter)
+                samples.constant.append(site)
+            scaler = StandardScaler()
+            regression = LogisticRegression(C=self.C, max_iter=self.max_iter)
             with warnings.catch_warnings(record=True) as issued:
                 warnings.simplefilter("always")
-                probe.fit(scaler.fit_transform(x), target.numpy())
-            for other in issued:
-                if issubclass(other.category, ConvergenceWarning):
-                    kept.stopped.append(site)
+                regression.fit(scaler.fit_transform(x), target.numpy())
+            for warning in issued:
+                if issubclass(warning.category, ConvergenceWarning):
+                    samples.stopped.append(site)
                 else:
-                    warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            classes = torch.tensor(regression.classes_)
             # Two classes have one score: that of the second, above 0 for the second.
-            scores, known = torch.tensor(probe.coef_), torch.tensor(probe.classes_)[-len(probe.coef_) :]
-            scores = scores / torch.tensor(scaler.scale_)
-            offset[site, torch.tensor(probe.classes_)] = 0.0
-            weight[site, :width, known] = scores.T
-            offset[site, known] = torch.tensor(probe.intercept_) - scores @ torch.tensor(scaler.mean_)
+            scored_classes = classes[-len(regression.coef_) :]
+            scores = torch.tensor(regression.coef_) / torch.tensor(scaler.scale_)
+            offset[site, classes] = 0.0
+            weight[site, :width, scored_classes] = scores.T
+            offset[site, scored_classes] = torch.tensor(regression.intercept_) - scores @ torch.tensor(scaler.mean_)
         return weight, offset
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        kept = self._kept
-        warn_of_constant([run.layers[site] for site in kept.constant])
-        if kept.stopped:
-            stopped = [run.layers[site] for site in dict.fromkeys(kept.stopped)]
+        samples = self._samples
+        warn_of_constant([run.layers[site] for site in samples.constant])
+        if samples.stopped:
+            # A site is named once, though the fit to the control labels may stop there too.
+            stopped = [run.layers[site] for site in dict.fromkeys(samples.stopped)]
             warn(
                 f"The logistic regression stopped at max_iter={self.max_iter} before it converged, at {', '.join(stopped[:4])}"
                 f"{' and other sites' if len(stopped) > 4 else ''}. Pass a larger max_iter=, or a smaller C=."
             )
-        return self.result(sums, run, "logistic", max(kept.widths))
+        return self.result(sums, run, "logistic", max(samples.widths))
 
 
-def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
-    """Append the training samples of one batch to `kept`. This kernel needs a model in this process.
+def keep_kernel(view: View, *, samples: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
+    """Append the training samples of one batch to `samples`. This kernel needs a model in this process.
 
     Args:
         view: activations of one batch.
-        kept: receives the activations.
+        samples: receives the activations.
         probe: the probe, which decides which samples are kept.
 
     Raises:
         LayersimError: the activations need more memory than the limit.
     """
-    target, train, test = (part.cpu() for part in labelled(view, probe.labels, probe.split))
-    kept.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
-    kept.widths = view.widths or (view.activations.shape[-1],) * len(view.activations)
-    kept.targets.append(target[train])
-    kept.test.append(target[test])
+    target, train, test = labelled(view, probe.labels, probe.split)
+    target = target.cpu()
+    train = train.cpu()
+    test = test.cpu()
+    samples.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
+    samples.widths = view.widths or (view.activations.shape[-1],) * len(view.activations)
+    samples.targets.append(target[train])
+    samples.test.append(target[test])
     if probe.control is not None:
-        kept.control.append(control_part(view, probe.control, probe.seed).cpu()[train])
-    held = sum(batch.numel() * batch.element_size() for batch in kept.activations)
-    if not held <= probe.max_memory_gb * 1e9:
+        samples.control.append(control_part(view, probe.control, probe.seed).cpu()[train])
+    kept_bytes = sum(batch.numel() * batch.element_size() for batch in samples.activations)
+    if not kept_bytes <= probe.max_memory_gb * 1e9:
+        count = sum(map(len, samples.targets))
         raise LayersimError(
-            f"`max_memory_gb` is {probe.max_memory_gb:g}, but logistic regression keeps {held / 1e9:.2f} GB of activations "
-            f"after {sum(map(len, kept.targets))} samples. Use LinearProbe, fewer sites (`at`) or fewer positions."
+            f"`max_memory_gb` is {probe.max_memory_gb:g}, but logistic regression keeps {kept_bytes / 1e9:.2f} GB of "
+            f"activations after {count} samples. Use LinearProbe, fewer sites (`at`) or fewer positions."
         )
     return {"samples": train.sum()}
 
@@ -224,40 +238,57 @@ def linear_probe(
         >>> probe.accuracy.shape, probe.labels
         (torch.Size([9]), (0, 1))
     """
-    probe, data = probe or LinearProbe(labels="data"), Data.of(data)
+    probe = probe or LinearProbe(labels="data")
+    data = Data.of(data)
     if isinstance(probe, LogisticProbe):
-        remote, ranks = OpenedModel.of(model).remote, rank_and_size()[1]
-        given = {"`checkpoint`": checkpoint is not None, f"remote={shown(remote)}": remote is not False}
-        for words, wrong in (given | {f"{ranks} processes": ranks > 1}).items():
-            if wrong:
+        remote = OpenedModel.of(model).remote
+        _, ranks = rank_and_size()
+        excluded = {
+            "`checkpoint`": checkpoint is not None,
+            f"remote={shown(remote)}": remote is not False,
+            f"{ranks} processes": ranks > 1,
+        }
+        for condition, is_present in excluded.items():
+            if is_present:
                 raise LayersimError(
-                    f"LogisticProbe cannot run with {words}: it keeps activations in the memory of one process. Use "
+                    f"LogisticProbe cannot run with {condition}: it keeps activations in the memory of one process. Use "
                     "LinearProbe."
                 )
     if test_data is not None:
-        if isinstance(probe.labels, Tensor):
-            raise LayersimError(
-                '`labels` of the probe holds no labels of `test_data`. Pass labels="data", and the labels as a column of '
-                '`data` and of `test_data`, such as {"input_ids": tokens, "labels": classes}.'
-            )
-        parts = [data, data.like(test_data)]
-        # An iterator would be gone after its rows are counted.
-        parts = [replace(part, source=list(part.source)) if part.read_once else part for part in parts]
-        # `analyze` verifies the model.
-        source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
-        described, counter = with_tokenizer(source.model, data.tokenizer), position_counter([source])
-        count = Batches(parts[0], described, count_positions=counter).count_rows()
-        # Read here, because `analyze` would name errors in it after `data`.
-        held_out = Batches(
-            replace(parts[1], tokenizer=data.tokenizer), described, count_positions=counter, argument="test_data"
-        )
-        if not sum(1 for _ in held_out.rows()):
-            raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
-        probe = replace(probe, first_test_row=count)
-        data = replace(data, source=[part.source for part in parts], groups=_joint_groups(parts, described, counter))
+        probe, data = _with_test_data(model, data, probe, test_data, at)
     report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
     result: LinearProbeResult = report["linear_probe"]
     return result
+
+
+def _with_test_data(model: Any, data: Data, probe: ProbeAnalyzer, test_data: Any, at: AtArgument) -> tuple[ProbeAnalyzer, Data]:
+    """The probe with the index of the first held-out row, and the data with the rows of `test_data` after its own.
+
+    Raises:
+        LayersimError: `test_data` has no rows or no labels, or its rows cannot be read.
+    """
+    if isinstance(probe.labels, Tensor):
+        raise LayersimError(
+            '`labels` of the probe holds no labels of `test_data`. Pass labels="data", and the labels as a column of '
+            '`data` and of `test_data`, such as {"input_ids": tokens, "labels": classes}.'
+        )
+    parts = []
+    for part in (data, data.like(test_data)):
+        # An iterator would be gone after its rows are counted.
+        parts.append(replace(part, source=list(part.source)) if part.read_once else part)
+    # `analyze` verifies the model.
+    source = open_source(replace(OpenedModel.of(model), verify=None), either_stack=True, at=at)
+    described = with_tokenizer(source.model, data.tokenizer)
+    counter = position_counter([source])
+    training_rows = Batches(parts[0], described, count_positions=counter).count_rows()
+    # Read here, because `analyze` would name errors in it after `data`.
+    held_out = Batches(replace(parts[1], tokenizer=data.tokenizer), described, count_positions=counter, argument="test_data")
+    # All rows are read, not the first alone: an error in any of them is to be named after `test_data`.
+    if not sum(1 for _ in held_out.rows()):
+        raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
+    probe = replace(probe, first_test_row=training_rows)
+    groups = _joint_groups(parts, described, counter)
+    return probe, replace(data, source=[part.source for part in parts], groups=groups)
 
 
 def _joint_groups(parts: Sequence[Data], model: ModelInputs, count_positions: Callable[[Batch], int] | None) -> Any:
@@ -267,7 +298,7 @@ def _joint_groups(parts: Sequence[Data], model: ModelInputs, count_positions: Ca
         LayersimError: the groups of one are a column, and those of another are not.
     """
     options = [part.groups for part in parts]
-    if all(one is None or isinstance(one, str) for one in options):
+    if all(option is None or isinstance(option, str) for option in options):
         if options[0] != options[1]:
             raise LayersimError(
                 f"`groups` is {options[0]!r} in `data` and {options[1]!r} in `test_data`; both must have one column."

@@ -44,17 +44,20 @@ WORKER_OPTIONS = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 5}
 Description = tuple[dict[str, Any], DataCounts, bool]
 
 
-class ModelCopy:
+class ShardWorker:
     """The model and the data in a Ray worker. The first call opens both, so that errors reach the driver.
 
     Args:
         load_model: function that returns the model, or an `OpenedModel`.
         argument: name of the argument that holds the run's folder, see `Model.identity`.
-        how: Ray's reference to the data, the analyzers and the options, see `opened_analysis`.
+        inputs: a list of one item, Ray's reference to the data, the analyzers and the options, see `opened_analysis`. Ray
+            fetches a reference that is an argument itself, but not one in a list.
     """
 
-    def __init__(self, load_model: Callable[[], Any], argument: str | None, how: list[Any]) -> None:
-        self._load_model, self._argument, self._how = load_model, argument, how
+    def __init__(self, load_model: Callable[[], Any], argument: str | None, inputs: list[Any]) -> None:
+        self._load_model = load_model
+        self._argument = argument
+        self._inputs = inputs
 
     @cached_property
     def _analysis(self) -> Analysis:
@@ -62,7 +65,8 @@ class ModelCopy:
 
         # Every shard reads the rows of all data.
         data_module.MOST_KEPT = sys.maxsize
-        return opened_analysis([OpenedModel.of(self._load_model())], *ray.get(self._how[0]))
+        [reference] = self._inputs
+        return opened_analysis([OpenedModel.of(self._load_model())], *ray.get(reference))
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -74,19 +78,21 @@ class ModelCopy:
         analysis.check()
         return self._identity, analysis.counts, analysis.first_needs_model
 
-    def measure(self, number: int, of: int, first_pass: ShardPart | None) -> bytes:
+    def measure(self, number: int, shard_count: int, first_pass: ShardPart | None) -> bytes:
         """Measure one shard.
 
         Args:
             number: index of the shard.
-            of: number of shards.
+            shard_count: number of shards.
             first_pass: the first pass over all shards; None to measure the first pass, or if no first pass runs the model.
 
         Returns:
             The content of the shard's file.
         """
         with TemporaryDirectory() as folder:
-            return run_shard(self._analysis, self._identity, (number, of), Path(folder) / "shard", first_pass).read_bytes()
+            path = Path(folder) / "shard"
+            run_shard(self._analysis, self._identity, (number, shard_count), path, first_pass)
+            return path.read_bytes()
 
 
 class Workers:
@@ -94,61 +100,77 @@ class Workers:
 
     Args:
         ray: the package ray.
-        actors: Ray actors of `ModelCopy`.
+        actors: Ray actors of `ShardWorker`.
         folder: folder for the files of shards; shards in it are not measured again.
     """
 
     def __init__(self, ray: Any, actors: list[Any], folder: Path) -> None:
-        self._ray, self._folder, self._free = ray, folder, list[Any]()
+        self._ray = ray
+        self._folder = folder
+        # Actors without a running call.
+        self._free: list[Any] = []
         # By Ray's reference to a running call: its worker, and the pass and the index of the shard.
         self._running: dict[Any, tuple[Any, str, int]] = {actor.describe.remote(): (actor, "", 0) for actor in actors}
         self.identity: dict[str, Any]
+        # The description of the worker that is ready first; those of the others are dropped as they come.
         self.identity, self.counts, self.needs_first_pass = self._wait()[2]
 
-    def measure(self, pass_name: str, of: int, first_pass: ShardPart | None) -> list[Path]:
+    def measure(self, pass_name: str, shard_count: int, first_pass: ShardPart | None) -> list[Path]:
         """Measure all shards and return their files.
 
         If two workers measure a shard, the file of the faster worker is kept.
 
         Args:
             pass_name: "first" or "main".
-            of: number of shards, if the folder holds none.
+            shard_count: number of shards, if the folder holds none.
             first_pass: the first pass over all shards, for the main pass.
 
         Raises:
             LayersimError: the folder holds sums of another run.
         """
-        files, given = dict[int, Path](), Counter[int]()
+        files: dict[int, Path] = {}
+        # Number of workers that each shard was given to.
+        attempts = Counter[int]()
         with tqdm(desc=TITLES[pass_name], unit="token", unit_scale=True, total=self.counts.tokens, disable=None) as bar:
             for path in self._folder.glob(f"{pass_name}-*.safetensors"):
-                of = self._add(path, files, bar, f"`checkpoint` is {self._folder}, and its file {path.name} was measured with")
-            while len(files) < of:
+                statement = f"`checkpoint` is {self._folder}, and its file {path.name} was measured with"
+                shard_count = self._add(path, files, bar, statement)
+            while len(files) < shard_count:
+                unfinished = set(range(shard_count)) - files.keys()
                 # Shards in work are given a second time, because a machine may be lost.
-                for number in sorted(set(range(of)) - files.keys(), key=given.__getitem__):
-                    if self._free and given[number] < 2:
-                        given[number] += 1
+                for number in sorted(unfinished, key=attempts.__getitem__):
+                    if self._free and attempts[number] < 2:
+                        attempts[number] += 1
                         actor = self._free.pop()
-                        self._running[actor.measure.remote(number, of, first_pass)] = actor, pass_name, number
-                own_pass, number, content = self._wait()
-                if own_pass == pass_name and number not in files:
+                        reference = actor.measure.remote(number, shard_count, first_pass)
+                        self._running[reference] = actor, pass_name, number
+                finished_pass, number, content = self._wait()
+                # A worker that was given a shard a second time may end it in the next pass.
+                if finished_pass == pass_name and number not in files:
                     path = self._folder / f"{pass_name}-{number}.safetensors"
                     with replacing(path) as file:
                         file.write(content)
                     self._add(path, files, bar, "`load_model` or `data` differs between machines: a worker has")
         return list(files.values())
 
-    def _add(self, path: Path, files: dict[int, Path], bar: Any, given: str) -> int:
-        """Check the file of a shard and add its path to `files`. Returns the number of shards of the run."""
+    def _add(self, path: Path, files: dict[int, Path], bar: Any, statement: str) -> int:
+        """Check the file of a shard and add its path to `files`. Returns the number of shards of the run.
+
+        `statement` is the beginning of an error's message.
+        """
         part = read_part(path)
-        if words := differing_entries(self.identity, {k: v for k, v in part.identity.items() if k != "first"}):
-            raise LayersimError(f"{given} other models, analyzers or options than this run: {words}.")
+        identity = {key: value for key, value in part.identity.items() if key != "first"}
+        differing = differing_entries(self.identity, identity)
+        if differing:
+            raise LayersimError(f"{statement} other models, analyzers or options than this run: {differing}.")
         if part.counts != self.counts:
             raise LayersimError(
-                f"{given} other rows, counted positions, labels or texts than this run, which has {self.counts.tokens} tokens."
+                f"{statement} other rows, counted positions, labels or texts than this run, which has {self.counts.tokens} "
+                "tokens."
             )
         files[part.number] = path
         bar.update(sum(node.tokens for node in part.tally.tree.nodes))
-        return part.of
+        return part.shard_count
 
     def _wait(self) -> tuple[str, int, Any]:
         """Wait until a worker has finished a call. Returns the pass, the shard index and the result of the call."""
@@ -216,7 +238,8 @@ def analyze_on_ray(
     """
     import ray
 
-    chosen, data = choose_analyzers(analyzers), Data.of(data)
+    chosen = choose_analyzers(analyzers)
+    data = Data.of(data)
     if hasattr(load_model, "parameters") or hasattr(load_model, "trace"):
         raise LayersimError(
             f"`load_model` is {with_article(type(load_model).__name__)}; it must be a function that returns the model, because "
@@ -226,16 +249,18 @@ def analyze_on_ray(
         folder = Path(checkpoint or temporary)
         folder.mkdir(exist_ok=True)
         # Once for all workers; the data without the rows that this process keeps.
-        given = ray.put((replace(data, source=_rows(data)), chosen, at, per_head, intervals))
-        kind = ray.remote(**WORKER_OPTIONS | dict(resources or {}))(ModelCopy)
+        inputs = ray.put((replace(data, source=_rows(data)), chosen, at, per_head, intervals))
+        worker_class = ray.remote(**WORKER_OPTIONS | dict(resources or {}))(ShardWorker)
         argument = None if checkpoint is None else "checkpoint"
-        actors = [kind.remote(load_model, argument, [given]) for _ in range(num_workers)]
+        actors = [worker_class.remote(load_model, argument, [inputs]) for _ in range(num_workers)]
         try:
             workers = Workers(ray, actors, folder)
             refuse_empty(workers.counts.tokens, workers.counts.sequences)
-            of = min(workers.counts.measured, SHARDS_PER_WORKER * num_workers)
-            first_pass = merged_first(workers.measure(FIRST, of, None)) if workers.needs_first_pass else None
-            return merge(workers.measure(MAIN, of, first_pass), analyzers=chosen)
+            shard_count = min(workers.counts.measured, SHARDS_PER_WORKER * num_workers)
+            first_pass = None
+            if workers.needs_first_pass:
+                first_pass = merged_first(workers.measure(FIRST, shard_count, None))
+            return merge(workers.measure(MAIN, shard_count, first_pass), analyzers=chosen)
         finally:
             for actor in actors:
                 ray.kill(actor)
@@ -250,8 +275,9 @@ def _rows(data: Data) -> Any:
     if not any(cls.__module__.startswith("ray.data") for cls in type(source).__mro__):
         return list(source) if data.read_once else source
     options = source.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
+    preserve_order = options.preserve_order
+    options.preserve_order = True
     try:
         return list(source.iter_rows())
     finally:
-        options.preserve_order = before
+        options.preserve_order = preserve_order

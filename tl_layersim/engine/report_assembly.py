@@ -53,16 +53,22 @@ def notes_on_sizes(
         sums: sums of the main pass over the data.
         options: how the data was read.
     """
-    found: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for name, analyzer in analyzers.items():
-        own = sums.get(SIZES + name, Sums())
-        for what in analyzer.weighs if own else ():
-            if what == "samples" and analyzer.whole_rows:
+        sizes = sums.get(SIZES + name, Sums())
+        if not sizes:
+            continue
+        for weighed in analyzer.weighs:
+            if weighed != "samples":
+                text = _text_on_dimension(sizes, models_of[name], weighed)
+            elif analyzer.whole_rows:
+                # The sizes are those of tokens, and a sample is a row.
                 continue
-            text = _samples(own, models_of[name], options) if what == "samples" else _dimension(own, models_of[name], what)
+            else:
+                text = _text_on_samples(sizes, models_of[name], options)
             if text:
-                found.setdefault(text, []).append(name)
-    return [(f"{', '.join(names)}: {text}", names) for text, names in found.items()]
+                names_by_text.setdefault(text, []).append(name)
+    return [(f"{', '.join(names)}: {text}", names) for text, names in names_by_text.items()]
 
 
 def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
@@ -75,58 +81,68 @@ def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
         number: index of the model.
         start: the first position that is counted.
     """
-    second, fourth = (sums[f"{number} norm^{power}"][:, start:].sum(1) for power in (2, 4))
+    second = sums[f"{number} norm^2"][:, start:].sum(1)
+    fourth = sums[f"{number} norm^4"][:, start:].sum(1)
     return second.square() / (fourth * sums[f"{number} tokens"][start:].sum())
 
 
-def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
+def _text_on_samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
     """Warning that the effective sample size is small; "" for no warning."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
     # By number of first positions that are left out, the sites at which few samples weigh most.
-    few = [_few(sums, models, start) for start in range(FIRST_PLACES + 1)]
-    if not few[0]:
+    small_fractions = [_small_fractions(sums, models, start) for start in range(FIRST_PLACES + 1)]
+    fractions = small_fractions[0]
+    if not fractions:
         return ""
-    least = min(few[0], key=lambda layer: few[0][layer])
-    start = min(range(FIRST_PLACES + 1), key=lambda number: len(few[number]))
-    unskipped = options.get("positions", "all") == "all"
-    remedy = f"skip_first={start} leaves out the large tokens." if unskipped else f"Leave the first {start} out of positions=."
-    left = f" At {len(few[start])} of these sites, few tokens still decide." if few[start] else ""
-    return (
-        f"few tokens decide these numbers at {_sites(few[0])}. At {site_in_words(least)}, the effective sample size is "
-        f"{few[0][least]:.2g} of the tokens. "
-        + (remedy + left if start else "The large tokens are not at the start of a row; inspect the rows.")
+    smallest = min(fractions, key=lambda layer: fractions[layer])
+    # The smallest number of first positions without which the fewest sites are left.
+    start = min(range(FIRST_PLACES + 1), key=lambda number: len(small_fractions[number]))
+    text = (
+        f"few tokens decide these numbers at {_count_sites(fractions)}. At {site_in_words(smallest)}, the effective sample "
+        f"size is {fractions[smallest]:.2g} of the tokens. "
     )
+    if not start:
+        return text + "The large tokens are not at the start of a row; inspect the rows."
+    # `skip_first` does not apply to other rules of positions.
+    if options.get("positions", "all") == "all":
+        text += f"skip_first={start} leaves out the large tokens."
+    else:
+        text += f"Leave the first {start} out of positions=."
+    if small_fractions[start]:
+        text += f" At {len(small_fractions[start])} of these sites, few tokens still decide."
+    return text
 
 
-def _few(sums: Sums, models: Sequence[Model], start: int) -> dict[str, float]:
-    return {
-        layer: float(value)
-        for number, model in enumerate(models)
-        for layer, value in zip(model.layers, effective_fraction(sums, number, start), strict=True)
-        if value < LEAST_EFFECTIVE_FRACTION
-    }
+def _small_fractions(sums: Sums, models: Sequence[Model], start: int) -> dict[str, float]:
+    """Effective sample size of the sites at which it is small, see `effective_fraction`."""
+    fractions = {}
+    for number, model in enumerate(models):
+        for layer, fraction in zip(model.layers, effective_fraction(sums, number, start), strict=True):
+            if fraction < LEAST_EFFECTIVE_FRACTION:
+                fractions[layer] = float(fraction)
+    return fractions
 
 
-def _sites(named: Mapping[str, float]) -> str:
-    return f"{len(named)} site{'s' * (len(named) > 1)}"
+def _count_sites(values: Mapping[str, float]) -> str:
+    return f"{len(values)} site{'s' * (len(values) > 1)}"
 
 
-def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
+def _text_on_dimension(sums: Sums, models: Sequence[Model], weighed: str) -> str:
     """Warning that one dimension has most of the squared norm or of the variance; "" for no warning."""
-    large = {
-        layer: float(share)
-        for number, model in enumerate(models)
-        for layer, share in zip(model.layers, sums[f"{number} largest {what}"] / sums[f"{number} all {what}"], strict=True)
-        if share > LARGEST_DIMENSION
-    }
-    if not large:
+    large_shares = {}
+    for number, model in enumerate(models):
+        shares = sums[f"{number} largest {weighed}"] / sums[f"{number} all {weighed}"]
+        for layer, share in zip(model.layers, shares, strict=True):
+            if share > LARGEST_DIMENSION:
+                large_shares[layer] = float(share)
+    if not large_shares:
         return ""
-    layer = max(large, key=lambda one: large[one])
-    of = "of a token's squared norm" if what == "power" else "of the variance"
+    layer = max(large_shares, key=lambda name: large_shares[name])
+    total = "of a token's squared norm" if weighed == "power" else "of the variance"
     return (
-        f"one dimension decides these numbers at {_sites(large)}. At {site_in_words(layer)}, this dimension has "
-        f"{100 * large[layer]:.0f} % {of}. CCA and LinearPredictivity weight all dimensions equally."
+        f"one dimension decides these numbers at {_count_sites(large_shares)}. At {site_in_words(layer)}, this dimension has "
+        f"{100 * large_shares[layer]:.0f} % {total}. CCA and LinearPredictivity weight all dimensions equally."
     )
 
 
@@ -134,7 +150,9 @@ def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
 FEW_BLOCKS = 16
 # Below this number of texts a warning is given, with what 16, 32 and 64 texts give in `benchmarks/coverage.py`.
 MANY_TEXTS = 64
-COVERED_BY_16, COVERED_BY_32, COVERED_BY_64 = 55, 80, 95
+COVERED_BY_16 = 55
+COVERED_BY_32 = 80
+COVERED_BY_64 = 95
 # Above this correlation of neighbouring jackknife blocks a warning is given.
 # 3 to 4 of 100 independent data sets of 16 blocks reach it.
 MOST_CORRELATION = 0.4
@@ -161,13 +179,16 @@ def jackknife_blocks(blocks: Sequence[DataBlock], name: str) -> list[JackknifeBl
         blocks: blocks of consecutive rows, from the main pass.
         name: name of the analyzer.
     """
-    own, tokens = list[JackknifeBlock](), 0
+    analyzer_blocks: list[JackknifeBlock] = []
+    tokens = 0
     for block in blocks:
         tokens += block.tokens
-        if sums := with_pools(block.sums, name):
-            own.append(JackknifeBlock(tokens, sums))
+        sums = with_pools(block.sums, name)
+        # No sums: the pool of these rows ends in a later block, to which their tokens are added.
+        if sums:
+            analyzer_blocks.append(JackknifeBlock(tokens, sums))
             tokens = 0
-    return own
+    return analyzer_blocks
 
 
 def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[JackknifeBlock]) -> Result:
@@ -190,13 +211,16 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     try:
         # What is said of all data need not be said again of each part.
         with recorded_warnings(issued=False):
-            rests = leave_one_out([block.sums for block in blocks], Sums.__add__)
+            remaining_sums = leave_one_out([block.sums for block in blocks], Sums.__add__)
             # Shown only for results that take long, such as those with many decompositions.
-            for rest in tqdm(rests, desc=f"intervals of {name}", total=len(blocks), delay=2, leave=False, disable=None):
-                replicates.append(analyzer.compute(rest, run))
+            for sums in tqdm(
+                remaining_sums, desc=f"intervals of {name}", total=len(blocks), delay=2, leave=False, disable=None
+            ):
+                replicates.append(analyzer.compute(sums, run))
             if len(run.models) > 1:
-                halves = (reduce(Sums.__add__, (block.sums for block in blocks[start::2])) for start in (0, 1))
-                result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
+                first_half = analyzer.compute(reduce(Sums.__add__, (block.sums for block in blocks[::2])), run)
+                second_half = analyzer.compute(reduce(Sums.__add__, (block.sums for block in blocks[1::2])), run)
+                result = result.with_halves(first_half, second_half)
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
         warn(f"{name!r} has no intervals: the analyzer failed on a subset of the {len(blocks)} jackknife blocks. {error}")
@@ -273,10 +297,10 @@ def notes_on_texts(texts: int, rows: int, rows_as_texts: int, names: Sequence[st
             text += " Minibatches of CKA, RSA and MutualKNN hold no neighbouring units."
         notes.append((text, list(names)))
     if texts < MANY_TEXTS:
-        of = f" ({amount(rows, 'row')})" if texts < rows else ""
+        row_count = f" ({amount(rows, 'row')})" if texts < rows else ""
         text = (
-            f"Intervals of {named} rest on {amount(texts, 'text')}{of}. Of a mean that few texts decide, such as a loss of 10 "
-            f"in 5 % of the texts, simulated 95 % intervals contain the true value in {COVERED_BY_16} % (16 texts), "
+            f"Intervals of {named} rest on {amount(texts, 'text')}{row_count}. Of a mean that few texts decide, such as a loss "
+            f"of 10 in 5 % of the texts, simulated 95 % intervals contain the true value in {COVERED_BY_16} % (16 texts), "
             f"{COVERED_BY_32} % (32) and {COVERED_BY_64} % (64); otherwise in 92 to 96 %."
         )
         notes.append((text, list(names)))
@@ -289,15 +313,19 @@ def notes_on_drift(results: Mapping[str, Result]) -> list[Note]:
     Args:
         results: results with their replicates, by name of the analyzer.
     """
-    found = {name: value for name, result in results.items() if (value := drift_of(result)) > MOST_CORRELATION}
-    if not found:
+    correlations = {}
+    for name, result in results.items():
+        correlation = drift_of(result)
+        if correlation > MOST_CORRELATION:
+            correlations[name] = correlation
+    if not correlations:
         return []
     text = (
-        f"Intervals of {', '.join(map(repr, found))} are too narrow: neighbouring jackknife blocks have a correlation of "
-        f"{max(found.values()):.2f}, and independent blocks of about 0. Draw the texts at random from their whole source, or "
-        "pass more texts."
+        f"Intervals of {', '.join(map(repr, correlations))} are too narrow: neighbouring jackknife blocks have a correlation "
+        f"of {max(correlations.values()):.2f}, and independent blocks of about 0. Draw the texts at random from their whole "
+        "source, or pass more texts."
     )
-    return [(text, list(found))]
+    return [(text, list(correlations))]
 
 
 def drift_of(result: Result) -> float:
@@ -308,12 +336,15 @@ def drift_of(result: Result) -> float:
     Args:
         result: any result.
     """
-    each = []
-    for field, within in bounds_of(result).items() if len(result.replicates) >= FEW_BLOCKS else ():
-        if within is not None:
-            replicates = with_and_without_blocks(result, partial(aligned, result=result, field=field))[1]
-            each.append(neighbour_correlation(replicates).flatten())
-    return float(torch.cat(each).nanmean()) if each else math.nan
+    if len(result.replicates) < FEW_BLOCKS:
+        return math.nan
+    correlations = []
+    for field, bounds in bounds_of(result).items():
+        # A field without bounds has no interval.
+        if bounds is not None:
+            _, replicates = with_and_without_blocks(result, partial(aligned, result=result, field=field))
+            correlations.append(neighbour_correlation(replicates).flatten())
+    return float(torch.cat(correlations).nanmean()) if correlations else math.nan
 
 
 def notes_on_blocks(blocks: Mapping[str, Sequence[JackknifeBlock]]) -> list[Note]:
@@ -322,17 +353,19 @@ def notes_on_blocks(blocks: Mapping[str, Sequence[JackknifeBlock]]) -> list[Note
     Args:
         blocks: the jackknife blocks, by analyzer.
     """
-    few = {name: len(own) for name, own in blocks.items() if len(own) < FEW_BLOCKS}
+    few = {name: len(analyzer_blocks) for name, analyzer_blocks in blocks.items() if len(analyzer_blocks) < FEW_BLOCKS}
     if not few:
         return []
-    each = [
-        f"{', '.join(repr(name) for name in few if few[name] == count)} rest on {amount(count, 'jackknife block')}"
-        for count in dict.fromkeys(few.values())
-    ]
+    names_by_count: dict[int, list[str]] = {}
+    for name, count in few.items():
+        names_by_count.setdefault(count, []).append(repr(name))
+    statements = []
+    for count, names in names_by_count.items():
+        statements.append(f"{', '.join(names)} rest on {amount(count, 'jackknife block')}")
     text = (
-        f"Intervals of {', those of '.join(each)}; {FEW_BLOCKS} or more are good, and fewer than 2 give no interval. Pass more "
-        "texts, or fewer rows in each forward pass in attach. For measures over pairs of samples, such as CKA, a block has at "
-        "least 16 texts and minibatch= samples."
+        f"Intervals of {', those of '.join(statements)}; {FEW_BLOCKS} or more are good, and fewer than 2 give no interval. "
+        "Pass more texts, or fewer rows in each forward pass in attach. For measures over pairs of samples, such as CKA, a "
+        "block has at least 16 texts and minibatch= samples."
     )
     return [(text, list(few))]
 
@@ -350,13 +383,13 @@ def refuse_empty(tokens: int, rows: int) -> None:
     Raises:
         LayersimError: no token was counted.
     """
-    if tokens == 0:
-        raise LayersimError(
-            "`data` is empty. A generator can be read only once: pass list(data)."
-            if rows == 0
-            else f"`data` has no token to measure: all tokens of its {rows} rows are masked, or left out by "
-            "`skip_first` or `positions`."
-        )
+    if tokens:
+        return
+    if rows == 0:
+        raise LayersimError("`data` is empty. A generator can be read only once: pass list(data).")
+    raise LayersimError(
+        f"`data` has no token to measure: all tokens of its {rows} rows are masked, or left out by `skip_first` or `positions`."
+    )
 
 
 def make_report(
@@ -382,21 +415,31 @@ def make_report(
     """
     refuse_empty(tally.tokens, tally.sequences)
     tree = tally.tree
-    sums, blocks = over_ranks or (tree.total().sums, tree.blocks() if tree.size else ())
-    own_blocks = {} if tree.size is None else {name: jackknife_blocks(blocks, name) for name in analyzers}
-    notes = notes_on_blocks(own_blocks) + notes_on_sizes(analyzers, models_of, sums, data_options)
-    results, said = dict[str, Result](), dict[str, list[str]]()
+    sums: Mapping[str, Sums]
+    blocks: Sequence[DataBlock]
+    if over_ranks:
+        sums, blocks = over_ranks
+    else:
+        sums = tree.total().sums
+        blocks = tree.blocks() if tree.size else ()
+    blocks_of: dict[str, list[JackknifeBlock]] = {}
+    if tree.size is not None:
+        blocks_of = {name: jackknife_blocks(blocks, name) for name in analyzers}
+    notes = notes_on_blocks(blocks_of) + notes_on_sizes(analyzers, models_of, sums, data_options)
+    results: dict[str, Result] = {}
+    # By analyzer, the warnings of its computation and the notes that name it.
+    warnings_of: dict[str, list[str]] = {}
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
         models = models_of[name]
         provenance = record(models, tally, options, getattr(analyzer, "seed", None))
         run = Run(tuple(models), provenance, first_sums.get(name, Sums()))
-        with recorded_warnings() as said[name]:
+        with recorded_warnings() as warnings_of[name]:
             result = analyzer.compute(with_pools(sums, name), run)
             if not isinstance(result, Result):
                 raise LayersimError(f"{type(analyzer).__name__}.compute returned {brief(result)}; it must return a Result.")
-            if name in own_blocks:
-                result = replicated(result, analyzer, run, name, own_blocks[name])
+            if name in blocks_of:
+                result = replicated(result, analyzer, run, name, blocks_of[name])
         results[name] = result
     measured = [name for name, result in results.items() if result.has_intervals]
     rows_as_texts = int(data_options.get("rows_as_texts", 0))
@@ -405,21 +448,25 @@ def make_report(
     for text, names in notes + notes_on_drift(results):
         warn(text)
         for name in names:
-            said[name].append(text)
-    return Report(
-        {
-            name: replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(said[name]))))
-            for name, result in results.items()
-        }
-    )
+            warnings_of[name].append(text)
+    reported = {}
+    for name, result in results.items():
+        warnings = tuple(dict.fromkeys(warnings_of[name]))
+        reported[name] = replace(result, provenance=replace(result.provenance, warnings=warnings))
+    return Report(reported)
 
 
 def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
     """The provenance fields that describe the models. Values of several models are joined."""
+    # The provenance calls the name of the model `model`, its first field; the others have one name in both.
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
-    values = {field: [getattr(model, name) for model in models] for field, name in attributes.items()}
-    # Of models without changes, or without known attention heads, nothing is said.
-    return {field: JOINT.join(own) if field not in OF_SOME or any(own) else "" for field, own in values.items()}
+    fields = {}
+    for field, attribute in attributes.items():
+        values = [getattr(model, attribute) for model in models]
+        # Of models without changes, or without known attention heads, nothing is said.
+        is_said = field not in OF_SOME or any(values)
+        fields[field] = JOINT.join(values) if is_said else ""
+    return fields
 
 
 def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:

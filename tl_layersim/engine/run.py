@@ -86,10 +86,14 @@ class PassState:
             seconds: wall time of the whole pass so far.
         """
         steps = self.take(sum(part.count for part in parts))
-        text_tokens = iter([tokens for step in steps if step.measured for tokens in step.tokens])
+        tokens_of_texts: list[int] = []
+        for step in steps:
+            if step.measured:
+                tokens_of_texts += step.tokens
+        remaining_texts = iter(tokens_of_texts)
         tree = self.tally.tree
         for part in parts:
-            tokens = sum(islice(text_tokens, part.count))
+            tokens = sum(islice(remaining_texts, part.count))
             tree = tree.add(DataBlock(part.count, tokens, sums_of(self.names, part.out)))
         # One assignment: an interrupt leaves a batch either counted with all its sums or not at all.
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
@@ -104,12 +108,13 @@ class PassState:
 
         At the end of the data fewer texts may wait, as kernels round up to a whole leaf.
         """
-        taken: list[Step] = []
+        steps: list[Step] = []
         while texts > 0 and self.waiting:
             step = self.waiting.popleft()
-            taken.append(step)
-            texts -= len(step.tokens) * step.measured
-        return taken
+            steps.append(step)
+            if step.measured:
+                texts -= len(step.tokens)
+        return steps
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
@@ -157,17 +162,22 @@ class DataPass:
     def __post_init__(self) -> None:
         is_main = self.name == MAIN
         self.sources = list(self.analysis.sources) if is_main or self.analysis.first_needs_model else []
-        self.analyzers = {name: a for name, a in self.analysis.analyzers.items() if is_main or name in self.kernels}
+        self.analyzers = dict(self.analysis.analyzers)
+        if not is_main:
+            self.analyzers = {name: analyzer for name, analyzer in self.analyzers.items() if name in self.kernels}
         # A pass without a model reads tokens alone, those of all batches.
-        self.within, counts = (self.part.within, self.part.counts) if self.sources else (None, None)
-        start = 0 if self.within is None or counts is None else self.within.start * counts.capacity
+        self.within = self.part.within if self.sources else None
+        start = 0
+        if self.within is not None and self.part.counts is not None:
+            start = self.within.start * self.part.counts.capacity
         # Jackknife blocks of known data do not depend on how the data is divided.
         self.first_block = first_block_size(self.texts) if self.analysis.intervals and is_main else None
         fresh = Tally(tree=SumTree(self.first_block, start))
         self.state = PassState(self.tallies.get(self.name) or fresh, tuple(self.kernels))
         self._began = time.monotonic() - self.state.tally.seconds
         self._memory_is_checked = False
-        self._lens_is_checked = not (is_main and any(analyzer.needs_unembed for analyzer in self.analyzers.values()))
+        needs_lens = is_main and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
+        self._lens_is_checked = not needs_lens
 
     def run(self) -> None:
         """Run the pass to the end of the data.
@@ -189,7 +199,8 @@ class DataPass:
                 self._add(parts)
                 # No variable holds sums while the next batch runs.
                 del parts
-                tokens, sequences = self.state.tally.tokens, self.state.tally.sequences
+                tokens = self.state.tally.tokens
+                sequences = self.state.tally.sequences
                 if rows is not None and self.total is None and self.within is None:
                     # Rows that are not read yet are taken to be as long as those that are.
                     bar.total = round(tokens * rows / max(1, sequences))
@@ -198,7 +209,8 @@ class DataPass:
                     self.file.save(*self._snapshot())
             self.state.add_unmeasured(time.monotonic() - self._began)
             bar.update(self.state.tally.tokens - bar.n)
-        self.state.tally = self.tallies[self.name] = replace(self.state.tally, done=True)
+        self.state.tally = replace(self.state.tally, done=True)
+        self.tallies[self.name] = self.state.tally
         self.file.save(*self._snapshot())
 
     def _add(self, parts: Sequence[PartialSums]) -> None:
@@ -214,40 +226,47 @@ class DataPass:
 
         Batches in the checkpoint are left out. Counts of all other batches join `state.waiting`.
         """
-        held, read = self.state.tally, 0
-        for step, batch in self._numbered():
-            read = step.batches
-            if read == held.batches and step.inputs != held.inputs:
-                what = "rows" if step.digest != held.digest else "counted positions, labels or texts"
-                raise _other_data(f"other {what} among the first {read} batches")
-            if read <= held.batches:
+        resumed = self.state.tally
+        batches_read = 0
+        for step, batch in self._batches_with_steps():
+            batches_read = step.batches
+            if batches_read == resumed.batches and step.inputs != resumed.inputs:
+                differing = "rows" if step.digest != resumed.digest else "counted positions, labels or texts"
+                raise _other_data(f"other {differing} among the first {batches_read} batches")
+            if batches_read <= resumed.batches:
                 continue
-            if held.done:
-                raise _other_data(f"more than the {held.batches} batches of the finished run")
+            if resumed.done:
+                raise _other_data(f"more than the {resumed.batches} batches of the finished run")
             if step.measured:
                 self._check(batch)
             self.state.waiting.append(step)
             if step.measured:
                 yield batch
-        if read < held.batches:
-            raise _other_data(f"only {read} batches, and the checkpoint has {held.batches}")
+        if batches_read < resumed.batches:
+            raise _other_data(f"only {batches_read} batches, and the checkpoint has {resumed.batches}")
 
-    def _numbered(self) -> Iterator[tuple[Step, Batch]]:
+    def _batches_with_steps(self) -> Iterator[tuple[Step, Batch]]:
         """Yields all batches with their counts. Rank and shard decide which batches this process measures."""
-        batches, deal = self.analysis.batches, self.part.deal
+        batches = self.analysis.batches
+        deal = self.part.deal
         digests = RowDigests(batches.data.selection.marked)
-        # Number of batches so far with a counted position, and number of texts before the next measured batch.
-        with_counted, text = 0, self.state.tally.tree.start
+        # Number of batches so far with a counted position.
+        with_counted = 0
+        # Number of texts before the next measured batch.
+        text = self.state.tally.tree.start
         for number, batch in enumerate(batches):
             digests.add(batch)
             measured = bool(batch.counted.any())
             if measured:
                 self._settle(batch)
-                measured = number % deal.copies == deal.copy and (self.within is None or with_counted in self.within)
+                is_of_rank = number % deal.copies == deal.copy
+                is_of_shard = self.within is None or with_counted in self.within
+                measured = is_of_rank and is_of_shard
                 with_counted += 1
             step = Step(measured, number + 1, batch.tokens_of_texts, digests.rows, digests.inputs, len(batch.tokens))
             yield step, self._with_leaf(batch, text)
-            text += batch.capacity * measured
+            if measured:
+                text += batch.capacity
 
     def _with_leaf(self, batch: Batch, text: int) -> Batch:
         """Copy of a batch that sets `leaf` and `block`, which limit how many texts are summed together.
@@ -263,7 +282,10 @@ class DataPass:
 
     def _settle(self, batch: Batch) -> None:
         """Find the order of a model's sites, if unknown, by running the model on the batch. Then the sites are checked."""
-        unsettled = [one for one in self.sources if isinstance(one, CanReadSites) and not one.is_settled]
+        unsettled = []
+        for source in self.sources:
+            if isinstance(source, CanReadSites) and not source.is_settled:
+                unsettled.append(source)
         described = [(source.model.basis, source.model.head) for source in unsettled]
         for source in unsettled:
             source.settle(batch)
@@ -294,12 +316,12 @@ class DataPass:
         if not self._memory_is_checked:
             self._memory_is_checked = True
             models = self.analysis.plan.models()
-            known = {
-                name: round(8 * analyzer.sum_numbers(*models[name]))
-                for name, analyzer in self.analyzers.items()
-                if analyzer.sums_in_first_pass == (self.name == FIRST)
-            }
-            self._check_memory(known, batch.leaf, batch.leaf_texts // batch.leaf)
+            sizes = {}
+            for name, analyzer in self.analyzers.items():
+                if analyzer.sums_in_first_pass == (self.name == FIRST):
+                    # A number of a sum is a float64, of 8 bytes.
+                    sizes[name] = round(8 * analyzer.sum_numbers(*models[name]))
+            self._check_memory(sizes, batch.leaf, batch.leaf_texts // batch.leaf)
         if not self._lens_is_checked:
             for source in self.sources:
                 if source.model.head is not None:
@@ -318,29 +340,35 @@ class DataPass:
 
     def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
         """Yields the sums of the remaining batches, in the order of the data."""
-        sources, batches = self.sources, self.read()
-        if not sources:
-            return (
-                [PartialSums(batch.leaf, *own) for own in run_batch(_run_without_model, batch, self.kernels)]
-                for batch in batches
-            )
-        if (single := self.analysis.single_source) is not None:
+        batches = self.read()
+        if not self.sources:
+            return self._sums_without_model(batches)
+        single = self.analysis.single_source
+        if single is not None:
             return single.stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
         by_statistics = self.name == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
         if by_statistics or self.analysis.is_remote:
-            return one_after_another(sources, batches, self.analyzers, self.analysis.plan, show)
-        return side_by_side(sources, batches, self.kernels)
+            return one_after_another(self.sources, batches, self.analyzers, self.analysis.plan, show)
+        return side_by_side(self.sources, batches, self.kernels)
+
+    def _sums_without_model(self, batches: Iterator[Batch]) -> Iterator[list[PartialSums]]:
+        """Yields the sums of kernels that read tokens alone."""
+        for batch in batches:
+            # No variable holds sums while the next batch runs.
+            yield [PartialSums(batch.leaf, *reduced) for reduced in run_batch(_run_without_model, batch, self.kernels)]
 
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
         names = [source.sites for source in self.sources]
-        tally, waiting = self.state.tally, self.state.waiting
+        tally = self.state.tally
+        waiting = self.state.waiting
+        texts_read = tally.texts + sum(len(step.tokens) for step in waiting)
+        rows_read = tally.sequences + sum(step.rows for step in waiting)
+        unit = "rows" if rows_read == texts_read else "texts"
         start = tally.tree.end
-        # The last leaf of the data may be larger than the rest of the data.
-        read = tally.texts + sum(len(step.tokens) for step in waiting)
-        unit = "rows" if tally.sequences + sum(step.rows for step in waiting) == read else "texts"
         for part in parts:
-            last = min(start + part.count, max(read, start + 1)) - 1
-            refuse_not_finite(part.not_finite, names, f"{unit} {start} to {last}")
+            # The last leaf of the data may be larger than the rest of the data.
+            end = min(start + part.count, max(texts_read, start + 1))
+            refuse_not_finite(part.not_finite, names, f"{unit} {start} to {end - 1}")
             start += part.count
 
     def _snapshot(self) -> Snapshot:
@@ -363,31 +391,36 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
     Raises:
         LayersimError: activations are not finite, or two passes read different rows.
     """
-    kernels, first_sums = analysis.first_kernels, dict[str, Sums]()
+    first_kernels = analysis.first_kernels
+    first_sums: dict[str, Sums] = {}
     # Sizes of batches of a run on servers are printed before it.
     sizes = batch_sizes(analysis.batches) if analysis.is_remote and not analysis.batches.one_shot else None
-    tokens, texts = analysis.batches.data.max_tokens, None
+    tokens = analysis.batches.data.max_tokens
+    texts = None
     if sizes is not None:
-        passes = (part.last_pass == MAIN) + (analysis.first_needs_model and not tallies.get(FIRST, Tally()).done)
-        _announce(analysis, passes, sizes if part.within is None else sizes[part.within.start : part.within.stop])
-        tokens, texts = sum(size.tokens for size in sizes), sum(size.texts for size in sizes)
+        runs_first = analysis.first_needs_model and not tallies.get(FIRST, Tally()).done
+        runs_main = part.last_pass == MAIN
+        measured_sizes = sizes if part.within is None else sizes[part.within.start : part.within.stop]
+        _announce(analysis, runs_first + runs_main, measured_sizes)
+        tokens = sum(size.tokens for size in sizes)
+        texts = sum(size.texts for size in sizes)
     if part.counts is not None:
-        tokens, texts = part.counts.tokens, part.counts.measured_texts
-    about = (file, tallies, tokens, texts)
+        tokens = part.counts.tokens
+        texts = part.counts.measured_texts
     with analysis.running():
-        if kernels:
-            last = DataPass(analysis, part, FIRST, kernels, *about)
-            last.run()
+        if first_kernels:
+            last_pass = DataPass(analysis, part, FIRST, first_kernels, file, tallies, tokens, texts)
+            last_pass.run()
         if part.last_pass == MAIN:
-            if kernels:
+            if first_kernels:
                 refuse_other_data_on_ranks(tallies[FIRST])
-                first_sums = add_over_ranks(tallies[FIRST].sums(kernels), part.deal)
+                first_sums = add_over_ranks(tallies[FIRST].sums(first_kernels), part.deal)
                 if not any(first_sums.values()):
                     refuse_empty(tallies[FIRST].tokens, tallies[FIRST].sequences)
-            main = analysis.plan.kernels(analysis.analyzers, first_sums) | analysis.kernels_of_texts
-            last = DataPass(analysis, part, MAIN, main, *about, first_sums)
+            main_kernels = analysis.plan.kernels(analysis.analyzers, first_sums) | analysis.kernels_of_texts
+            last_pass = DataPass(analysis, part, MAIN, main_kernels, file, tallies, tokens, texts, first_sums)
             if blocking:
-                last.run()
+                last_pass.run()
     expected = part.counts or tallies.get(FIRST)
     for tally in tallies.values():
         if expected is not None and tally.done and tally.inputs != expected.inputs:
@@ -395,7 +428,7 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
                 f"`data` gave different rows on the second data pass: {expected.tokens} tokens on the first pass, and "
                 f"{tally.tokens} on the second. Pass list(data)."
             )
-    return last
+    return last_pass
 
 
 def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> None:
@@ -414,16 +447,17 @@ def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> No
         assert isinstance(source, OnServer)
         rows, positions = max((size.pass_size for size in sizes), key=lambda size: size[1])
         source.refuse_larger(rows, positions)
-        count, tokens = sum(math.ceil(size.rows / rows) for size in sizes), sum(size.tokens for size in sizes)
-        tqdm.write(source.plan(passes, count, tokens), file=sys.stderr)
+        forward_passes = sum(math.ceil(size.rows / rows) for size in sizes)
+        tokens = sum(size.tokens for size in sizes)
+        tqdm.write(source.plan(passes, forward_passes, tokens), file=sys.stderr)
 
 
 def _run_without_model(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
     return [], reduce(kernels, tokens_alone(batch))[1]
 
 
-def _other_data(given: str) -> LayersimError:
-    return LayersimError(f"`data` has {given}; it must be the data of the checkpoint.")
+def _other_data(content: str) -> LayersimError:
+    return LayersimError(f"`data` has {content}; it must be the data of the checkpoint.")
 
 
 def rows_in_data(data: Data) -> int | None:
@@ -461,8 +495,10 @@ def texts_in_data(data: Data) -> int | None:
         numbers = GroupNumbers(values)
         return len({numbers.of(row, None) for row in range(len(values))})
     rows = rows_in_data(data)
-    # The rows that are cut from a few texts stand for texts.
-    return None if rows is not None and rows < LEAST_TEXTS and data.groups is None else rows
+    if rows is not None and rows < LEAST_TEXTS and data.groups is None:
+        # The rows that are cut from a few texts stand for texts.
+        return None
+    return rows
 
 
 def bytes_of(sums: Mapping[str, Sums]) -> dict[str, int]:
@@ -472,8 +508,8 @@ def bytes_of(sums: Mapping[str, Sums]) -> dict[str, int]:
         sums: sums of one batch, by kernel.
     """
     sizes = Counter[str]()
-    for name, own in sums.items():
-        sizes[analyzer_of(name)] += sum(value.nbytes for value in own.fields.values())
+    for kernel, kernel_sums in sums.items():
+        sizes[analyzer_of(kernel)] += sum(value.nbytes for value in kernel_sums.fields.values())
     return dict(sizes)
 
 
@@ -529,14 +565,15 @@ def sums_of(names: Sequence[str], out: Mapping[str, Any]) -> dict[str, Sums]:
     """
     sums = {}
     for name in names:
-        own = out[name]
-        if not isinstance(own, Sums):
-            for key, value in own.items():
-                if not isinstance(value, Tensor):
-                    raise LayersimError(
-                        f"The kernel of {analyzer_of(name)!r} must return a dict of tensors; its {key!r} is {brief(value)}, "
-                        f"{with_article(type(value).__name__)}."
-                    )
-            own = Sums.of(own)
-        sums[name] = own
+        output = out[name]
+        if isinstance(output, Sums):
+            sums[name] = output
+            continue
+        for key, value in output.items():
+            if not isinstance(value, Tensor):
+                raise LayersimError(
+                    f"The kernel of {analyzer_of(name)!r} must return a dict of tensors; its {key!r} is {brief(value)}, "
+                    f"{with_article(type(value).__name__)}."
+                )
+        sums[name] = Sums.of(output)
     return sums

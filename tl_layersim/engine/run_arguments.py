@@ -45,27 +45,31 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         for name, item in analyzers.items():
             _check_name(name, "`analyzers` has the key")
             chosen[name] = _analyzer_of(item)
-            other = find_analyzers().get(name)
-            if name in COSTS or (other is not None and not isinstance(chosen[name], other)):
-                owner = "`estimate` uses for a part of the model" if other is None else f"is the name of {other.__name__}"
-                raise LayersimError(f"`analyzers` has the key {name!r}, which {owner}. Choose another key.")
+            named_class = find_analyzers().get(name)
+            if name in COSTS or (named_class is not None and not isinstance(chosen[name], named_class)):
+                if named_class is None:
+                    use = "`estimate` uses for a part of the model"
+                else:
+                    use = f"is the name of {named_class.__name__}"
+                raise LayersimError(f"`analyzers` has the key {name!r}, which {use}. Choose another key.")
     else:
-        for item in map(_analyzer_of, analyzers if is_several(analyzers) else [analyzers]):
-            _check_name(getattr(item, "name", None), f"`name` of {type(item).__name__} is")
-            if item.name in chosen:
+        for item in analyzers if is_several(analyzers) else [analyzers]:
+            analyzer = _analyzer_of(item)
+            _check_name(getattr(analyzer, "name", None), f"`name` of {type(analyzer).__name__} is")
+            if analyzer.name in chosen:
                 raise LayersimError(
-                    f"`analyzers` holds {item.name!r} twice. Pass a mapping from different names to the analyzers."
+                    f"`analyzers` holds {analyzer.name!r} twice. Pass a mapping from different names to the analyzers."
                 )
-            chosen[item.name] = item
+            chosen[analyzer.name] = analyzer
     if not chosen:
         raise LayersimError("`analyzers` is empty; it must hold one analyzer or more.")
     return chosen
 
 
-def _check_name(name: Any, given: str) -> None:
-    """Raise an error if the name of an analyzer is not allowed. `given` is the start of the message."""
+def _check_name(name: Any, statement: str) -> None:
+    """Raise an error if the name of an analyzer is not allowed. `statement` is the start of the message."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-        raise LayersimError(f"{given} {brief(name)}; it must begin with a letter and hold only letters, digits and _.")
+        raise LayersimError(f"{statement} {brief(name)}; it must begin with a letter and hold only letters, digits and _.")
 
 
 def is_several(analyzers: Any) -> bool:
@@ -75,18 +79,19 @@ def is_several(analyzers: Any) -> bool:
 
 def _analyzer_of(item: Any) -> Analyzer:
     if isinstance(item, str):
-        known = find_analyzers()
-        if item not in known:
-            raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(known))}.")
-        return known[item]()
+        classes = find_analyzers()
+        if item not in classes:
+            raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(classes))}.")
+        return classes[item]()
     if not isinstance(item, Analyzer):
         raise LayersimError(
             f"`analyzers` contains {brief(item)}; it must contain analyzers such as lsim.Cosine(), or their names."
         )
-    if clash := item.options().keys() & set(DATA_OPTIONS):
+    shared_options = item.options().keys() & set(DATA_OPTIONS)
+    if shared_options:
         raise LayersimError(
-            f"{type(item).__name__} has the option {', '.join(sorted(clash))}, which is also an option of `Data`. Rename "
-            "the option of the analyzer."
+            f"{type(item).__name__} has the option {', '.join(sorted(shared_options))}, which is also an option of `Data`. "
+            "Rename the option of the analyzer."
         )
     return item
 
@@ -134,34 +139,39 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     Raises:
         LayersimError: the same ids stand for different tokens in the two vocabularies, or may do so.
     """
-    if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
-        words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
-        if words_a != words_b:
-            # The order of a vocabulary differs from call to call.
-            odd, _ = min(words_a.items() ^ words_b.items(), key=lambda pair: (pair[1], pair[0]))
-            places = [
-                f"has id {words[odd]} in {name}" if odd in words else f"is not in the vocabulary of {name}"
-                for words, name in ((words_a, a.name), (words_b, b.name))
-            ]
+    both_have_tokenizers = a.tokenizer is not None and b.tokenizer is not None
+    if not given and both_have_tokenizers and a.tokenizer is not b.tokenizer:
+        ids_a = a.tokenizer.get_vocab()
+        ids_b = b.tokenizer.get_vocab()
+        if ids_a != ids_b:
+            # The order of a vocabulary differs from call to call: the token with the smallest id is named.
+            token, _ = min(ids_a.items() ^ ids_b.items(), key=lambda entry: (entry[1], entry[0]))
+            statements = []
+            for ids, name in ((ids_a, a.name), (ids_b, b.name)):
+                if token in ids:
+                    statements.append(f"has id {ids[token]} in {name}")
+                else:
+                    statements.append(f"is not in the vocabulary of {name}")
             raise LayersimError(
                 "The two models have different tokenizers, so their samples do not match: token "
-                f"{odd!r} {' and '.join(places)}."
+                f"{token!r} {' and '.join(statements)}."
             )
     if a.token_input != b.token_input:
         raise LayersimError(
             f"The models read different inputs of the data, so their samples do not match: {a.name} reads "
             f"`{a.token_input}`, and {b.name} reads `{b.token_input}`."
         )
-    sure = a.tokenizer is not None and b.tokenizer is not None and not given
-    if not sure and not given and a.vocabulary is not None and b.vocabulary is not None and a.vocabulary != b.vocabulary:
+    # Without both tokenizers, the sizes of the vocabularies are all that tells whether ids stand for the same tokens.
+    must_compare_sizes = not given and not both_have_tokenizers
+    if must_compare_sizes and a.vocabulary is not None and b.vocabulary is not None and a.vocabulary != b.vocabulary:
         sizes = f"The vocabularies of {a.name} and {b.name} have {a.vocabulary} and {b.vocabulary} entries"
         remedy = "Set model.tokenizer on both models, which are then compared, or pass the common one as Data(tokenizer=)."
         if not may_be_padding(a.vocabulary, b.vocabulary):
             raise LayersimError(f"{sizes}, so an id stands for different tokens in the two models. {remedy}")
         warn(f"{sizes}. If this is no padding, an id stands for different tokens in the two models. {remedy}")
 
-    def smaller(x: int | None, y: int | None) -> int | None:
-        return min((v for v in (x, y) if v is not None), default=None)
+    def smaller(size_a: int | None, size_b: int | None) -> int | None:
+        return min((size for size in (size_a, size_b) if size is not None), default=None)
 
     context = smaller(a.context, b.context)
     # Errors of data that one model does not take name both, because the inputs are those of both.
@@ -172,21 +182,21 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     return replace(a, name=name, vocabulary=vocabulary, context=context, head=head, **a.inputs_with(b))
 
 
-def may_be_padding(size: int, other: int) -> bool:
+def may_be_padding(size_a: int, size_b: int) -> bool:
     """Whether two vocabularies may be one, padded to a multiple of 64 or more, as GPU kernels prefer.
 
     Pythia has 50,304, 50,432 and 50,688 entries for one tokenizer, and Megatron pads GPT-2's 50,257 to 51,200 (1.8 %).
 
     Args:
-        size: number of entries of one model's vocabulary.
-        other: number of entries of the other model's.
+        size_a: number of entries of one model's vocabulary.
+        size_b: number of entries of the other model's.
 
     Examples:
         >>> may_be_padding(50304, 50688), may_be_padding(50257, 32000)
         (True, False)
     """
-    larger = max(size, other)
-    return larger % 64 == 0 and abs(size - other) <= 0.02 * larger
+    larger = max(size_a, size_b)
+    return larger % 64 == 0 and abs(size_a - size_b) <= 0.02 * larger
 
 
 def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
@@ -204,41 +214,42 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
             raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
 
 
-def refuse_contradictions(given: Mapping[str, Any], blocking: bool, opened: OpenedModel) -> None:
+def refuse_contradictions(arguments: Mapping[str, Any], blocking: bool, opened: OpenedModel) -> None:
     """Raise an error for arguments of `analyze` that contradict each other.
 
     Args:
-        given: `shard`, `save_to`, `first`, `checkpoint` and `baseline` as given to `analyze`.
+        arguments: `shard`, `save_to`, `first`, `checkpoint` and `baseline` as given to `analyze`.
         blocking: see `analyze`.
         opened: the model, with the options of `open_model`.
 
     Raises:
         LayersimError: two arguments exclude each other, one lacks another, or no file can be written at `save_to`.
     """
-    shard = given["shard"]
+    shard = arguments["shard"]
     if not blocking:
         if not opened.on_server:
             raise LayersimError(f"`blocking=False` needs a model on a server; `remote` is {shown(opened.remote)}.")
-        _refuse(given, ("shard", "checkpoint", "baseline"), "cannot be combined with `blocking=False`")
+        _refuse_given(arguments, ("shard", "checkpoint", "baseline"), "cannot be combined with `blocking=False`")
     if shard is None:
-        _refuse(given, ("save_to", "first"), "needs `shard`, such as shard=(0, 64)")
+        _refuse_given(arguments, ("save_to", "first"), "needs `shard`, such as shard=(0, 64)")
         return
-    _refuse(given, ("checkpoint", "baseline"), "cannot be combined with `shard`")
+    _refuse_given(arguments, ("checkpoint", "baseline"), "cannot be combined with `shard`")
     if not 0 <= shard[0] < shard[1]:
         raise LayersimError(
             f"`shard` is {shard}; it must be (i, n): the index i of a shard, from 0 to n - 1, and the number n of shards."
         )
-    if given["save_to"] is None:
+    if arguments["save_to"] is None:
         raise LayersimError(f"`shard` is {shard}; it needs `save_to`, the path of a file for the sums of this shard.")
-    if (ranks := rank_and_size()[1]) > 1:
+    _, ranks = rank_and_size()
+    if ranks > 1:
         raise LayersimError(
             f"`shard` is {shard}; it cannot be used in a torch.distributed group, whose {ranks} ranks divide the data already."
         )
-    refuse_unwritable(given["save_to"], "save_to")
+    refuse_unwritable(arguments["save_to"], "save_to")
 
 
-def _refuse(given: Mapping[str, Any], names: Sequence[str], why: str) -> None:
+def _refuse_given(arguments: Mapping[str, Any], names: Sequence[str], why: str) -> None:
     """Raise an error if one of the named arguments is given."""
     for name in names:
-        if given[name] is not None:
-            raise LayersimError(f"`{name}` is {brief(given[name])}; it {why}.")
+        if arguments[name] is not None:
+            raise LayersimError(f"`{name}` is {brief(arguments[name])}; it {why}.")

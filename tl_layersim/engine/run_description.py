@@ -28,7 +28,8 @@ from .run_identity import identity_of, modules_here
 from .site_plan import SitePlan
 
 # Names of the passes over the data, as files hold them.
-FIRST, MAIN = "first", "main"
+FIRST = "first"
+MAIN = "main"
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,19 @@ class DataCounts:
     capacity: int
     inputs: str = ""
 
-    def within(self, number: int, of: int) -> range:
+    def within(self, number: int, shard_count: int) -> range:
         """Indices of the batches of one shard, as a range. Batches without a counted position have no index.
 
         Args:
             number: index of the shard.
-            of: number of shards of the run.
+            shard_count: number of shards of the run.
 
         Examples:
             >>> counts = DataCounts(8, 7, 14, 70, "", 14, 14, 2)
             >>> [list(counts.within(number, 3)) for number in range(3)]
             [[0, 1], [2, 3], [4, 5, 6]]
         """
-        return range(self.measured * number // of, self.measured * (number + 1) // of)
+        return range(self.measured * number // shard_count, self.measured * (number + 1) // shard_count)
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ class Analysis:
     intervals: bool = False
 
     def __post_init__(self) -> None:
-        whole_texts = any(one.whole_texts for one in self.analyzers.values())
+        whole_texts = any(analyzer.whole_texts for analyzer in self.analyzers.values())
         object.__setattr__(self, "batches", replace(self.batches, pool_texts=self._pool_texts, whole_texts=whole_texts))
 
     def _pool_texts(self, density: float) -> int:
-        return max((one.pool_need(density) for one in self.analyzers.values()), default=0)
+        return max((analyzer.pool_need(density) for analyzer in self.analyzers.values()), default=0)
 
     @property
     def compares_texts(self) -> bool:
@@ -146,7 +147,7 @@ class Analysis:
         """
         if len(self.sources) == 1:
             return self.sources[0]
-        if self.is_remote and all(one.exchange() is not None for one in self.analyzers.values()):
+        if self.is_remote and all(analyzer.exchange() is not None for analyzer in self.analyzers.values()):
             return None
         return self.sources[0].beside(self.sources[1:])
 
@@ -159,17 +160,23 @@ class Analysis:
     @property
     def provenance(self) -> dict[str, Any]:
         """Options, row counts and facts about servers, for the provenance of results."""
-        places = [source.record() for source in self.sources if isinstance(source, OnServer)]
-        return self.settings | self.batches.row_counts() | ({"remote": places} if places else {})
+        provenance = self.settings | self.batches.row_counts()
+        servers = [source.record() for source in self.sources if isinstance(source, OnServer)]
+        if servers:
+            provenance["remote"] = servers
+        return provenance
 
     @cached_property
     def first_kernels(self) -> dict[str, Kernel]:
         """Kernels of the first pass, by analyzer; empty if one pass is enough."""
-        return {
-            name: kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
-            for name, analyzer in self.analyzers.items()
-            if (kernel := analyzer.first_kernel()) is not None
-        }
+        kernels: dict[str, Kernel] = {}
+        for name, analyzer in self.analyzers.items():
+            kernel = analyzer.first_kernel()
+            if kernel is None:
+                continue
+            # A kernel of tokens alone reads no sites.
+            kernels[name] = kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
+        return kernels
 
     @property
     def first_needs_model(self) -> bool:
@@ -208,7 +215,7 @@ class Analysis:
         notes, tensors = tallies_snapshot(tallies)
         if part.counts is None:
             return notes, tensors
-        models = {name: model_notes(own[0]) for name, own in self.plan.models().items()}
+        models = {name: model_notes(analyzer_models[0]) for name, analyzer_models in self.plan.models().items()}
         return {"counts": asdict(part.counts), "models": models, "provenance": self.provenance, **notes}, tensors
 
     def read_ahead(self) -> None:
@@ -221,8 +228,11 @@ class Analysis:
             return
         for name in self.first_kernels:
             analyzer = self.analyzers[name]
-            do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
-            return self.batches.read_ahead(type(analyzer).__name__, do)
+            remedy = "list(data)"
+            if analyzer.one_pass:
+                remedy += f", or {analyzer.one_pass}"
+            # The rows are kept once: the first analyzer with a first pass is named if they are too large.
+            return self.batches.read_ahead(type(analyzer).__name__, remedy)
         if len(self.sources) > 1 and self.is_remote:
             # What crosses between models is stated before it does.
             self.batches.read_ahead("a comparison with a model on a server", "list(data)")
@@ -241,17 +251,20 @@ class Analysis:
                 )
         for name, analyzer in self.analyzers.items():
             # With intervals, a call for all data and for the data without each jackknife block.
-            times = 1 + MOST_BLOCKS * self.intervals
-            if (seconds := times * analyzer.compute_seconds(models[name][0])) >= 10:
-                took = f"{type(analyzer).__name__} takes about {duration_in_words(seconds)} on one core after the data pass."
-                tqdm.write(took, file=sys.stderr)
+            calls = 1 + MOST_BLOCKS * self.intervals
+            seconds = calls * analyzer.compute_seconds(models[name][0])
+            if seconds >= 10:
+                name_of_class = type(analyzer).__name__
+                text = f"{name_of_class} takes about {duration_in_words(seconds)} on one core after the data pass."
+                tqdm.write(text, file=sys.stderr)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager that turns off dropout, and records calls of blocks for analyzers that run them again."""
+        needs_calls = any(analyzer.needs_calls for analyzer in self.analyzers.values())
         with ExitStack() as stack:
             for source in self.sources:
-                stack.enter_context(running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())))
+                stack.enter_context(running(source, needs_calls))
             yield
 
 
@@ -262,7 +275,13 @@ def count_data(batches: Batches) -> DataCounts:
         batches: the data.
     """
     digests = RowDigests(batches.data.selection.marked)
-    number = measured = sequences = tokens = texts = measured_texts = capacity = 0
+    number = 0
+    measured = 0
+    sequences = 0
+    tokens = 0
+    texts = 0
+    measured_texts = 0
+    capacity = 0
     bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
     with bar:
         for batch in batches:
@@ -278,5 +297,6 @@ def count_data(batches: Batches) -> DataCounts:
                 measured_texts += batch.text_count
             bar.update(counted)
     # As a pass over the data counts: no row, no digest.
-    digest, inputs = (digests.rows, digests.inputs) if number else ("", "")
+    digest = digests.rows if number else ""
+    inputs = digests.inputs if number else ""
     return DataCounts(number, measured, sequences, tokens, digest, texts, measured_texts, capacity, inputs)

@@ -24,16 +24,20 @@ PLAIN = ("batches", "sequences", "texts", "tokens", "digest", "inputs", "seconds
 
 def sums_snapshot(prefix: str, sums: Mapping[str, Sums]) -> dict[str, Tensor]:
     """Convert named sums to tensors with keys "prefix/name/field"."""
-    return {f"{prefix}/{name}/{key}": tensor for name, own in sums.items() for key, tensor in own.fields.items()}
+    tensors = {}
+    for name, named_sums in sums.items():
+        for field, tensor in named_sums.fields.items():
+            tensors[f"{prefix}/{name}/{field}"] = tensor
+    return tensors
 
 
 def sums_below(prefix: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
     """Restore named sums from the tensors of `sums_snapshot`."""
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    fields_of: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, tensor in tensors_below(f"{prefix}/", tensors).items():
         name, _, field = key.partition("/")
-        found[name][field] = tensor
-    return {name: Sums(own) for name, own in found.items()}
+        fields_of[name][field] = tensor
+    return {name: Sums(sum_fields) for name, sum_fields in fields_of.items()}
 
 
 def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,23 +66,25 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
 def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
     """Restore the counts and sums of all passes from the output of `tallies_snapshot`."""
     tallies = {}
-    for label, kept in notes["passes"].items():
-        plain = {name: kept[name] for name in PLAIN}
-        tree = kept["tree"]
-        nodes = tuple(
-            DataBlock(texts, tokens, sums_below(f"{label} {number}", tree["names"], tensors))
-            for number, (texts, tokens) in enumerate(tree["nodes"])
-        )
-        tallies[label] = Tally(**plain, tree=SumTree(tree["size"], tree["start"], nodes))
+    for label, pass_notes in notes["passes"].items():
+        plain = {name: pass_notes[name] for name in PLAIN}
+        tree = pass_notes["tree"]
+        nodes = []
+        for number, (texts, tokens) in enumerate(tree["nodes"]):
+            sums = sums_below(f"{label} {number}", tree["names"], tensors)
+            nodes.append(DataBlock(texts, tokens, sums))
+        tallies[label] = Tally(**plain, tree=SumTree(tree["size"], tree["start"], tuple(nodes)))
     return tallies
 
 
 def model_notes(model: Model) -> dict[str, Any]:
     """A model's description as plain data, without tokenizer and processor."""
-    plain = {
-        f.name: getattr(model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "processor", "head", "weights")
-    }
-    return plain | {"weights_hash": model.weights_hash, "head": None if model.head is None else asdict(model.head)}
+    plain = {}
+    for field in fields(Model):
+        if field.name not in ("tokenizer", "processor", "head", "weights"):
+            plain[field.name] = getattr(model, field.name)
+    head = None if model.head is None else asdict(model.head)
+    return plain | {"weights_hash": model.weights_hash, "head": head}
 
 
 def model_of(notes: Mapping[str, Any]) -> Model:
@@ -87,20 +93,25 @@ def model_of(notes: Mapping[str, Any]) -> Model:
     head = plain.pop("head")
     if head is not None:
         pool = head["pool"]
-        head = {**head, "parts": tuple(tuple(part) if isinstance(part, list) else part for part in head["parts"])}
-        head["pool"] = None if pool is None else Pool(**{**pool, "single": tuple(pool["single"])})
-        head = Head(**head)
+        if pool is not None:
+            pool = Pool(**{**pool, "single": tuple(pool["single"])})
+        parts = tuple(tuple(part) if isinstance(part, list) else part for part in head["parts"])
+        head = Head(**{**head, "parts": parts, "pool": pool})
     # Tuples are lists in JSON.
-    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "starts", "ends", "widths")}
+    for name in ("layers", "pads", "starts", "ends", "widths"):
+        plain[name] = tuple(plain[name])
     plain["weights"] = plain.pop("weights_hash")
     return Model(**plain, tokenizer=None, head=head)
 
 
 def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
     """Class, options and code digest of an analyzer, for a file."""
-    cls = type(analyzer)
-    where = f"{cls.__module__}.{cls.__qualname__}"
-    return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
+    return {"class": _class_name(type(analyzer)), "options": analyzer.options(), "code": code_digest(analyzer)}
+
+
+def _class_name(cls: type[Analyzer]) -> str:
+    """Name of a class with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def restored_analyzers(
@@ -119,20 +130,26 @@ def restored_analyzers(
     if analyzers is None:
         return {name: _restored(name, recipe, call) for name, recipe in recipes.items()}
     chosen = choose_analyzers(analyzers)
-    given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
-    if given != recipes:
-        raise LayersimError(f"`analyzers` are {str(given)[:300]}; they must be those of the saved run, {str(recipes)[:300]}.")
+    chosen_recipes = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
+    if chosen_recipes != recipes:
+        raise LayersimError(
+            f"`analyzers` are {str(chosen_recipes)[:300]}; they must be those of the saved run, {str(recipes)[:300]}."
+        )
     return chosen
 
 
 def _restored(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
     """Restore an analyzer from its options in a file. A file cannot import a class, so the analyzer must be installed."""
-    installed = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in find_analyzers().values()}
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
+    installed = {_class_name(cls): cls for cls in find_analyzers().values()}
+    options = {}
+    for key, value in recipe["options"].items():
+        # Tuples are lists in JSON.
+        options[key] = tuple(value) if isinstance(value, list) else value
     restored = None
     # A tensor of labels is only a digest in the file, which its analyzer does not take.
     with suppress(LayersimError):
-        restored = installed[recipe["class"]](**options) if recipe["class"] in installed else None
+        if recipe["class"] in installed:
+            restored = installed[recipe["class"]](**options)
     if restored is None or recipe_of(restored) != recipe:
         raise LayersimError(
             f"The analyzer {name!r}, {recipe['class']} with the options {recipe['options']}, cannot be created from the file. "

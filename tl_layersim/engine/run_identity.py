@@ -62,25 +62,26 @@ def modules_here(sources: Iterable[Any]) -> list[torch.nn.Module]:
     return [source.module for source in sources if isinstance(source, HasModule) and not isinstance(source, OnServer)]
 
 
-def refuse_other_ranks(what: str, own: Any) -> None:
+def refuse_other_ranks(label: str, inputs: Any) -> None:
     """Raise an error on all ranks if a rank of a `torch.distributed` group has other inputs than rank 0.
 
     Every rank of the group must call this function.
 
     Args:
-        what: what is compared, for the message.
-        own: inputs of this rank.
+        label: what is compared, for the message.
+        inputs: inputs of this rank.
 
     Raises:
         LayersimError: names the first rank that differs, and its inputs that differ.
     """
-    every = gathered(plain({what: own}))
-    for rank, inputs in enumerate(every):
-        if inputs != every[0]:
-            other, first = differences(inputs, every[0])
+    inputs_by_rank = gathered(plain({label: inputs}))
+    first_inputs = inputs_by_rank[0]
+    for rank, rank_inputs in enumerate(inputs_by_rank):
+        if rank_inputs != first_inputs:
+            rank_entries, first_entries = differences(rank_inputs, first_inputs)
             raise LayersimError(
-                f"Rank {rank} of the torch.distributed group has {other}; it must have the inputs of rank 0, {first}. All "
-                "ranks must open the same model, and read the same rows in the same order."
+                f"Rank {rank} of the torch.distributed group has {rank_entries}; it must have the inputs of rank 0, "
+                f"{first_entries}. All ranks must open the same model, and read the same rows in the same order."
             )
 
 

@@ -46,21 +46,22 @@ def paths_of(files: FilesArgument, argument: str) -> list[Path]:
     Raises:
         LayersimError: there is no file.
     """
-    found = list[Path]()
-    given = [files] if isinstance(files, str | os.PathLike) else files
+    items = [files] if isinstance(files, str | os.PathLike) else files
     # The annotation is checked on one random item of a list.
-    if wrong := [file for file in given if not is_path(file)]:
+    wrong = [item for item in items if not is_path(item)]
+    if wrong:
         raise LayersimError(f"`{argument}` holds {brief(wrong[0])}; it must hold paths of files or folders.")
-    for path in map(Path, given):
+    paths: list[Path] = []
+    for path in map(Path, items):
         if path.is_dir():
-            found += sorted(path.glob("*.safetensors"))
-        elif not path.exists() and any(mark in path.name for mark in "*?["):
-            found += sorted(path.parent.glob(path.name))
+            paths += sorted(path.glob("*.safetensors"))
+        elif not path.exists() and any(wildcard in path.name for wildcard in "*?["):
+            paths += sorted(path.parent.glob(path.name))
         else:
-            found.append(path)
-    if not found:
+            paths.append(path)
+    if not paths:
         raise LayersimError(f"`{argument}` is {brief(files)}; no such file exists.")
-    return found
+    return paths
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ShardPart:
     Attributes:
         path: path of the file.
         number: index of the shard, from 0.
-        of: number of shards of the run.
+        shard_count: number of shards of the run.
         pass_name: "first" or "main", the pass whose sums the file is for.
         identity: model, analyzers, options and version as plain data; the same in all shards of a run.
         counts: counts of all data.
@@ -80,7 +81,7 @@ class ShardPart:
 
     path: str
     number: int
-    of: int
+    shard_count: int
     pass_name: str
     identity: Mapping[str, Any]
     counts: DataCounts
@@ -96,20 +97,21 @@ class ShardPart:
     def tally(self) -> Tally:
         return self.tallies[self.pass_name]
 
-    def refuse_other_counts(self, given: str, counts: DataCounts) -> None:
+    def refuse_other_counts(self, statement: str, counts: DataCounts) -> None:
         """Raise an error if the shard was measured on other data.
 
         Args:
-            given: the argument and its value, as the beginning of a sentence.
+            statement: the argument and its value, as the beginning of a sentence.
             counts: counts of the data of this call.
         """
         if self.counts == counts:
             return
-        own, expected = (f"{each.tokens} tokens in {each.sequences} rows" for each in (self.counts, counts))
-        if own != expected:
-            raise LayersimError(f"{given}: {own}, which differ from the expected {expected}.")
-        what = "tokens or inputs" if self.counts.digest != counts.digest else "counted positions, labels or texts"
-        raise LayersimError(f"{given}: {own} as expected, but with other {what}.")
+        measured = f"{self.counts.tokens} tokens in {self.counts.sequences} rows"
+        expected = f"{counts.tokens} tokens in {counts.sequences} rows"
+        if measured != expected:
+            raise LayersimError(f"{statement}: {measured}, which differ from the expected {expected}.")
+        differing = "tokens or inputs" if self.counts.digest != counts.digest else "counted positions, labels or texts"
+        raise LayersimError(f"{statement}: {measured} as expected, but with other {differing}.")
 
 
 def run_shard(
@@ -132,23 +134,25 @@ def run_shard(
         OSError: the file cannot be written.
     """
     analysis.check()
-    if first_pass is not None and (words := differing_entries(identity, first_pass.identity)):
-        raise LayersimError(f"`first` holds the first pass of another run: {words}.")
+    differing = "" if first_pass is None else differing_entries(identity, first_pass.identity)
+    if differing:
+        raise LayersimError(f"`first` holds the first pass of another run: {differing}.")
     # A first pass without the model is a part of each shard.
     pass_name = FIRST if analysis.first_needs_model and first_pass is None else MAIN
     digest = "" if first_pass is None else checksum("", sums_snapshot(FIRST, first_pass.tally.tree.total().sums))
     file = ResumableFile(path, SHARD_FILE, {**identity, "first": digest, "shard": list(shard), "pass": pass_name})
-    kept = file.resume(partial(_part_of, str(path)))
-    counts = analysis.counts if kept is None or kept.is_done else kept.counts
-    if kept is not None and kept.is_done:
-        kept.refuse_other_counts(f"`save_to` is {path}, which holds a shard of other data", counts)
+    resumed = file.resume(partial(_part_of, str(path)))
+    # Counting reads all data. An unfinished shard has counted it already, and `run` compares the rows as it reads them.
+    counts = analysis.counts if resumed is None or resumed.is_done else resumed.counts
+    if resumed is not None and resumed.is_done:
+        resumed.refuse_other_counts(f"`save_to` is {path}, which holds a shard of other data", counts)
         tqdm.write(f"{path} holds this shard already, and is complete.", file=sys.stderr)
         return path
     if first_pass is not None:
         first_pass.refuse_other_counts("`first` holds the first pass over other data", counts)
     refuse_empty(counts.tokens, counts.sequences)
-    held = kept or first_pass
-    tallies = {} if held is None else dict(held.tallies)
+    earlier = resumed or first_pass
+    tallies = {} if earlier is None else dict(earlier.tallies)
     part = DataPart(counts=counts, within=counts.within(*shard), last_pass=pass_name)
     file.write(*analysis.snapshot(part, tallies))
     run(analysis, part, file, tallies)
@@ -171,15 +175,16 @@ def read_part(path: FilePath) -> ShardPart:
 def _part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ShardPart:
     """Parse a shard's file. Malformed notes or tensors may raise any exception."""
     identity = dict(notes["identity"])
-    number, of = identity.pop("shard")
-    held = {"number": number, "of": of, "pass_name": identity.pop("pass")}
+    number, shard_count = identity.pop("shard")
+    pass_name = identity.pop("pass")
     counts = DataCounts(**notes["counts"])
-    if not 0 <= number < of:
-        raise ValueError(f"the index of the shard is {number}; it must be 0 or more, and below {of}")
-    tallies, start = tallies_of(notes, tensors), counts.within(number, of).start * counts.capacity
-    if held["pass_name"] in tallies and tallies[held["pass_name"]].tree.start != start:
-        raise ValueError(f"the sums of shard {number} begin at text {tallies[held['pass_name']].tree.start}, not {start}")
-    return ShardPart(path, **held, identity=identity, counts=counts, tallies=tallies, notes=notes)
+    if not 0 <= number < shard_count:
+        raise ValueError(f"the index of the shard is {number}; it must be 0 or more, and below {shard_count}")
+    tallies = tallies_of(notes, tensors)
+    start = counts.within(number, shard_count).start * counts.capacity
+    if pass_name in tallies and tallies[pass_name].tree.start != start:
+        raise ValueError(f"the sums of shard {number} begin at text {tallies[pass_name].tree.start}, not {start}")
+    return ShardPart(path, number, shard_count, pass_name, identity, counts, tallies, notes)
 
 
 @typed
@@ -215,13 +220,17 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         >>> bool((merged["cka"].values == lsim.analyze(model, lsim.Data(texts, batch_size=2), ["cka"])["cka"].values).all())
         True
     """
-    parts = _in_order(map(_header_of, paths_of(files, "files")), MAIN)
-    tree, head, counts = _tree_of_shards(parts), parts[0], parts[0].counts
-    chosen = restored_analyzers(head.identity["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
-    # A first pass without a model is a part of each shard; one with a model is the same in all.
+    parts = _all_shards(map(_header_of, paths_of(files, "files")), MAIN)
+    tree = _tree_of_shards(parts)
+    first_shard = parts[0]
+    counts = first_shard.counts
+    chosen = restored_analyzers(first_shard.identity["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
     passes = [part.tally for part in parts]
-    passes += [part.tallies[FIRST] for part in (parts[:1] if head.identity["first"] else parts) if FIRST in part.tallies]
-    seconds = sum(one.seconds for one in passes)
+    # A first pass without a model is a part of each shard; one with a model is the same in all.
+    for part in parts[:1] if first_shard.identity["first"] else parts:
+        if FIRST in part.tallies:
+            passes.append(part.tallies[FIRST])
+    seconds = sum(pass_tally.seconds for pass_tally in passes)
     tally = Tally(
         counts.batches,
         counts.sequences,
@@ -233,11 +242,16 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
         inputs=counts.inputs,
         texts=counts.texts,
     )
-    places = [place for part in parts for place in part.notes["provenance"].get("remote", [])]
-    how = head.notes["provenance"] | ({"remote": places} if places else {})
-    models = {name: [model_of(own)] for name, own in head.notes["models"].items()}
-    first_sums = read_part(head.path).tallies.get(FIRST, Tally()).tree.total().sums
-    return make_report(chosen, models, tally, first_sums, how)
+    provenance = dict(first_shard.notes["provenance"])
+    # Each shard has its own facts about the server that measured it.
+    servers = []
+    for part in parts:
+        servers += part.notes["provenance"].get("remote", [])
+    if servers:
+        provenance["remote"] = servers
+    models = {name: [model_of(notes)] for name, notes in first_shard.notes["models"].items()}
+    first_sums = read_part(first_shard.path).tallies.get(FIRST, Tally()).tree.total().sums
+    return make_report(chosen, models, tally, first_sums, provenance)
 
 
 def merged_first(files: Iterable[Path]) -> ShardPart:
@@ -249,7 +263,7 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
     Raises:
         LayersimError: a shard is missing, given twice, not finished, or of another run.
     """
-    parts = _in_order(map(_header_of, files), FIRST)
+    parts = _all_shards(map(_header_of, files), FIRST)
     total = SumTree(nodes=(_tree_of_shards(parts).total(),))
     tally = replace(parts[-1].tally, seconds=sum(part.tally.seconds for part in parts), tree=total)
     identity = {key: value for key, value in parts[0].identity.items() if key != "first"}
@@ -259,7 +273,9 @@ def merged_first(files: Iterable[Path]) -> ShardPart:
 def _header_of(path: Path) -> ShardPart:
     """Read a shard's file and drop its sums. Memory thus holds the sums of one shard at a time."""
     part = read_part(path)
-    tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
+    tallies = {}
+    for pass_name, tally in part.tallies.items():
+        tallies[pass_name] = replace(tally, tree=SumTree(tally.tree.size, tally.tree.start))
     return replace(part, tallies=tallies)
 
 
@@ -269,63 +285,84 @@ def _tree_of_shards(parts: Sequence[ShardPart]) -> SumTree:
     return reduce(SumTree.join, trees)
 
 
-def _in_order(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
-    """The shards in order of their index.
+def _all_shards(headers: Iterable[ShardPart], pass_name: str) -> list[ShardPart]:
+    """All shards of a run, in order of their index.
 
     Raises:
         LayersimError: a shard is missing, not finished, of another run, or given twice.
     """
     parts = list(headers)
-    if others := [part for part in parts if part.pass_name != pass_name]:
-        argument, how = ("files", "with") if pass_name == MAIN else ("first", "without")
+    of_other_pass = [part for part in parts if part.pass_name != pass_name]
+    if of_other_pass:
+        argument, preposition = ("files", "with") if pass_name == MAIN else ("first", "without")
         raise LayersimError(
-            f"`{argument}` holds files of the {others[0].pass_name} data pass: {_shard_names(others)}. It must hold files of "
-            f"the {pass_name} pass: call analyze(..., shard=(i, n), save_to=...) {how} `first`."
+            f"`{argument}` holds files of the {of_other_pass[0].pass_name} data pass: {_shard_names(of_other_pass)}. It must "
+            f"hold files of the {pass_name} pass: call analyze(..., shard=(i, n), save_to=...) {preposition} `first`."
         )
-    here, head = version("tl_layersim"), parts[0]
-    if others := [part for part in parts if part.identity.get("version") != here]:
-        then = others[0].identity.get("version")
+    installed = version("tl_layersim")
+    of_other_version = [part for part in parts if part.identity.get("version") != installed]
+    if of_other_version:
+        recorded = of_other_version[0].identity.get("version")
         raise LayersimError(
-            f"tl_layersim {then} wrote the shards {_shard_names(others)}, and {here} is installed. Sums of other versions may "
-            f"have another meaning; install version {then}."
+            f"tl_layersim {recorded} wrote the shards {_shard_names(of_other_version)}, and {installed} is installed. Sums of "
+            f"other versions may have another meaning; install version {recorded}."
         )
-    if others := [part for part in parts if (part.identity, part.of) != (head.identity, head.of)]:
-        words = differing_entries(head.identity, others[0].identity) or f"{others[0].of} shards, not {head.of}"
+    head = parts[0]
+    of_other_run = [part for part in parts if (part.identity, part.shard_count) != (head.identity, head.shard_count)]
+    if of_other_run:
+        example = of_other_run[0]
+        differing = differing_entries(head.identity, example.identity)
+        if not differing:
+            differing = f"{example.shard_count} shards, not {head.shard_count}"
         raise LayersimError(
-            f"These shards belong to another run than {head.path}: {_shard_names(others)}. Their run has {words}."
+            f"These shards belong to another run than {head.path}: {_shard_names(of_other_run)}. Their run has {differing}."
         )
-    if others := [part for part in parts if part.counts != head.counts]:
-        others[0].refuse_other_counts(f"Other data than in {head.path} was measured in {_shard_names(others)}", head.counts)
-    if unfinished := [part for part in parts if not part.is_done]:
+    of_other_data = [part for part in parts if part.counts != head.counts]
+    if of_other_data:
+        statement = f"Other data than in {head.path} was measured in {_shard_names(of_other_data)}"
+        of_other_data[0].refuse_other_counts(statement, head.counts)
+    unfinished = [part for part in parts if not part.is_done]
+    if unfinished:
         raise LayersimError(
             f"These shards are not finished: {_shard_names(unfinished)}. Repeat the call with shard=({unfinished[0].number}, "
-            f"{unfinished[0].of}) and the same `save_to` to continue."
+            f"{unfinished[0].shard_count}) and the same `save_to` to continue."
         )
     by_number = {part.number: part for part in parts}
-    if twice := [part for part in parts if by_number[part.number] is not part]:
-        raise LayersimError(f"These shards are given more than once: {_shard_names(twice)}.")
-    if count := head.of - len(parts):
-        # `of` comes from a file: no list is as long as it says.
-        missing = list(islice((number for number in range(head.of) if number not in by_number), 20))
-        words = ", ".join(map(str, missing)) + (" ..." if count > len(missing) else "")
+    duplicates = [part for part in parts if by_number[part.number] is not part]
+    if duplicates:
+        raise LayersimError(f"These shards are given more than once: {_shard_names(duplicates)}.")
+    count = head.shard_count - len(parts)
+    if count:
+        # `shard_count` comes from a file: no list is as long as it says.
+        missing = list(islice((number for number in range(head.shard_count) if number not in by_number), 20))
+        numbers = ", ".join(map(str, missing))
+        if count > len(missing):
+            numbers += " ..."
+        verb = "is" if count == 1 else "are"
+        condition = " and without `first`" if pass_name == FIRST else ""
         raise LayersimError(
-            f"{count} of {head.of} shards {'is' if count == 1 else 'are'} missing: {words}. Pass their files too, or measure "
-            f"them with shard=({missing[0]}, {head.of}){' and without `first`' if pass_name == FIRST else ''}."
+            f"{count} of {head.shard_count} shards {verb} missing: {numbers}. Pass their files too, or measure them with "
+            f"shard=({missing[0]}, {head.shard_count}){condition}."
         )
-    return [by_number[number] for number in range(head.of)]
+    return [by_number[number] for number in range(head.shard_count)]
 
 
-def differing_entries(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+def differing_entries(expected: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
     """Entries in which the identities of two runs differ, as text; "" if equal.
 
     Args:
-        now: identity of this run.
-        then: identity of the other run.
+        expected: identity of this run.
+        recorded: identity of the other run.
     """
-    return "" if now == then else "{1}, not {0}".format(*differences(now, then))
+    if expected == recorded:
+        return ""
+    expected_entries, recorded_entries = differences(expected, recorded)
+    return f"{recorded_entries}, not {expected_entries}"
 
 
 def _shard_names(parts: Sequence[ShardPart]) -> str:
     """Paths and indices of shards as text, cut after the first ten."""
-    words = [f"{part.path} (shard {part.number})" for part in parts[:10]]
-    return ", ".join(words) + (f" and {len(parts) - 10} more" if len(parts) > 10 else "")
+    names = ", ".join(f"{part.path} (shard {part.number})" for part in parts[:10])
+    if len(parts) > 10:
+        names += f" and {len(parts) - 10} more"
+    return names

@@ -71,7 +71,9 @@ class SitePlan:
         """
         choices = self.choices[name] if number is None else (self.choices[name][number],)
         sites = tuple(choice.numbers for choice in choices)
-        return replace(kernel, sites=sites) if isinstance(kernel, PoolKernel) else partial(at_sites, kernel=kernel, sites=sites)
+        if isinstance(kernel, PoolKernel):
+            return replace(kernel, sites=sites)
+        return partial(at_sites, kernel=kernel, sites=sites)
 
     def kernels(self, analyzers: Mapping[str, Analyzer], first_sums: Mapping[str, Sums]) -> dict[str, AnyKernel]:
         """Kernels of the main pass, by name.
@@ -82,13 +84,14 @@ class SitePlan:
             analyzers: the analyzers, by name.
             first_sums: sums of the first pass, by analyzer.
         """
-        out: dict[str, AnyKernel] = {}
+        kernels: dict[str, AnyKernel] = {}
         for name, analyzer in analyzers.items():
-            own = first_sums.get(name, Sums())
-            out[name] = self.kernel(name, analyzer.kernel(own))
-            if (pool := analyzer.pool_kernel(own)) is not None:
-                out[POOL + name] = self.kernel(name, pool)
-        return out | self.kernels_of_sizes(analyzers)
+            sums = first_sums.get(name, Sums())
+            kernels[name] = self.kernel(name, analyzer.kernel(sums))
+            pool_kernel = analyzer.pool_kernel(sums)
+            if pool_kernel is not None:
+                kernels[POOL + name] = self.kernel(name, pool_kernel)
+        return kernels | self.kernels_of_sizes(analyzers)
 
     def kernels_of_sizes(self, analyzers: Mapping[str, Analyzer], number: int | None = None) -> dict[str, AnyKernel]:
         """Kernels that sum squared norms and variances of activations, by name.
@@ -99,7 +102,11 @@ class SitePlan:
             analyzers: the analyzers, by name.
             number: see `kernel`.
         """
-        return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
+        kernels = {}
+        for name, analyzer in analyzers.items():
+            if analyzer.weighs:
+                kernels[SIZES + name] = self.kernel(name, activation_sizes, number)
+        return kernels
 
     def models(self, *models: Model) -> dict[str, list[Model]]:
         """Descriptions of the models, by analyzer. Their `layers` are the sites that the analyzer reads.
@@ -107,11 +114,13 @@ class SitePlan:
         Args:
             *models: a description of each model; by default that of its source, which a forward pass may complete.
         """
-        known = models or [source.model for source in self.sources]
-        return {
-            name: [_described(*each) for each in zip(known, self.sources, choices, strict=True)]
-            for name, choices in self.choices.items()
-        }
+        described = models or [source.model for source in self.sources]
+        by_analyzer: dict[str, list[Model]] = {}
+        for name, choices in self.choices.items():
+            by_analyzer[name] = []
+            for model, source, choice in zip(described, self.sources, choices, strict=True):
+                by_analyzer[name].append(_at_choice(model, source, choice))
+        return by_analyzer
 
     def check_sites(self, analyzers: Mapping[str, Analyzer]) -> None:
         """Raise an error if an analyzer cannot use its sites.
@@ -141,30 +150,46 @@ def plan_sites(
     Raises:
         LayersimError: a model lacks the sites, or an analyzer cannot use them.
     """
-    by_source = [_choices(source, analyzers, at, per_head) for source in sources]
-    choices = {name: tuple(own[name] for own in by_source) for name in analyzers}
-    at = as_int(at)
-    given = at if isinstance(at, int | str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else items_of(at)
-    return SitePlan(sources, choices, given, per_head)
+    choices_by_source = [_choices(source, analyzers, at, per_head) for source in sources]
+    choices: dict[str, tuple[SiteChoice, ...]] = {}
+    for name in analyzers:
+        choices[name] = tuple(by_analyzer[name] for by_analyzer in choices_by_source)
+    return SitePlan(sources, choices, _recorded(as_int(at)), per_head)
+
+
+def _recorded(at: AtArgument) -> int | str | list[int | str]:
+    """The option `at` in a form that a file can hold."""
+    if isinstance(at, int | str):
+        return at
+    if callable(at):
+        return f"function {getattr(at, '__qualname__', at)}"
+    return items_of(at)
 
 
 def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:
+    """The sites of one model that each analyzer reads. The source then reads the union of these sites."""
     at = source.without_stack(at) if isinstance(source, CanReadSites) else at
-    wanted = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
-    if all(points is None for points in wanted.values()):
+    points_of = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
+    if all(points is None for points in points_of.values()):
         if isinstance(source, CanReadSites):
             source.read_at(source.residual.points)
         residual = SiteChoice(tuple(range(len(source.model.layers))))
-        return dict.fromkeys(wanted, residual)
+        return dict.fromkeys(points_of, residual)
     assert isinstance(source, CanReadSites)
-    read = {name: source.residual.points if points is None else points for name, points in wanted.items()}
-    union = distinct_points(point for points in read.values() for point in points)
-    source.read_at(union)
-    numbers = {point.name: number for number, point in enumerate(union)}
-    return {
-        name: SiteChoice(tuple(numbers[point.name] for point in read[name]), None if points is None else _stream(points))
-        for name, points in wanted.items()
-    }
+    union: list[HookPoint] = []
+    for points in points_of.values():
+        union.extend(source.residual.points if points is None else points)
+    distinct = distinct_points(union)
+    source.read_at(distinct)
+    numbers = {point.name: number for number, point in enumerate(distinct)}
+    choices = {}
+    for name, points in points_of.items():
+        if points is None:
+            # The model describes the residual stream itself.
+            choices[name] = SiteChoice(tuple(numbers[point.name] for point in source.residual.points))
+        else:
+            choices[name] = SiteChoice(tuple(numbers[point.name] for point in points), _stream(points))
+    return choices
 
 
 def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: bool) -> Points | None:
@@ -173,10 +198,12 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
     if families == [DEFAULT] and not per_head and not analyzer.families:
         return None
     if not isinstance(source, CanReadSites):
-        own = f"{type(analyzer).__name__} reads {', '.join(analyzer.families)}"
-        asked = own if analyzer.families else f"`at` is {brief(at)}{' and `per_head` is True' if per_head else ''}"
+        if analyzer.families:
+            statement = f"{type(analyzer).__name__} reads {', '.join(analyzer.families)}"
+        else:
+            statement = f"`at` is {brief(at)}{' and `per_head` is True' if per_head else ''}"
         raise LayersimError(
-            f"{asked}; the source {type(source).__name__} reads only the residual stream, as it does not inherit from "
+            f"{statement}; the source {type(source).__name__} reads only the residual stream, as it does not inherit from "
             "CanReadSites."
         )
     if analyzer.families:
@@ -193,17 +220,18 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
     """Families in `analyzer.optional_families` whose hook points the model has."""
-    has = []
+    families = []
     for family in analyzer.optional_families:
         with suppress(LayersimError):
             source.hook_points(family, False)
-            has.append(family)
-    return has
+            families.append(family)
+    return families
 
 
 def _with_ends(source: CanReadSites, points: Points) -> Points:
     """Add the first and the last layer of the residual stream, which the logit lens needs."""
-    lowest, highest = source.residual.points[0], source.residual.points[-1]
+    lowest = source.residual.points[0]
+    highest = source.residual.points[-1]
     inner = [point for point in points if point.name not in (lowest.name, highest.name)]
     return (lowest, *inner, highest)
 
@@ -213,7 +241,8 @@ def _stream(points: Points) -> str:
     return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
 
 
-def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
+def _at_choice(model: Model, source: Source, choice: SiteChoice) -> Model:
+    """Description of a model with the sites of one analyzer."""
     if choice.stream is None:
         return model
     layers = tuple(source.sites[number] for number in choice.numbers)
@@ -223,12 +252,12 @@ def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
 
 
 def chosen_rule(
-    given: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
+    positions: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
 ) -> PositionRule:
     """Rule for the positions that a run counts.
 
     Args:
-        given: the user's rule; None for the default: the position that the head reads, or all positions for other models.
+        positions: the user's rule; None for the default: the position that the head reads, or all positions for other models.
         models: one model, or two that are compared.
         analyzers: the analyzers, by name.
         skip_first: the option `skip_first` of the run.
@@ -236,7 +265,7 @@ def chosen_rule(
     Raises:
         LayersimError: the default is ambiguous, or an analyzer cannot use the rule.
     """
-    rule = _default(models, analyzers, skip_first) if given is None else Positions(given).rule
+    rule = _default_rule(models, analyzers, skip_first) if positions is None else Positions(positions).rule
     for analyzer in analyzers.values():
         if rule == "mean" and analyzer.needs_positions:
             raise LayersimError(
@@ -266,21 +295,26 @@ def refuse_selection(data: Data, reads: str, *names: str) -> None:
             raise LayersimError(f"`{name}` of `Data` is {brief(getattr(data, name))}; it must be left out: {reads}.")
 
 
-def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
+def _default_rule(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
     """Default of `positions`: the position that the head reads, or "all"."""
     rules = [_rule_of(model) for model in models]
     if set(rules) == {"all"}:
         return "all"
     # Analyzers of what the head reads, such as the lens, read the head's position in any case; those that call blocks again
     # read the others too.
-    whole = [type(a).__name__ for a in analyzers.values() if a.whole_rows and (a.needs_calls or not a.reads_head)]
-    single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.reads_head]
-    if whole and not single:
+    of_whole_rows = []
+    of_positions = []
+    for analyzer in analyzers.values():
+        if analyzer.whole_rows and (analyzer.needs_calls or not analyzer.reads_head):
+            of_whole_rows.append(type(analyzer).__name__)
+        elif not analyzer.whole_rows and not analyzer.reads_head:
+            of_positions.append(type(analyzer).__name__)
+    if of_whole_rows and not of_positions:
         return "all"
-    if whole:
+    if of_whole_rows:
         raise LayersimError(
-            f"`positions` must be given: {whole[0]} reads whole rows, and {single[0]} reads single positions. Pass "
-            "positions='all', or call once for each analyzer."
+            f"`positions` must be given: {of_whole_rows[0]} reads whole rows, and {of_positions[0]} reads single positions. "
+            "Pass positions='all', or call once for each analyzer."
         )
     if len(set(rules)) > 1:
         raise LayersimError(
@@ -299,9 +333,10 @@ def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyz
     """Raise an error for positions that the output head does not read."""
     if model.head is None or model.head.reads == "every":
         return
-    own, name = _rule_of(model), type(analyzer).__name__
-    if rule not in ("all", own):
-        allowed = "'all'" if own == "all" else f"{own!r} or 'all'"
+    head_rule = _rule_of(model)
+    name = type(analyzer).__name__
+    if rule not in ("all", head_rule):
+        allowed = "'all'" if head_rule == "all" else f"{head_rule!r} or 'all'"
         raise LayersimError(
             f"`positions` is {Positions(rule).record()}; it must be {allowed} for {name}, as the head of {model.name} reads "
             f"{_head_reads(model.head.reads)} of a row."
@@ -314,7 +349,9 @@ def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyz
 
 def _rule_of(model: Model) -> str:
     """Position rule of a model's output head; "all" if the head reads several positions, or if there is no head."""
-    return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
+    if model.head is None or model.head.reads in ("every", "rows"):
+        return "all"
+    return model.head.reads
 
 
 def _head_reads(rule: str) -> str:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -112,33 +113,54 @@ def parsed(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
     return header, models, sums_below("first", header.first, tensors), jobs
 
 
-def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
-    batches = [_batch(facts, tensors_below(f"batch/{number}/{place}/", tensors)) for place, facts in enumerate(item["batches"])]
+def _job(number: int, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
+    """Restore a job from the notes and tensors that `RemoteRun.save` wrote."""
+    batches = []
+    for index, facts in enumerate(notes["batches"]):
+        batches.append(_batch(facts, tensors_below(f"batch/{number}/{index}/", tensors)))
     parts = []
-    for place, (count, names) in enumerate(item["parts"]):
-        sums = sums_below(f"part/{number}/{place}", names, tensors)
-        parts.append(PartialSums(count, [], {name: own.fields for name, own in sums.items()}))
-    steps = [Step._make(step)._replace(tokens=tuple(step[2])) for step in item["steps"]]
-    return Job(SentJob(**item["sent"]), batches, item["texts"], steps, parts, item["state"])
+    for index, (count, names) in enumerate(notes["parts"]):
+        sums_by_kernel = sums_below(f"part/{number}/{index}", names, tensors)
+        out = {name: sums.fields for name, sums in sums_by_kernel.items()}
+        parts.append(PartialSums(count, [], out))
+    steps = []
+    for values in notes["steps"]:
+        step = Step._make(values)
+        # JSON keeps no tuples.
+        steps.append(step._replace(tokens=tuple(step.tokens)))
+    return Job(SentJob(**notes["sent"]), batches, notes["texts"], steps, parts, notes["state"])
 
 
 def _batch_snapshot(batch: Batch) -> Snapshot:
     """A batch as plain data and tensors, for a file. Keys of further model inputs begin with "input/"."""
-    held = {one.name: getattr(batch, one.name) for one in fields(batch) if one.name != "inputs"}
-    tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-    facts = {name: value for name, value in held.items() if name not in tensors} | {"positional": sorted(batch.positional)}
-    return facts, tensors | {f"input/{name}": value for name, value in batch.inputs.items()}
+    facts: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for batch_field in fields(batch):
+        name = batch_field.name
+        value = getattr(batch, name)
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif name != "inputs":
+            facts[name] = value
+    facts["positional"] = sorted(batch.positional)
+    for name, value in batch.inputs.items():
+        tensors[f"input/{name}"] = value
+    return facts, tensors
 
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
     """Restore a batch from `_batch_snapshot`."""
-    more = {
+    texts = []
+    for group, unit, part, (first, last), neighbours in facts["texts"]:
+        texts.append(TextOfRow(group, unit, part, (first, last), neighbours))
+    # JSON keeps neither tuples nor sets.
+    restored = {
         "origins": tuple((row, start) for row, start in facts["origins"]),
-        "texts": tuple(TextOfRow._make(text)._replace(joined=tuple(text[3])) for text in facts["texts"]),
+        "texts": tuple(texts),
         "positional": frozenset(facts["positional"]),
     }
-    held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
-    return Batch(**{**facts, **more}, **held, inputs=tensors_below("input/", tensors))
+    tensor_fields: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
+    return Batch(**{**facts, **restored}, **tensor_fields, inputs=tensors_below("input/", tensors))
 
 
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.
@@ -172,17 +194,20 @@ class RemoteRun:
         source: RemoteSource | None = None,
         kernels: Mapping[str, AnyKernel] | None = None,
     ) -> None:
-        self.server, self.analyzers = ndif.name, dict(analyzers)
+        self.server = ndif.name
+        self.analyzers = dict(analyzers)
         self._header, self._models, self._first_sums, self._jobs = run
-        self._ndif, self._source, self._kernels = ndif, source, kernels or {}
+        self._ndif = ndif
+        self._source = source
+        self._kernels = kernels or {}
+        # Time since which the server does not answer, and the error of the first call that it did not answer.
         self._unreached: tuple[float, Exception] | None = None
 
     def __repr__(self) -> str:
-        states = ", ".join(f"{number} {state.lower()}" for state, number in sorted(self._count().items()))
         [name] = {model.name for model in self._models.values()}
-        return f"RemoteRun({name} at {self.server}: {len(self._jobs)} jobs, {states})"
+        return f"RemoteRun({name} at {self.server}: {len(self._jobs)} jobs, {_states_in_words(self._count_by_state())})"
 
-    def _count(self) -> Counter[str]:
+    def _count_by_state(self) -> Counter[str]:
         return Counter(job.state for job in self._jobs)
 
     def status(self) -> dict[str, int]:
@@ -193,7 +218,7 @@ class RemoteRun:
         for job in self._jobs:
             if job.state not in ("COMPLETED", "ERROR"):
                 self._poll(job)
-        return dict(self._count())
+        return dict(self._count_by_state())
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait for all jobs, and compute the report from their sums.
@@ -210,19 +235,23 @@ class RemoteRun:
                 kept.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        total = sum(sum(step.tokens) for job in self._jobs for step in job.steps)
+        total = sum(map(_tokens_of, self._jobs))
         with tqdm(desc="jobs", unit="token", unit_scale=True, total=total, disable=None) as bar:
             while True:
                 states = self.status()
-                done = sum(sum(step.tokens) for job in self._jobs if job.state == "COMPLETED" for step in job.steps)
-                bar.update(done - bar.n)
-                bar.set_postfix_str(", ".join(f"{number} {state.lower()}" for state, number in sorted(states.items())))
+                completed = sum(_tokens_of(job) for job in self._jobs if job.state == "COMPLETED")
+                bar.update(completed - bar.n)
+                bar.set_postfix_str(_states_in_words(states))
                 if states.get("COMPLETED") == len(self._jobs):
                     break
-                for job in [job for job in self._jobs if job.state == "ERROR"]:
-                    self._measure_again(job)
-                if self._unreached is not None and time.monotonic() - self._unreached[0] > sum(client.WAITS):
-                    raise self._ndif.given_up(self._unreached[1], 1)
+                for job in self._jobs:
+                    if job.state == "ERROR":
+                        self._measure_again(job)
+                if self._unreached is not None:
+                    since, error = self._unreached
+                    # A blocking run gives up after the same time, see `WAITS`.
+                    if time.monotonic() - since > sum(client.WAITS):
+                        raise self._ndif.given_up(error, 1)
                 if end is not None and time.monotonic() > end:
                     raise TimeoutError(
                         f"`timeout` is {timeout} s, and some jobs are not complete: {self!r}. Nothing is lost: call result() "
@@ -239,19 +268,22 @@ class RemoteRun:
         tensors: dict[str, Tensor] = {}
         jobs = []
         for number, job in enumerate(self._jobs):
-            batches = list(map(_batch_snapshot, job.batches))
-            for place, (_, held) in enumerate(batches):
-                tensors |= {f"batch/{number}/{place}/{name}": value for name, value in held.items()}
-            for place, part in enumerate(job.parts):
-                sums = {name: Sums(own) for name, own in part.out.items()}
-                tensors |= sums_snapshot(f"part/{number}/{place}", sums)
+            facts_of_batches = []
+            for index, batch in enumerate(job.batches):
+                facts, batch_tensors = _batch_snapshot(batch)
+                facts_of_batches.append(facts)
+                for name, value in batch_tensors.items():
+                    tensors[f"batch/{number}/{index}/{name}"] = value
+            for index, part in enumerate(job.parts):
+                sums = {name: Sums(sum_fields) for name, sum_fields in part.out.items()}
+                tensors |= sums_snapshot(f"part/{number}/{index}", sums)
             jobs.append(
                 {
                     "sent": asdict(job.sent),
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
                     "texts": job.texts,
-                    "batches": [facts for facts, _ in batches],
+                    "batches": facts_of_batches,
                     "steps": [list(step) for step in job.steps],
                     "parts": [[part.count, list(part.out)] for part in job.parts],
                 }
@@ -264,11 +296,12 @@ class RemoteRun:
         """Ask the server for the state of a job, and for its sums if it is complete."""
         now = time.monotonic()
         try:
-            state, found = self._ndif.poll(job.sent, self._form(job))
+            state, answer = self._ndif.poll(job.sent, self._form(job))
         except DamagedAnswer as error:
             job.unreadable += 1
             if job.unreadable >= ATTEMPTS_TO_READ:
-                job.state, job.failure = "ERROR", error
+                job.state = "ERROR"
+                job.failure = error
             return
         except TransientFailure as error:
             self._unreached = self._unreached or (now, error)
@@ -277,21 +310,25 @@ class RemoteRun:
         if state is None:
             job.silent_since = job.silent_since or now
             if now - job.silent_since > FORGOTTEN:
-                job.state, job.failure = "ERROR", TransientFailure("the server does not know the job")
+                job.state = "ERROR"
+                job.failure = TransientFailure("the server does not know the job")
             return
-        job.state, job.silent_since = state, None
+        job.state = state
+        job.silent_since = None
         if state == "ERROR":
-            job.failure = found
+            job.failure = answer
         if state != "COMPLETED":
             return
-        parts = partial_sums(found["found"])
+        parts = partial_sums(answer["found"])
         try:
             for part in parts:
                 refuse_not_finite(part.not_finite, [tuple(self._header.sites)], f"job {job.sent.id}")
         except LayersimError as error:
-            job.state, job.failure = "ERROR", error
+            job.state = "ERROR"
+            job.failure = error
         else:
-            job.parts, job.batches = parts, []
+            job.parts = parts
+            job.batches = []
 
     def _form(self, job: Job) -> FormOfSums:
         """The form of the result of a job."""
@@ -315,13 +352,16 @@ class RemoteRun:
         if not source.is_settled:
             # A source that `load_run` opened has run nothing yet.
             source.settle(job.batches[0])
-        start = sum(other.texts for other in self._jobs[: self._jobs.index(job)])
-        with running(source, any(analyzer.needs_calls for analyzer in self.analyzers.values())):
-            parts = source.stream(iter(job.batches), self._kernels, start, quiet, self._header.first_block)
-            job.parts = [part for some in parts for part in some]
+        earlier_jobs = self._jobs[: self._jobs.index(job)]
+        start = sum(earlier.texts for earlier in earlier_jobs)
+        needs_calls = any(analyzer.needs_calls for analyzer in self.analyzers.values())
+        with running(source, needs_calls):
+            answers = source.stream(iter(job.batches), self._kernels, start, quiet, self._header.first_block)
+            job.parts = list(chain.from_iterable(answers))
         for part in job.parts:
             refuse_not_finite(part.not_finite, [tuple(self._header.sites)], f"job {job.sent.id}")
-        job.state, job.batches = "COMPLETED", []
+        job.state = "COMPLETED"
+        job.batches = []
 
     def _report(self) -> Report:
         header = self._header
@@ -341,8 +381,19 @@ class RemoteRun:
 
     def _place(self) -> dict[str, Any]:
         """Facts about the server, with the run's requests and bytes so far, for the provenance."""
-        before = self._header.place
-        return before | {name: before[name] + getattr(self._ndif, name) for name in TRAFFIC}
+        earlier = self._header.place
+        traffic = {name: earlier[name] + getattr(self._ndif, name) for name in TRAFFIC}
+        return earlier | traffic
+
+
+def _tokens_of(job: Job) -> int:
+    """Number of counted positions in a job."""
+    return sum(sum(step.tokens) for step in job.steps)
+
+
+def _states_in_words(states: Mapping[str, int]) -> str:
+    """Numbers of jobs by state as text, such as "2 completed, 1 running"."""
+    return ", ".join(f"{number} {state.lower()}" for state, number in sorted(states.items()))
 
 
 def start(analysis: Analysis) -> RemoteRun:
@@ -354,24 +405,29 @@ def start(analysis: Analysis) -> RemoteRun:
     analysis.check()
     analysis.read_ahead()
     data_pass = run(analysis, DataPart(), ResumableFile(None, KIND), {}, blocking=False)
-    kernels, state = data_pass.kernels, data_pass.state
+    kernels = data_pass.kernels
+    state = data_pass.state
     source = on_server(analysis.sources[0])
-    most = source.schedule.most_tokens or TOKENS_PER_REQUEST
-    sent, jobs = time.time(), list[Job]()
+    most_tokens = source.schedule.most_tokens or TOKENS_PER_REQUEST
+    sent = time.time()
+    jobs: list[Job] = []
     reading = iter(tqdm(data_pass.read(), desc="sending", unit="batch", disable=None))
     with analysis.running():
         schedule = source.schedule
-        batches = schedule.groups(reading, 0, most, lambda: schedule.most_batches, data_pass.first_block, deque())
-        while group := next(batches):
+        groups = schedule.groups(reading, 0, most_tokens, lambda: schedule.most_batches, data_pass.first_block, deque())
+        # An empty group ends the data.
+        while group := next(groups):
             texts = sum(batch.leaf_texts for batch in group)
-            jobs.append(Job(source.send(group, kernels), group, texts, state.take(texts)))
+            sent_job = source.send(group, kernels)
+            jobs.append(Job(sent_job, group, texts, state.take(texts)))
     if not jobs:
         state.add_unmeasured()
         refuse_empty(state.tally.tokens, state.tally.sequences)
+    # Batches after the last measured one have no job of their own; their counts belong to the report.
     jobs[-1].steps += state.waiting
     if FIRST in data_pass.tallies and jobs[-1].steps[-1].inputs != data_pass.tallies[FIRST].inputs:
         raise LayersimError("`data` gave different rows on the second data pass. Pass list(data).")
-    models = {name: own[0] for name, own in analysis.plan.models().items()}
+    models = {name: analyzer_models[0] for name, analyzer_models in analysis.plan.models().items()}
     header = RunHeader(
         server=source.ndif.name,
         model_key=without_secrets(source.ndif.model_key),
@@ -405,11 +461,12 @@ def load_run(
     """
 
     def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[KeptRun, dict[str, Analyzer]]:
-        here, then = version("tl_layersim"), notes.get("version")
-        if then != here:
+        installed = version("tl_layersim")
+        recorded = notes.get("version")
+        if recorded != installed:
             raise LayersimError(
-                f"tl_layersim {then} sent the run in {path}, and {here} is installed. Sums of other versions may have another "
-                f"meaning; install version {then}."
+                f"tl_layersim {recorded} sent the run in {path}, and {installed} is installed. Sums of other versions may have "
+                f"another meaning; install version {recorded}."
             )
         run = parsed(notes, tensors)
         return run, restored_analyzers(run[0].analyzers, analyzers)
@@ -422,16 +479,27 @@ def load_run(
         raise LayersimError(f"`remote` is {shown(server)}; it must be the server of the saved run, {header.server}.")
     if model is None:
         return RemoteRun(run, chosen, ndif)
-    layers, unembed = header.settings.get("layers"), header.settings.get("unembed")
+    layers = header.settings.get("layers")
+    unembed = header.settings.get("unembed")
     opened = OpenedModel(OpenedModel.of(model).model, layers, unembed, server)
     source = on_server(open_source(opened, either_stack=True, at=header.sites))
     if tuple(header.sites) != source.sites:
         source.read_at(source.hook_points(header.sites, False))
-    now, then = ((m.name, m.config_hash, m.dtype, m.source, m.changes) for m in (source.model, next(iter(models.values()))))
-    if now != then or without_secrets(source.ndif.model_key) != header.model_key:
+    opened_facts = _identifying_facts(source.model)
+    saved_facts = _identifying_facts(next(iter(models.values())))
+    if opened_facts != saved_facts or without_secrets(source.ndif.model_key) != header.model_key:
         raise LayersimError(
-            f"`model` is {without_secrets(source.ndif.model_key)} with name, configuration, dtype, class and changes {now}; it "
-            f"must be the model of the saved run, {header.model_key} with {then}."
+            f"`model` is {without_secrets(source.ndif.model_key)} with name, configuration, dtype, class and changes "
+            f"{opened_facts}; it must be the model of the saved run, {header.model_key} with {saved_facts}."
         )
-    choices = {name: (SiteChoice(tuple(map(header.sites.index, models[name].layers))),) for name in chosen}
-    return RemoteRun(run, chosen, source.ndif, source, SitePlan([source], choices).kernels(chosen, first_sums))
+    choices = {}
+    for name in chosen:
+        sites = tuple(header.sites.index(site) for site in models[name].layers)
+        choices[name] = (SiteChoice(sites),)
+    kernels = SitePlan([source], choices).kernels(chosen, first_sums)
+    return RemoteRun(run, chosen, source.ndif, source, kernels)
+
+
+def _identifying_facts(model: Model) -> tuple[Any, ...]:
+    """What must be equal in the model of a saved run and in the model that its jobs are sent to again."""
+    return model.name, model.config_hash, model.dtype, model.source, model.changes

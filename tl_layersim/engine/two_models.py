@@ -34,7 +34,9 @@ def side_by_side(
     def run(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce_batch(batch, kernels, *(source.collect(batch) for source in sources))
 
-    return ([PartialSums(batch.leaf, *own) for own in run_batch(run, batch, kernels)] for batch in batches)
+    for batch in batches:
+        # No variable holds sums while the next batch runs.
+        yield [PartialSums(batch.leaf, *reduced) for reduced in run_batch(run, batch, kernels)]
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
@@ -71,39 +73,45 @@ def one_after_another(
         plan: the sites that each analyzer reads.
         show: function that shows a few words on the model that runs.
     """
-    by_name = exchanges(analyzers)
-    kernels = [
-        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()}
-        | plan.kernels_of_sizes(analyzers, number)
-        for number in range(len(sources))
-    ]
+    exchange_of = exchanges(analyzers)
+    kernels = []
+    for number in range(len(sources)):
+        exchange_kernels = {name: plan.kernel(name, exchange.kernel, number) for name, exchange in exchange_of.items()}
+        kernels.append(exchange_kernels | plan.kernels_of_sizes(analyzers, number))
     for batch in batches:
-        sides = []
+        # By model, the statistics of each leaf.
+        leaves_of = []
         for number, source in enumerate(sources):
             show(f"model {number + 1} of {len(sources)}")
-            sides.append(source.sums(batch, kernels[number]))
-        if any(len(leaves) != len(sides[0]) for leaves in sides):
-            # Of a model whose activations are not finite.
-            yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
+            leaves_of.append(source.sums(batch, kernels[number]))
+        if any(len(leaves) != len(leaves_of[0]) for leaves in leaves_of):
+            # A model whose activations are not finite returns a single leaf.
+            not_finite = []
+            for leaves in leaves_of:
+                not_finite += leaves[0][0]
+            yield [PartialSums(batch.leaf, not_finite, {})]
             continue
-        yield [PartialSums(batch.leaf, *_joined(by_name, leaves)) for leaves in zip(*sides, strict=True)]
+        yield [PartialSums(batch.leaf, *_joined(exchange_of, leaf)) for leaf in zip(*leaves_of, strict=True)]
 
 
-def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
+def _joined(exchange_of: Mapping[str, Exchange], reduced: Sequence[Reduced]) -> Reduced:
     """Combine the statistics of all models over the same rows.
 
     An analyzer has no statistics here if its pool of rows ends in another group of rows.
     """
-    not_finite = [count for counts, _ in leaves for count in counts]
+    not_finite = [count for counts, _ in reduced for count in counts]
     if any(bool(count.any()) for count in not_finite):
         return not_finite, {}
     out = {}
-    for name, item in by_name.items():
-        statistics = [own[name] for _, own in leaves]
-        out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
-        sizes = [own.get(SIZES + name, {}) for _, own in leaves]
-        # Each was number 0 in its own pass.
-        out[SIZES + name] = {f"{i}{key[1:]}": value for i, each in enumerate(sizes) for key, value in each.items()}
+    for name, exchange in exchange_of.items():
+        statistics = [model_out[name] for _, model_out in reduced]
+        out[name] = exchange.join(*map(exchange.prepare, statistics)) if all(statistics) else {}
+        sizes = {}
+        for number, (_, model_out) in enumerate(reduced):
+            for key, value in model_out.get(SIZES + name, {}).items():
+                # Each model was number 0 in its own pass.
+                sizes[f"{number}{key[1:]}"] = value
+        out[SIZES + name] = sizes
     return not_finite, out
 
 
@@ -116,11 +124,10 @@ def crossing(analyzers: Mapping[str, Analyzer], models: int, plan: SitePlan, siz
         plan: the sites that each analyzer reads.
         sizes: sizes of the batches.
     """
-    size = sum(
-        item.size(batch.texts, batch.density, len(choice.numbers))
-        for name, item in exchanges(analyzers).items()
-        for choice in plan.choices[name]
-        for batch in sizes
-    )
-    how = "on one model and then on the other" if models == 2 else f"on {models} models in turn"
-    return f"{len(sizes)} batches, each run {how}; {in_words(size)} are transferred in all."
+    transferred = 0
+    for name, exchange in exchanges(analyzers).items():
+        for choice in plan.choices[name]:
+            for batch in sizes:
+                transferred += exchange.size(batch.texts, batch.density, len(choice.numbers))
+    order = "on one model and then on the other" if models == 2 else f"on {models} models in turn"
+    return f"{len(sizes)} batches, each run {order}; {in_words(transferred)} are transferred in all."

@@ -80,26 +80,30 @@ class ModelGrid(Result):
         return self.models if axis in ("row_model", "column_model") else super().coordinates(axis)
 
     def declared(self, field: str = "values") -> Declaration:
-        own = super().declared(field)
-        if "site" in own.axes:
+        declared = super().declared(field)
+        if "site" in declared.axes:
             pair = next(iter(self.results.values())).declared()
-            return replace(own, label=pair.label, unit=pair.unit)
+            return replace(declared, label=pair.label, unit=pair.unit)
         label, _, unit = self.quantity.partition(" (")
-        return replace(own, label=label, unit=unit.removesuffix(")"))
+        return replace(declared, label=label, unit=unit.removesuffix(")"))
 
     def with_halves(self, first: Any, second: Any) -> Any:
-        pairs = {name: one.with_halves(first.results[name], second.results[name]) for name, one in self.results.items()}
+        pairs = {}
+        for name, result in self.results.items():
+            pairs[name] = result.with_halves(first.results[name], second.results[name])
         return replace(self, results=Report(pairs))
 
     def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
-        pairs = {
-            name: one.with_replicates(tuple(grid.results[name] for grid in replicates), block_tokens)
-            for name, one in self.results.items()
-        }
+        pairs = {}
+        for name, result in self.results.items():
+            pair_replicates = tuple(grid.results[name] for grid in replicates)
+            pairs[name] = result.with_replicates(pair_replicates, block_tokens)
         return replace(self, results=Report(pairs), replicates=replicates, block_tokens=block_tokens)
 
     def with_twins(self, twins: Sequence[Any]) -> Any:
-        pairs = {name: one.with_twins([twin.results[name] for twin in twins]) for name, one in self.results.items()}
+        pairs = {}
+        for name, result in self.results.items():
+            pairs[name] = result.with_twins([twin.results[name] for twin in twins])
         return replace(self, results=Report(pairs), untrained=tuple(twins))
 
     def headline(self) -> dict[str, float]:
@@ -128,8 +132,10 @@ def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:
         row: index of the model of the rows.
         column: index of the model of the columns.
     """
-    held = results.get(f"{row} {column}")
-    return results[f"{column} {row}"].transposed() if held is None else held
+    result = results.get(f"{row} {column}")
+    if result is None:
+        return results[f"{column} {row}"].transposed()
+    return result
 
 
 def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
@@ -208,14 +214,19 @@ class AllPairs(Analyzer):
     def pairs(self) -> list[tuple[int, int]]:
         """Pairs of model indices, equal ones included: one order for a symmetric measure, else both orders."""
         numbers = range(len(self.models))
-        return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
+        pairs = []
+        for row in numbers:
+            for column in numbers[row:] if self.measure.symmetric else numbers:
+                pairs.append((row, column))
+        return pairs
 
     def check_sites(self, *models: Model) -> None:
         self.measure.check_sites(*models)
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
-            sites = ", ".join(f"{name}: {len(model.layers)}" for name, model in zip(self.models, models, strict=True))
+            named = zip(self.models, models, strict=True)
+            numbers = ", ".join(f"{name}: {len(model.layers)}" for name, model in named)
             raise LayersimError(
-                f"The models have different numbers of sites ({sites}), but the distance pairs sites with the same index. "
+                f"The models have different numbers of sites ({numbers}), but the distance pairs sites with the same index. "
                 "Pass `distance`, or choose equally many sites of each model with `at`."
             )
 
@@ -244,17 +255,19 @@ class AllPairs(Analyzer):
         return partial(all_pairs_kernel, kernels=kernels)
 
     def pool_kernel(self, first: Sums) -> PoolKernel | None:
-        own = self.measure.pool_kernel(first)
-        return None if own is None else replace(own, sums=partial(all_pairs_of_pools, pairs=self.pairs, sums=own.sums))
+        kernel = self.measure.pool_kernel(first)
+        if kernel is None:
+            return None
+        return replace(kernel, sums=partial(all_pairs_of_pools, pairs=self.pairs, sums=kernel.sums))
 
     def pool_need(self, density: float) -> int:
         return self.measure.pool_need(density)
 
     def exchange(self) -> Exchange | None:
-        own = self.measure.exchange()
-        return (
-            None if own is None else replace(own, join=partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, own.join)))
-        )
+        exchange = self.measure.exchange()
+        if exchange is None:
+            return None
+        return replace(exchange, join=partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, exchange.join)))
 
     def _distance(self, result: Any) -> float:
         """Distance of two models from their result.
@@ -278,20 +291,27 @@ class AllPairs(Analyzer):
         with recorded_warnings(issued=False) as warned:
             results = {f"{a} {b}": self._result(sums, run, (a, b)) for a, b in self.pairs}
         if warned:
-            others = f" {len(warned) - 1} more warnings concern other pairs of the {len(numbers)} models."
-            warn(warned[0] + (others if len(warned) > 1 else ""))
-        every = [[either_order(results, a, b) for b in numbers] for a in numbers]
-        values = [[self._distance(one) for one in row] for row in every]
-        sites = every[0][0].layers
-        equal = all(one.values.shape == (len(sites), len(sites)) for row in every for one in row)
-        by_site = [[one.values.diagonal() if equal else one.values.new_zeros(0) for one in row] for row in every]
+            text = warned[0]
+            if len(warned) > 1:
+                text += f" {len(warned) - 1} more warnings concern other pairs of the {len(numbers)} models."
+            warn(text)
+        pair_results = [either_order(results, row, column) for row in numbers for column in numbers]
+        distances = [self._distance(result) for result in pair_results]
+        sites = pair_results[0].layers
+        same_sites = all(result.values.shape == (len(sites), len(sites)) for result in pair_results)
+        # Models of different depth have no equal sites.
+        by_site = [result.values.diagonal() if same_sites else result.values.new_zeros(0) for result in pair_results]
+        quantity = "Distance"
+        if self.distance is None:
+            quantity = getattr(_result_class(self.measure), "distance_name", quantity)
+        shape = (len(numbers), len(numbers))
         return ModelGrid(
-            values=torch.tensor(values, dtype=torch.float64),
-            by_site=torch.stack([torch.stack(row) for row in by_site]),
+            values=torch.tensor(distances, dtype=torch.float64).reshape(shape),
+            by_site=torch.stack(by_site).reshape(*shape, len(by_site[0])),
             models=self.models,
             groups=self.groups,
-            sites=sites if equal else (),
-            quantity=getattr(_result_class(self.measure), "distance_name", "Distance") if self.distance is None else "Distance",
+            sites=sites if same_sites else (),
+            quantity=quantity,
             results=Report(results),
             layers=(),
             provenance=run.provenance,
@@ -303,8 +323,9 @@ class AllPairs(Analyzer):
     def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
         models = tuple(run.models[number] for number in pair)
         provenance = replace(run.provenance, **record_of_models(models))
+        pair_run = Run(models, provenance, self._first(run.first, pair))
         try:
-            return self.measure.compute(sums_of_pair(sums, pair), Run(models, provenance, self._first(run.first, pair)))
+            return self.measure.compute(sums_of_pair(sums, pair), pair_run)
         except LayersimError as error:
             names = " and ".join(self.models[number] for number in pair)
             raise LayersimError(f"{names}: {error}") from error
@@ -348,11 +369,19 @@ def all_pairs_of_pools(
         pairs: indices of the models of each pair.
         sums: function that sums over a pool, see `PoolKernel`.
     """
-    return _named_by_pair({(a, b): sums([sides[a], sides[b]], [widths[a], widths[b]], *about) for a, b in pairs})
+    outputs = {}
+    for a, b in pairs:
+        outputs[a, b] = sums([sides[a], sides[b]], [widths[a], widths[b]], *about)
+    return _named_by_pair(outputs)
 
 
 def _named_by_pair(outputs: Mapping[tuple[int, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{a} {b}/{name}": value for (a, b), own in outputs.items() for name, value in own.items()}
+    """Name the sums of each pair after the indices of its models."""
+    named = {}
+    for (a, b), sums in outputs.items():
+        for name, value in sums.items():
+            named[f"{a} {b}/{name}"] = value
+    return named
 
 
 def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
@@ -362,8 +391,12 @@ def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
         sums: sums of all pairs; may be empty.
         pair: indices of the two models.
     """
-    start = f"{pair[0]} {pair[1]}/"
-    return Sums({name.removeprefix(start): value for name, value in sums.fields.items() if name.startswith(start)})
+    prefix = f"{pair[0]} {pair[1]}/"
+    fields = {}
+    for name, value in sums.fields.items():
+        if name.startswith(prefix):
+            fields[name.removeprefix(prefix)] = value
+    return Sums(fields)
 
 
 class _Grid(SharedKeywords, total=False):
@@ -436,7 +469,8 @@ def compare_grid(
         >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
-    data, names = Data.of(data), tuple(models)
+    data = Data.of(data)
+    names = tuple(models)
     if len(names) < 2:
         raise LayersimError(f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name.")
     labels = () if groups is None else group_labels(groups, names)
@@ -444,10 +478,12 @@ def compare_grid(
         chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen)
     refuse_one_model({f"models[{name!r}]": models[name] for name in names})
-    many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
+    for_all_pairs: dict[str, Analyzer] = {}
+    for name, measure in chosen.items():
+        for_all_pairs[name] = AllPairs(measure, names, labels, distance)
 
     def prepare(opened: Sequence[OpenedModel]) -> Analysis:
-        return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=many)
+        return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=for_all_pairs)
 
     opened_models = [OpenedModel.of(models[name], f"models {name!r}") for name in names]
     report = run_with_baseline(opened_models, data, prepare, baseline, checkpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -124,36 +124,39 @@ def difference(
         models = [result.provenance.model for result in pair]
         paired = _are_paired(*pair, relative_depth)
         about = {"first": models[0], "second": models[1], "paired": int(paired), "level": level}
-        arrays = {
-            variable: xarray.DataArray(array.numpy(), labels, tuple(labels), attrs=words | about)
-            for variable, (array, labels, words) in _variables(*pair, what, paired, relative_depth, level).items()
-        }
+        arrays = {}
+        for field, (values, labels, attrs) in _variables(*pair, what, paired, relative_depth, level).items():
+            arrays[field] = xarray.DataArray(values.numpy(), labels, tuple(labels), attrs=attrs | about)
         tables[name] = xarray.Dataset(arrays, attrs=about)
     _warn_of_options(list(pairs.values()))
-    families: dict[Any, list[Any]] = {}
-    for name, table in tables.items():
-        for variable, array in table.items():
-            family = "headline" if variable == "headline" else (name, variable)
-            families.setdefault(family, []).append(array)
-    for arrays_together in families.values():
-        # Symmetry is seen in the values: small p-values of both halves may differ by more than rounding.
-        p = [
-            (
-                torch.tensor(array.sel(statistic="p_value").values),
-                all(is_symmetric(torch.tensor(array.sel(statistic=run).values)) for run in ("first", "second")),
-            )
-            for array in arrays_together
-        ]
-        for array, corrected in zip(arrays_together, adjusted(p, adjust), strict=True):
-            array.loc[{"statistic": "p_adjusted"}] = corrected.numpy()
+    _adjust_p_values(tables, adjust)
     if what is not None:
         return tables[""]["what"].rename(None)
     return tables[""] if "" in tables else xarray.DataTree.from_dict(tables)
 
 
+def _adjust_p_values(tables: Mapping[str, Any], adjust: Correction) -> None:
+    """Set "p_adjusted" in the tables. Headline numbers of all tables are corrected together, and each field by itself."""
+    families: dict[Any, list[Any]] = {}
+    for name, table in tables.items():
+        for variable, array in table.items():
+            family = "headline" if variable == "headline" else (name, variable)
+            families.setdefault(family, []).append(array)
+    for arrays in families.values():
+        p_values = []
+        for array in arrays:
+            p = torch.tensor(array.sel(statistic="p_value").values)
+            # Symmetry is seen in the values: small p-values of both halves may differ by more than rounding.
+            are_symmetric = all(is_symmetric(torch.tensor(array.sel(statistic=run).values)) for run in ("first", "second"))
+            p_values.append((p, are_symmetric))
+        for array, corrected in zip(arrays, adjusted(p_values, adjust), strict=True):
+            array.loc[{"statistic": "p_adjusted"}] = corrected.numpy()
+
+
 def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Result]]:
     """The two results of each analyzer that both reports have: a dict by the analyzer's name."""
-    alone = [name for report, other in ((first, second), (second, first)) for name in report if name not in other]
+    alone = [name for name in first if name not in second]
+    alone += [name for name in second if name not in first]
     names = [name for name in first if name in second]
     if not names:
         raise LayersimError(
@@ -162,15 +165,17 @@ def _shared_results(first: Report, second: Report) -> dict[str, tuple[Result, Re
         )
     if alone:
         warn(f"The difference leaves out the analyzers that only one of the two reports has: {', '.join(map(repr, alone))}.")
-    if other := [name for name in names if type(first[name]) is not type(second[name])]:
-        kinds = " and ".join(with_article(type(report[other[0]]).__name__) for report in (first, second))
-        raise LayersimError(f"`first` and `second` hold results of different classes under {other[0]!r}: {kinds}.")
+    for name in names:
+        if type(first[name]) is not type(second[name]):
+            classes = " and ".join(with_article(type(report[name]).__name__) for report in (first, second))
+            raise LayersimError(f"`first` and `second` hold results of different classes under {name!r}: {classes}.")
     # A result that is undefined without some block has no intervals; its run warned of this.
-    known = [name for name in names if first[name].has_intervals and second[name].has_intervals]
-    if known and len(known) < len(names):
-        without = ", ".join(repr(name) for name in names if name not in known)
+    with_intervals = [name for name in names if first[name].has_intervals and second[name].has_intervals]
+    if with_intervals and len(with_intervals) < len(names):
+        without = ", ".join(repr(name) for name in names if name not in with_intervals)
         warn(f"The difference leaves out results without intervals: {without}.")
-    return {name: (first[name], second[name]) for name in known or names}
+    # If no result has intervals, `_are_paired` says so of the first.
+    return {name: (first[name], second[name]) for name in with_intervals or names}
 
 
 def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
@@ -182,16 +187,18 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
     for result in (first, second):
         refuse_no_blocks(result)
     for axis in () if relative_depth else ("row", "column"):
-        one, other = sites_along(first, axis), sites_along(second, axis)
-        if one != other:
+        first_sites = sites_along(first, axis)
+        second_sites = sites_along(second, axis)
+        if first_sites != second_sites:
             raise LayersimError(
-                f"`first` and `second` were measured at different sites ({first.provenance.model}: {_shown_labels(one)}; "
-                f"{second.provenance.model}: {_shown_labels(other)}). Pass relative_depth=True, or the same `at` to both runs."
+                f"`first` and `second` were measured at different sites ({first.provenance.model}: "
+                f"{_shown_labels(first_sites)}; {second.provenance.model}: {_shown_labels(second_sites)}). Pass "
+                "relative_depth=True, or the same `at` to both runs."
             )
-    records = first.provenance, second.provenance
-    same = records[0].data == records[1].data and first.block_tokens == second.block_tokens
-    paired = same and len(first.replicates) == len(second.replicates)
-    if not paired and len({(record.data, record.tokens) for record in records}) == 1:
+    same_data = first.provenance.data == second.provenance.data
+    same_blocks = first.block_tokens == second.block_tokens
+    paired = same_data and same_blocks and len(first.replicates) == len(second.replicates)
+    if not paired and same_data and first.provenance.tokens == second.provenance.tokens:
         warn(
             f"The runs split the same data into different jackknife blocks ({len(first.block_tokens)} and "
             f"{len(second.block_tokens)} blocks). The difference is therefore not paired, and its interval is wider. Pass the "
@@ -202,12 +209,18 @@ def _are_paired(first: Result, second: Result, relative_depth: bool) -> bool:
 
 def _warn_of_options(pairs: list[tuple[Result, Result]]) -> None:
     """Warn if two runs differ in an option that the user chose."""
-    other: dict[str, str] = {}
-    for one, two in ([result.provenance.options for result in pair] for pair in pairs):
-        names = [name for name in {**one, **two} if name not in OF_MODEL_OR_DATA and one.get(name) != two.get(name)]
-        other |= {name: f"{name} ({one.get(name)!r} and {two.get(name)!r})" for name in names}
-    if other:
-        warn(f"The runs also differ in these options, which may cause a part of the difference: {', '.join(other.values())}.")
+    differing: dict[str, str] = {}
+    for first, second in pairs:
+        first_options = first.provenance.options
+        second_options = second.provenance.options
+        for name in {**first_options, **second_options}:
+            first_value = first_options.get(name)
+            second_value = second_options.get(name)
+            if name not in OF_MODEL_OR_DATA and first_value != second_value:
+                differing[name] = f"{name} ({first_value!r} and {second_value!r})"
+    if differing:
+        texts = ", ".join(differing.values())
+        warn(f"The runs also differ in these options, which may cause a part of the difference: {texts}.")
 
 
 def _statistics(
@@ -233,43 +246,52 @@ def _statistics(
         counts: declaration of the field that is read, for a field of counts.
         bounded: declaration of the field that is read, for fractions that may be at a bound by chance.
     """
-    (a, without_a), (b, without_b) = (
-        with_and_without_blocks(whole, partial(function, whole), counts) for whole in (first, second)
-    )
-    own, other = Uncertainty.of(a, without_a), Uncertainty.of(b, without_b)
-    by_chance = [
-        torch.zeros_like(value) if bounded is None else chance_error(whole, bounded, value, *each[:2], level)
-        for whole, value, each in ((first, a, own), (second, b, other))
-    ]
+    a, without_a = with_and_without_blocks(first, partial(function, first), counts)
+    b, without_b = with_and_without_blocks(second, partial(function, second), counts)
+    uncertainty_a = Uncertainty.of(a, without_a)
+    uncertainty_b = Uncertainty.of(b, without_b)
+    # Errors by chance of fractions at a bound, where the blocks show no error.
+    chance_a = torch.zeros_like(a)
+    chance_b = torch.zeros_like(b)
+    if bounded is not None:
+        chance_a = chance_error(first, bounded, a, uncertainty_a.error, uncertainty_a.degrees, level)
+        chance_b = chance_error(second, bounded, b, uncertainty_b.error, uncertainty_b.degrees, level)
     if paired:
         joint = Uncertainty.of(b - a, without_b - without_a)
         # Two fractions at the same bound by chance may differ in other texts.
-        joint = joint._replace(error=joint.error.maximum(torch.minimum(*by_chance).where(a == b, 0.0)))
+        joint = joint._replace(error=joint.error.maximum(torch.minimum(chance_a, chance_b).where(a == b, 0.0)))
     else:
-        own, other = (
-            each._replace(error=each.error.maximum(least)) for each, least in zip((own, other), by_chance, strict=True)
-        )
+        uncertainty_a = uncertainty_a._replace(error=uncertainty_a.error.maximum(chance_a))
+        uncertainty_b = uncertainty_b._replace(error=uncertainty_b.error.maximum(chance_b))
         ratio = _ratio_of_texts(first, second)
         if ratio > 1:
-            own = own.at_least(other, ratio)
+            uncertainty_a = uncertainty_a.at_least(uncertainty_b, ratio)
         if ratio < 1:
-            other = other.at_least(own, 1 / ratio)
-        joint = other.of_difference(own)
+            uncertainty_b = uncertainty_b.at_least(uncertainty_a, 1 / ratio)
+        joint = uncertainty_b.of_difference(uncertainty_a)
     # Ones on the diagonal of a similarity differ by rounding only.
     rounding = ROUNDING_ERROR * torch.maximum(a.abs(), b.abs())
     is_rounding = (joint.error <= rounding) & ((b - a).abs() <= rounding)
-    error, b = joint.error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
+    error = joint.error.where(~is_rounding, 0.0)
+    b = b.where(~is_rounding, a)
     p = p_value_from_error(b - a, error, joint.degrees, joint.skewness)
+    # The difference, the ends of its interval and its error.
     interval = t_interval(b - a, error, joint.degrees, level, skewness=joint.skewness)
     return torch.stack([a, b, *interval, p, p], -1)
 
 
 def _ratio_of_texts(first: Result, second: Result) -> float:
     """How many times as much data the second run has: 1 unless it has both more texts and more tokens, or fewer of both."""
-    records = first.provenance, second.provenance
-    ratios = sorted((records[1].texts / records[0].texts, records[1].tokens / records[0].tokens))
-    # Texts of other lengths differ in their variance.
-    return ratios[0] if ratios[0] > 1 else ratios[1] if ratios[1] < 1 else 1.0
+    text_ratio = second.provenance.texts / first.provenance.texts
+    token_ratio = second.provenance.tokens / first.provenance.tokens
+    # Texts of other lengths differ in their variance: the ratio nearer to 1 counts.
+    smaller = min(text_ratio, token_ratio)
+    larger = max(text_ratio, token_ratio)
+    if smaller > 1:
+        return smaller
+    if larger < 1:
+        return larger
+    return 1.0
 
 
 def _variables(
@@ -277,55 +299,64 @@ def _variables(
 ) -> dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]]:
     """Statistics of the difference of two results, for each shared field and the headline numbers.
 
-    Returns a dict from field names to statistics, axis labels and words.
+    Returns a dict from field names to statistics, axis labels and attributes.
 
     With `what`, only its values are compared.
     """
     compare = partial(_statistics, first, second, paired=paired, level=level)
-    last = {"statistic": list(STATISTICS)}
+    # Labels of the last axis.
+    statistic = {"statistic": list(STATISTICS)}
     if what is not None:
-        sizes = [tuple(torch.as_tensor(what(result)).shape) for result in (first, second)]
-        if sizes[0] != sizes[1]:
+        first_shape = tuple(torch.as_tensor(what(first)).shape)
+        second_shape = tuple(torch.as_tensor(what(second)).shape)
+        if first_shape != second_shape:
             raise LayersimError(
-                f"`what` returns shapes {sizes[0]} and {sizes[1]} for the two results; the shapes must be equal."
+                f"`what` returns shapes {first_shape} and {second_shape} for the two results; the shapes must be equal."
             )
-        return {
-            "what": (
-                compare(lambda whole, one: what(one)),
-                {f"dim_{n}": range(size) for n, size in enumerate(sizes[0])} | last,
-                {},
-            )
-        }
-    found: dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]] = {}
-    for field, own in declarations(second).items():
-        labels: dict[str, Any] = {axis: list(second.coordinates(axis)) for axis in own.axes}
-        grids = {
-            axis: min(len(sites_along(result, axis)) for result in (first, second))
-            for axis in own.axes
-            if relative_depth and axis in SITE_AXES
-        }
-        same = all(first.coordinates(axis) == second.coordinates(axis) for axis in own.axes if axis not in grids)
-        if own.within is not None and same and not bool(getattr(second, field).isnan().all()):
-            labels |= {axis: (axis, list(depths(grid, axis)), {"long_name": DEPTH}) for axis, grid in grids.items()}
-            words = {"long_name": own.label} | ({"units": own.unit} if own.unit else {})
-            found[own.name] = (
-                compare(partial(_read, field, grids), counts=own, bounded=None if grids else own),
-                labels | last,
-                words,
-            )
-    heads = {id(one): one.headline() for result in (first, second) for one in (result, *result.replicates)}
-    names = [name for name in heads[id(first)] if name in heads[id(second)] and has_margin(name)]
+        shape_labels = {f"dim_{number}": range(size) for number, size in enumerate(first_shape)}
+        return {"what": (compare(lambda whole, result: what(result)), shape_labels | statistic, {})}
+    variables: dict[str, tuple[Tensor, dict[str, Any], dict[str, Any]]] = {}
+    for field, declared in declarations(second).items():
+        # By axis of sites, the number of sites of the model with fewer.
+        grids = {}
+        if relative_depth:
+            for axis in declared.axes:
+                if axis in SITE_AXES:
+                    grids[axis] = min(len(sites_along(first, axis)), len(sites_along(second, axis)))
+        further_axes = [axis for axis in declared.axes if axis not in grids]
+        same_labels = all(first.coordinates(axis) == second.coordinates(axis) for axis in further_axes)
+        if declared.within is None or not same_labels or bool(getattr(second, field).isnan().all()):
+            continue
+        labels: dict[str, Any] = {}
+        for axis in declared.axes:
+            if axis in grids:
+                labels[axis] = (axis, list(depths(grids[axis], axis)), {"long_name": DEPTH})
+            else:
+                labels[axis] = list(second.coordinates(axis))
+        attrs = {"long_name": declared.label}
+        if declared.unit:
+            attrs["units"] = declared.unit
+        # An interpolated fraction is no fraction of texts.
+        bounded = None if grids else declared
+        values = compare(partial(_values_of_field, field, grids), counts=declared, bounded=bounded)
+        variables[declared.name] = (values, labels | statistic, attrs)
+    # By the id of a result or a replicate: headlines may take long, and every name reads all of them.
+    headlines: dict[int, dict[str, float]] = {}
+    for whole in (first, second):
+        for result in (whole, *whole.replicates):
+            headlines[id(result)] = result.headline()
+    names = [name for name in headlines[id(first)] if name in headlines[id(second)] and has_margin(name)]
     if names:
-        each = [compare(partial(_headline, heads, name)) for name in names]
-        found["headline"] = torch.stack(each), {"quantity": names} | last, {}
-    return found
+        by_name = [compare(partial(_headline, headlines, name)) for name in names]
+        variables["headline"] = (torch.stack(by_name), {"quantity": names} | statistic, {})
+    return variables
 
 
-def _headline(heads: dict[int, dict[str, float]], name: str, whole: Result, result: Result) -> float:
-    return heads[id(result)].get(name, math.nan)
+def _headline(headlines: dict[int, dict[str, float]], name: str, whole: Result, result: Result) -> float:
+    return headlines[id(result)].get(name, math.nan)
 
 
-def _read(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
+def _values_of_field(field: str, grids: dict[str, int], whole: Result, result: Result) -> Tensor:
     """Values of a field, interpolated to common relative depths along the axes in `grids`."""
     values = aligned(result, whole, field)
     for dim, axis in enumerate(result.tensor_fields()[field]):
@@ -392,8 +423,10 @@ def at_depths(values: Tensor, dim: int, sites: int, grid: int, axis: str) -> Ten
     first = int(axis in BLOCK_AXES)
     place = torch.arange(first, grid) * (sites - 1)
     # Integer arithmetic: at a depth of both models, a NaN of the next site must not enter.
-    low, part = place // (grid - 1) - first, (place % (grid - 1)).double() / (grid - 1)
+    low = place // (grid - 1) - first
+    fraction = (place % (grid - 1)).double() / (grid - 1)
     high = (low + 1).clamp(max=values.shape[dim] - 1)
-    part = part.view(-1, *[1] * (values.dim() - dim - 1))
-    below, above = values.index_select(dim, low), values.index_select(dim, high)
-    return below.where(part == 0, below + part * (above - below))
+    fraction = fraction.view(-1, *[1] * (values.dim() - dim - 1))
+    below = values.index_select(dim, low)
+    above = values.index_select(dim, high)
+    return below.where(fraction == 0, below + fraction * (above - below))

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 FITTED = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercept", "slope", "linear_r_squared")
 # Rates over the range of x at which searches start. Further starts are the line through the logarithms and a grid of rates.
 STARTS = (-3.0, -0.5, 0.5, 3.0)
-# Largest rate of the grid, and the relative gain that another optimum needs.
-MOST_RATE, ROUNDING = 100.0, 1e-6
+# Largest rate of the grid.
+MOST_RATE = 100.0
+# The relative gain that another optimum needs: two searches that end at one optimum differ by rounding.
+LEAST_GAIN = 1e-6
 # Status of MINPACK's search after too many steps.
 NOT_CONVERGED = 5
 
@@ -94,15 +96,15 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
         raise LayersimError(
             f"`given` is {with_article(type(given).__name__)}; it must be a result, or a variable of a labelled table."
         )
-    over = [axis for axis in array.dims if axis in SITE_AXES]
-    count = len(range(array.sizes[over[0]])[sites]) if len(over) == 1 else 0
+    site_axes = [axis for axis in array.dims if axis in SITE_AXES]
+    count = len(range(array.sizes[site_axes[0]])[sites]) if len(site_axes) == 1 else 0
     if count < 3:
-        found = f"{count} sites" if len(over) < 2 else f"the axes of sites {over}"
+        content = f"{count} sites" if len(site_axes) < 2 else f"the axes of sites {site_axes}"
         raise LayersimError(
-            f"`field` is {field or array.name!r}, with {found}; it must have one axis of sites, with three sites or more. "
+            f"`field` is {field or array.name!r}, with {content}; it must have one axis of sites, with three sites or more. "
             "Select a label of each further axis."
         )
-    [axis] = over
+    [axis] = site_axes
     first = int(axis in BLOCK_AXES)
     depth = np.arange(first, first + array.sizes[axis], dtype=np.float64)
     array = array.assign_coords(depth=(axis, depth)).isel({axis: sites})
@@ -125,9 +127,11 @@ def _array(result: Result, field: str) -> xarray.DataArray:
     import pandas
     import xarray
 
-    table, name = result.to_xarray(), result.declared(field).name
+    table = result.to_xarray()
+    name = result.declared(field).name
     array = table[name]
-    if (untrained := f"{name}_untrained") in table:
+    untrained = f"{name}_untrained"
+    if untrained in table:
         array = xarray.concat([array, table[untrained]], pandas.Index(["trained", "untrained"], name="weights"))
     return array.rename(field).assign_attrs(model=result.provenance.model, tokens=result.provenance.tokens)
 
@@ -145,8 +149,11 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     from scipy.optimize import leastsq
 
     # Centred, in units of the range of x and of the largest y, so that the search does not overflow.
-    middle, span, size = (x.max() + x.min()) / 2, np.ptp(x), np.abs(y).max()
-    z, scaled = (x - middle) / span, y / size
+    middle = (x.max() + x.min()) / 2
+    span = np.ptp(x)
+    size = np.abs(y).max()
+    z = (x - middle) / span
+    scaled = y / size
 
     def curve(z: Any, a: float, b: float) -> Any:
         return a * np.exp(b * z)
@@ -158,30 +165,24 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
         a, b = parameters
         return np.column_stack([np.exp(b * z), a * z * np.exp(b * z)])
 
-    starts = [(float(scaled.mean()), rate) for rate in STARTS]
-    if (scaled > 0).all() or (scaled < 0).all():
-        slope, intercept = np.polyfit(z, np.log(np.abs(scaled)), 1)
-        starts.insert(0, (float(np.sign(scaled[0]) * np.exp(intercept)), float(slope)))
-    # Last start: the best rate of a grid, because values of both signs have several optima.
-    rates = np.linspace(-MOST_RATE, MOST_RATE, 401)
-    each = np.exp(np.outer(rates, z) - np.abs(rates)[:, None] / 2)
-    amplitudes = each @ scaled / (each**2).sum(1)
-    best_rate = int(((scaled - amplitudes[:, None] * each) ** 2).sum(1).argmin())
-    starts.append((float(amplitudes[best_rate] * np.exp(-abs(rates[best_rate]) / 2)), float(rates[best_rate])))
+    starts = _starts(z, scaled)
     best: Any = None
     for start in starts:
         with np.errstate(over="ignore", invalid="ignore"):
-            found, inverse, _, _, status = leastsq(
+            parameters, inverse, _, _, status = leastsq(
                 errors, start, Dfun=derivative, full_output=True, maxfev=2000, ftol=1e-14, xtol=1e-14
             )
-            error = float(((scaled - curve(z, *found)) ** 2).sum())
+            error = float(((scaled - curve(z, *parameters)) ** 2).sum())
         # Status 6 to 8: no step can lower the error further, which may hold at the start already.
         if status == NOT_CONVERGED or not np.isfinite(error):
             continue
         degrees = len(z) - 2
-        covariance = np.full((2, 2), np.inf) if inverse is None or degrees < 1 else inverse * (error / degrees)
-        if best is None or error < best[0] * (1 - ROUNDING if start is starts[-1] else 1):
-            best = (error, found, covariance)
+        covariance = np.full((2, 2), np.inf)
+        if inverse is not None and degrees >= 1:
+            covariance = inverse * (error / degrees)
+        factor = 1 - LEAST_GAIN if start is starts[-1] else 1
+        if best is None or error < best[0] * factor:
+            best = (error, parameters, covariance)
     if best is None:
         raise LayersimError(
             "An exponential cannot be fitted to these scores: least squares did not converge. Use shape='line'."
@@ -189,18 +190,43 @@ def fit_exponential(x: Any, y: Any) -> LeastSquares:
     error, (a, b), covariance = best
     # Back to the units of x and y: b / span, and a exp(-b middle / span) times the size.
     shift = np.exp(-b * middle / span) * size
-    to = np.array([[shift, -a * shift * middle / span], [0.0, 1 / span]])
+    # Derivatives of the parameters in these units by a and b.
+    jacobian = np.array([[shift, -a * shift * middle / span], [0.0, 1 / span]])
     total = float(((scaled - scaled.mean()) ** 2).sum())
     # An infinite variance times zero is not a number: the error is unknown.
     with np.errstate(invalid="ignore"):
-        covariance = to @ covariance @ to.T
-    return LeastSquares(np.array([a * shift, b / span]), covariance, 1 - error / total if total > 0 else np.nan)
+        covariance = jacobian @ covariance @ jacobian.T
+    r_squared = 1 - error / total if total > 0 else np.nan
+    return LeastSquares(np.array([a * shift, b / span]), covariance, r_squared)
+
+
+def _starts(z: Any, scaled: Any) -> list[tuple[float, float]]:
+    """Amplitudes and rates at which the searches start.
+
+    Args:
+        z: `point`, depths from -1/2 to 1/2.
+        scaled: `point`, values of at most 1 in size.
+    """
+    starts = [(float(scaled.mean()), rate) for rate in STARTS]
+    if (scaled > 0).all() or (scaled < 0).all():
+        slope, intercept = np.polyfit(z, np.log(np.abs(scaled)), 1)
+        starts.insert(0, (float(np.sign(scaled[0]) * np.exp(intercept)), float(slope)))
+    # Last start: the best rate of a grid, because values of both signs have several optima.
+    rates = np.linspace(-MOST_RATE, MOST_RATE, 401)
+    # `rate point`, the curve of each rate, divided by its largest value.
+    curves = np.exp(np.outer(rates, z) - np.abs(rates)[:, None] / 2)
+    amplitudes = curves @ scaled / (curves**2).sum(1)
+    best_number = int(((scaled - amplitudes[:, None] * curves) ** 2).sum(1).argmin())
+    best_rate = rates[best_number]
+    starts.append((float(amplitudes[best_number] * np.exp(-abs(best_rate) / 2)), float(best_rate)))
+    return starts
 
 
 def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
     """Fit an exponential and a line to the finite values; NaN if fewer than three are finite."""
-    known = np.isfinite(y)
-    x, y = x[known], y[known]
+    is_finite = np.isfinite(y)
+    x = x[is_finite]
+    y = y[is_finite]
     if len(y) < 3 or not y.any():
         return (float("nan"),) * len(FITTED)
     try:
@@ -212,9 +238,10 @@ def _both_fits(x: Any, y: Any) -> tuple[float, ...]:
         errors = np.sqrt(np.diag(fit.covariance))
     slope, intercept = np.polyfit(x, y, 1)
     total = float(((y - y.mean()) ** 2).sum())
-    line = 1 - float(((y - intercept - slope * x) ** 2).sum()) / total if total > 0 else float("nan")
+    line_error = float(((y - intercept - slope * x) ** 2).sum())
+    line_r_squared = 1 - line_error / total if total > 0 else float("nan")
     a, b = fit.params
-    return (a, errors[0], b, errors[1], fit.rsquared, intercept, slope, line)
+    return (a, errors[0], b, errors[1], fit.rsquared, intercept, slope, line_r_squared)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -280,7 +307,8 @@ class Relation:
         column = 0 if predictor is None else self.predictors.columns.get_loc(predictor)
         points = np.tile(self.predictors.to_numpy().mean(0), (50, 1))
         x = self.predictors.to_numpy()[:, column]
-        grid = points[:, column] = np.linspace(x.min(), x.max(), 50)
+        grid = np.linspace(x.min(), x.max(), 50)
+        points[:, column] = grid
         if self.shape == "line":
             fit = self.intercept + points @ self.fit.params[1:]
             low, high = self.fit.get_prediction(add_constant(points, has_constant="add")).conf_int(alpha=1 - self.confidence).T
@@ -291,7 +319,8 @@ class Relation:
             gradient = np.column_stack([np.exp(b * grid), grid * fit])
             spread = np.sqrt(np.einsum("np,pq,nq->n", gradient, self.fit.covariance, gradient))
             margin = t.ppf(0.5 + self.confidence / 2, len(x) - 2) * spread
-            low, high = fit - margin, fit + margin
+            low = fit - margin
+            high = fit + margin
         return pandas.DataFrame({"value": grid, "fit": fit, "low": low, "high": high})
 
     @typed
@@ -355,7 +384,8 @@ def relate(
         raise LayersimError(f"`values` has the columns {', '.join(map(str, table.columns))}; their names must differ.")
     table = pandas.DataFrame({str(name): _series(table[name], "Value") for name in table.columns})
     targets = _series(scores, "Score")
-    if unmatched := sorted(map(str, set(table.index) ^ set(targets.index))):
+    unmatched = sorted(map(str, set(table.index) ^ set(targets.index)))
+    if unmatched:
         raise LayersimError(
             f"`values` and `scores` must name the same models; only one of the two has {', '.join(unmatched[:8])}."
         )
@@ -368,8 +398,9 @@ def relate(
     if shape == "exponential" and size > 1:
         raise LayersimError(f"`shape` is 'exponential', which takes one predictor; `values` has {size}.")
     targets = targets.reindex(table.index)
-    x, y = np.ascontiguousarray(table.to_numpy()), targets.to_numpy()
-    flat = any(np.ptp(v) <= 1e-9 * np.abs(v).max() for v in (*x.T, y))
+    x = np.ascontiguousarray(table.to_numpy())
+    y = targets.to_numpy()
+    flat = any(np.ptp(column) <= 1e-9 * np.abs(column).max() for column in (*x.T, y))
     if flat or not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise LayersimError(
             "`values` and `scores` must be finite and differ between points; `values` is "
@@ -379,20 +410,34 @@ def relate(
         raise LayersimError(
             f"The columns of `values` are linearly dependent: {', '.join(table.columns)}. Leave out one of the columns."
         )
-    fit: Any = OLS(y, add_constant(x)).fit() if shape == "line" else fit_exponential(x[:, 0], y)
-    errors = fit.bse if shape == "line" else np.sqrt(np.diag(fit.covariance))
-    slopes, errors, degrees = fit.params[1:], errors[1:], count - size - 1
+    fit: Any
+    if shape == "line":
+        fit = OLS(y, add_constant(x)).fit()
+        all_errors = fit.bse
+    else:
+        fit = fit_exponential(x[:, 0], y)
+        all_errors = np.sqrt(np.diag(fit.covariance))
+    # The first parameter is the intercept, or the amplitude.
+    slopes = fit.params[1:]
+    errors = all_errors[1:]
+    degrees = count - size - 1
     margin = t.ppf(0.5 + confidence / 2, degrees) * errors
-    pearson, spearman = ([correlate(v, y) for v in x.T] for correlate in (pearsonr, spearmanr))
+    pearson = [pearsonr(column, y) for column in x.T]
+    spearman = [spearmanr(column, y) for column in x.T]
     with np.errstate(divide="ignore"):
         ratio = np.abs(slopes / errors)
         partial = np.sign(slopes) / np.hypot(1.0, np.sqrt(degrees) / ratio)
     columns = {
-        **{"coefficient": slopes, "se": errors, "low": slopes - margin, "high": slopes + margin},
+        "coefficient": slopes,
+        "se": errors,
+        "low": slopes - margin,
+        "high": slopes + margin,
         "p_value": 2 * t.sf(ratio, degrees),
         "partial": partial if shape == "line" else pearson[0].statistic,
-        **{"pearson": [one.statistic for one in pearson], "pearson_p": [one.pvalue for one in pearson]},
-        **{"spearman": [one.statistic for one in spearman], "spearman_p": [one.pvalue for one in spearman]},
+        "pearson": [test.statistic for test in pearson],
+        "pearson_p": [test.pvalue for test in pearson],
+        "spearman": [test.statistic for test in spearman],
+        "spearman_p": [test.pvalue for test in spearman],
     }
     return Relation(
         predictors=table,
@@ -404,20 +449,22 @@ def relate(
     )
 
 
-def _series(given: Any, default: str) -> pandas.Series[float]:
+def _series(numbers: Any, default: str) -> pandas.Series[float]:
     """Convert numbers to a pandas Series, named after the quantity and its unit."""
     import pandas
 
-    original = given
-    words = getattr(given, "attrs", {})
-    label = words.get("long_name", "") + (f" ({words['units']})" if "units" in words else "")
-    if hasattr(given, "to_series"):
-        given = given.to_series()
-    if not isinstance(given, pandas.Series):
-        numbers = dict(given) if isinstance(given, Mapping) else dict(enumerate(np.asarray(given).reshape(-1).tolist()))
-        given = pandas.Series(list(numbers.values()), index=list(numbers), dtype=object)
+    attributes = getattr(numbers, "attrs", {})
+    label = attributes.get("long_name", "")
+    if "units" in attributes:
+        label += f" ({attributes['units']})"
+    series: Any = numbers.to_series() if hasattr(numbers, "to_series") else numbers
+    if not isinstance(series, pandas.Series):
+        if not isinstance(series, Mapping):
+            series = dict(enumerate(np.asarray(series).reshape(-1).tolist()))
+        # Objects: a value that is no number is named in the error below.
+        series = pandas.Series(list(series.values()), index=list(series), dtype=object)
     try:
-        numeric: pandas.Series[float] = given.map(float).astype(float)
+        numeric: pandas.Series[float] = series.map(float).astype(float)
     except (TypeError, ValueError) as error:
-        raise LayersimError(f"`{default.lower()}s` is {brief(original)}; it must hold numbers, by name or in order.") from error
-    return numeric.rename(label or given.name or default)
+        raise LayersimError(f"`{default.lower()}s` is {brief(numbers)}; it must hold numbers, by name or in order.") from error
+    return numeric.rename(label or series.name or default)

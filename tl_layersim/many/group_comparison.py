@@ -96,44 +96,61 @@ def compare_groups(
     import xarray
 
     array, names = distances_between(table, field)
-    labels = group_labels(_known_groups(table, groups), names)
-    values, further = torch.tensor(array.values, dtype=torch.float64), array.dims[2:]
-    compared = pairs_by_groups(labels, not is_symmetric(values))
-    sides, pairs = zip(*compared.values(), strict=True)
+    labels = group_labels(_chosen_groups(table, groups), names)
+    values = torch.tensor(array.values, dtype=torch.float64)
+    further_axes = array.dims[2:]
+    comparisons = pairs_by_groups(labels, not is_symmetric(values))
+    group_pairs, pairs = zip(*comparisons.values(), strict=True)
     # Similarities of sites, such as CKA, are smaller between more different models.
-    sign = -1 if isinstance(table, ModelGrid) and field == "by_site" else 1
-    each = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
-    tests = [permutation_test(one.contiguous(), labels, relabelings, seed) for one in each]
+    are_similarities = isinstance(table, ModelGrid) and field == "by_site"
+    sign = -1 if are_similarities else 1
+    # `model model` for each entry of the further axes.
+    matrices = (sign * values).reshape(len(names), len(names), -1).unbind(-1)
+    tests = [permutation_test(matrix.contiguous(), labels, relabelings, seed) for matrix in matrices]
     # Similarities have no principal coordinates; 1 - similarity has.
-    spreads = [spread_test(one + (sign < 0), labels, relabelings, seed) for one in each]
+    spread_tests = [spread_test(matrix + int(are_similarities), labels, relabelings, seed) for matrix in matrices]
 
     def statistics(distances: Tensor) -> Tensor:
         """Mean distance of each comparison; then the mean between groups minus the mean within groups."""
         means = torch.stack([distances[tuple(index)].mean(0) for index in pairs])
         return torch.cat([means, means[1:2] - means[:1]])
 
-    spread = [values[tuple(index)] for index in pairs]
-    deviations = [one.std(0) if len(one) > 1 else one[0] * math.nan for one in spread]
-    over, shape = ("comparison", *further), values.shape[2:]
-    found: dict[str, Any] = {
-        "mean": (over, statistics(values)[:-1].numpy(), array.attrs),
-        "sd": (over, torch.stack(deviations).numpy()),
-        "count": ("comparison", [len(one) for one in spread]),
-        "difference": (further, np.reshape([sign * one.difference for one in tests], shape)),
-        "p_value": (further, np.reshape([one.p_value for one in tests], shape)),
-        "spread": (over, np.reshape([[one.spreads.get(name, math.nan) for one in spreads] for name in compared], (-1, *shape))),
-        "spread_p_value": (further, np.reshape([one.p_value for one in spreads], shape)),
+    counts = []
+    deviations = []
+    for index in pairs:
+        distances = values[tuple(index)]
+        counts.append(len(distances))
+        # A single pair has no standard deviation.
+        deviations.append(distances.std(0) if len(distances) > 1 else distances[0] * math.nan)
+    spreads = []
+    for name in comparisons:
+        spreads.append([test.spreads.get(name, math.nan) for test in spread_tests])
+    axes = ("comparison", *further_axes)
+    shape = values.shape[2:]
+    variables: dict[str, Any] = {
+        "mean": (axes, statistics(values)[:-1].numpy(), array.attrs),
+        "sd": (axes, torch.stack(deviations).numpy()),
+        "count": ("comparison", counts),
+        "difference": (further_axes, np.reshape([sign * test.difference for test in tests], shape)),
+        "p_value": (further_axes, np.reshape([test.p_value for test in tests], shape)),
+        "spread": (axes, np.reshape(spreads, (-1, *shape))),
+        "spread_p_value": (further_axes, np.reshape([test.p_value for test in spread_tests], shape)),
         "smallest_p": tests[0].smallest_p,
     }
     if isinstance(table, Result) and table.has_intervals:
-        ends = table.interval(lambda one: statistics(getattr(one, field_named(table, field))))
+        ends = table.interval(lambda result: statistics(getattr(result, field_named(table, field))))
         for name, end in (("low", ends.low), ("high", ends.high)):
-            found |= {f"mean_{name}": (over, end[:-1].numpy()), f"difference_{name}": (further, end[-1].numpy())}
-    coords = {name: one for name, one in array.coords.items() if set(one.dims) <= set(further)}
-    for n, name in enumerate(("first_group", "second_group")):
-        coords[name] = ("comparison", [side[n] for side in sides])
+            variables[f"mean_{name}"] = (axes, end[:-1].numpy())
+            variables[f"difference_{name}"] = (further_axes, end[-1].numpy())
+    coords: dict[Any, Any] = {}
+    for axis, coordinate in array.coords.items():
+        # Names of models label no axis of the table.
+        if set(coordinate.dims) <= set(further_axes):
+            coords[axis] = coordinate
+    coords["first_group"] = ("comparison", [first for first, _ in group_pairs])
+    coords["second_group"] = ("comparison", [second for _, second in group_pairs])
     attrs = {"relabelings": tests[0].relabelings, "exact": int(tests[0].exact), "seed": seed}
-    return xarray.Dataset(found, {"comparison": list(compared), **coords}, attrs)
+    return xarray.Dataset(variables, {"comparison": list(comparisons), **coords}, attrs)
 
 
 @typed
@@ -170,14 +187,17 @@ def dendrogram(table: Any, groups: Any = None) -> plotly.graph_objects.Figure:
             f"`table` has the axes {' x '.join(map(str, array.dims))}; it must have two. Select a label of "
             f"{array.dims[2]}, or take the mean over it."
         )
-    given = _known_groups(table, groups)
-    fig = tree_of_models(array, names, () if given is None else group_labels(given, names))
+    chosen = _chosen_groups(table, groups)
+    labels = () if chosen is None else group_labels(chosen, names)
+    fig = tree_of_models(array, names, labels)
     return with_provenance(fig, table.provenance) if isinstance(table, Result) else fig
 
 
-def _known_groups(table: Any, groups: Any) -> Any:
+def _chosen_groups(table: Any, groups: Any) -> Any:
     """Return `groups`; by default the groups of a grid."""
-    return getattr(table, "groups", ()) or None if groups is None and isinstance(table, Result) else groups
+    if groups is None and isinstance(table, Result):
+        return getattr(table, "groups", ()) or None
+    return groups
 
 
 def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArray, tuple[str, ...]]:
@@ -195,7 +215,8 @@ def distances_between(table: Any, field: str = "values") -> tuple[xarray.DataArr
     import xarray
 
     if isinstance(table, Result):
-        name, declared = field_named(table, field), table.declared(field)
+        name = field_named(table, field)
+        declared = table.declared(field)
         coords = {axis: list(table.coordinates(axis)) for axis in declared.axes}
         attrs = {"long_name": declared.label, "units": declared.unit}
         if not getattr(table, name).numel():
@@ -233,21 +254,36 @@ def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, tuple[tu
         labels: the group of each model.
         directed: whether both orders of a pair count as pairs.
     """
-    names, listed = list(dict.fromkeys(labels)), permutations if directed else combinations
-    pairs = torch.tensor(list(listed(range(len(labels)), 2))).T
+    names = list(dict.fromkeys(labels))
+    choose_two = permutations if directed else combinations
+    pairs = torch.tensor(list(choose_two(range(len(labels)), 2))).T
     numbers = torch.tensor([names.index(label) for label in labels])
+    # By pair, the groups of the model of the row and of the model of the column.
     first, second = numbers[pairs]
-    found = {"within groups": (("", ""), first == second), "between groups": (("", ""), first != second)}
-    for a, b in [(name, name) for name in names if labels.count(name) > 1] + list(listed(names, 2)):
-        i, j = names.index(a), names.index(b)
-        chosen = (first == i) & (second == j) if directed else ((first == i) & (second == j)) | ((first == j) & (second == i))
-        name = f"within {a}" if a == b else f"{a} into {b}" if directed else f"{a} and {b}"
-        if name in found:
+    group_pairs = [(name, name) for name in names if labels.count(name) > 1]
+    group_pairs += choose_two(names, 2)
+    comparisons = {
+        "within groups": (("", ""), pairs[:, first == second]),
+        "between groups": (("", ""), pairs[:, first != second]),
+    }
+    for a, b in group_pairs:
+        number_a = names.index(a)
+        number_b = names.index(b)
+        of_groups = (first == number_a) & (second == number_b)
+        if not directed:
+            of_groups |= (first == number_b) & (second == number_a)
+        if a == b:
+            name = f"within {a}"
+        elif directed:
+            name = f"{a} into {b}"
+        else:
+            name = f"{a} and {b}"
+        if name in comparisons:
             raise LayersimError(
                 f"`groups` has the groups {', '.join(names)}; two comparisons would both be named {name!r}. Rename a group."
             )
-        found[name] = ((a, b), chosen)
-    return {name: (groups, pairs[:, chosen]) for name, (groups, chosen) in found.items()}
+        comparisons[name] = ((a, b), pairs[:, of_groups])
+    return comparisons
 
 
 class PermutationResult(NamedTuple):
@@ -286,17 +322,24 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
     for size in set(sizes):
         count //= math.factorial(sizes.count(size))
     exact = count <= most
-    given = torch.tensor([names.index(label) for label in labels])
-    [difference] = _mean_differences(distances, given[None], len(names)).tolist()
+    numbers = torch.tensor([names.index(label) for label in labels])
+    [difference] = _mean_differences(distances, numbers[None], len(names)).tolist()
     # Sums of the same distances in another order differ by rounding.
     least = difference - 1e-10 * float(distances.clone().fill_diagonal_(0).abs().max())
-    larger = 0
-    for drawn in _all_relabelings(sizes) if exact else _random_relabelings(given, most, seed):
-        larger += int((_mean_differences(distances, drawn, len(names)) >= least).sum())
-    number = count if exact else most
-    p_value = larger / number if exact else (1 + larger) / (1 + number)
-    smallest = 1 / count if exact else 1 / (1 + number)
-    return PermutationResult(difference, p_value if math.isfinite(difference) else math.nan, number, exact, smallest)
+    as_large = 0
+    chunks = _all_relabelings(sizes) if exact else _random_relabelings(numbers, most, seed)
+    for relabelings in chunks:
+        as_large += int((_mean_differences(distances, relabelings, len(names)) >= least).sum())
+    if exact:
+        p_value = as_large / count
+        smallest = 1 / count
+    else:
+        # The given labels count as one more.
+        p_value = (1 + as_large) / (1 + most)
+        smallest = 1 / (1 + most)
+    if not math.isfinite(difference):
+        p_value = math.nan
+    return PermutationResult(difference, p_value, count if exact else most, exact, smallest)
 
 
 class SpreadTest(NamedTuple):
@@ -334,25 +377,32 @@ def spread_test(distances: Tensor, labels: Sequence[str], permutations: int, see
         {'within a': 1.414, 'within b': 14.142}
     """
     names = [name for name in dict.fromkeys(labels) if labels.count(name) > 1]
-    members = [torch.tensor([number for number, label in enumerate(labels) if label == name]) for name in names]
     symmetric = ((distances + distances.T) / 2).clamp(min=0).fill_diagonal_(0)
     if not names or not bool(symmetric.isfinite().all()):
         return SpreadTest({}, math.nan)
-    to_centroid = [_distances_to_centroid(symmetric[own][:, own]) for own in members]
-    spreads = {f"within {name}": float(own.mean()) for name, own in zip(names, to_centroid, strict=True)}
+    # By group, the distance of each model to the centroid.
+    to_centroid = []
+    for name in names:
+        members = torch.tensor([number for number, label in enumerate(labels) if label == name])
+        to_centroid.append(_distances_to_centroid(symmetric[members][:, members]))
+    spreads = {}
+    for name, group_distances in zip(names, to_centroid, strict=True):
+        spreads[f"within {name}"] = float(group_distances.mean())
     values = torch.cat(to_centroid)
     deviations = values - values.mean()
     # Two models are equally far from their centroid, so the test needs a group of three or more.
     if len(names) < 2 or len(values) <= 2 * len(names) or not float(deviations.norm()) > 1e-10 * float(values.norm()):
         return SpreadTest(spreads, math.nan)
-    sizes = [len(own) for own in to_centroid]
+    sizes = [len(group_distances) for group_distances in to_centroid]
     group = torch.repeat_interleave(torch.arange(len(names)), torch.tensor(sizes))
     observed = float(_f_ratios(values[None], group, sizes))
-    generator, larger = torch.Generator().manual_seed(seed), 0
+    generator = torch.Generator().manual_seed(seed)
+    as_large = 0
     for start in range(0, permutations, AT_ONCE):
         order = torch.rand(min(AT_ONCE, permutations - start), len(values), generator=generator).argsort(1)
-        larger += int((_f_ratios(values[order], group, sizes) >= observed * (1 - 1e-10)).sum())
-    return SpreadTest(spreads, (1 + larger) / (1 + permutations))
+        # Sums of the same numbers in another order differ by rounding.
+        as_large += int((_f_ratios(values[order], group, sizes) >= observed * (1 - 1e-10)).sum())
+    return SpreadTest(spreads, (1 + as_large) / (1 + permutations))
 
 
 def _distances_to_centroid(distances: Tensor) -> Tensor:
@@ -411,14 +461,14 @@ def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) 
         yield []
         return
     for size in dict.fromkeys(sizes):
-        left = list(sizes)
-        left.remove(size)
-        for others in combinations(range(1, len(models)), size - 1):
-            own = {0, *others}
-            rest = tuple(model for n, model in enumerate(models) if n not in own)
-            for labels in _divisions(rest, tuple(left), group + 1):
-                remaining = iter(labels)
-                yield [group if n in own else next(remaining) for n in range(len(models))]
+        remaining_sizes = list(sizes)
+        remaining_sizes.remove(size)
+        for further_members in combinations(range(1, len(models)), size - 1):
+            members = {0, *further_members}
+            remaining_models = tuple(model for number, model in enumerate(models) if number not in members)
+            for labels in _divisions(remaining_models, tuple(remaining_sizes), group + 1):
+                remaining_labels = iter(labels)
+                yield [group if number in members else next(remaining_labels) for number in range(len(models))]
 
 
 def _random_relabelings(labels: Tensor, number: int, seed: int) -> Iterator[Tensor]:

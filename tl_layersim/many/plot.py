@@ -102,13 +102,18 @@ def plot(
     dims = [str(dim) for dim in table[field].dims]
     drawn = drawn.sortby([dim for dim in dims if drawn[dim].dtype.kind in "iuf"])
     sites = [dim for dim in dims if dim in LAYER_AXES or f"{dim}_depth" in drawn.coords]
-    others = [dim for dim in dims if dim not in sites]
+    further = [dim for dim in dims if dim not in sites]
     if over is None:
-        if len(sites) == 2 and len(others) == 1:
-            figures, words = matrices(drawn, (sites[0], sites[1]), others[0])
-            return panels(figures, width, title if title is not None else "" if width else words)
-        numeric = [dim for dim in others if drawn[dim].dtype.kind in "iuf"]
-        over = (sites[1], sites[0]) if len(sites) == 2 else next(iter([*numeric, *sites, *others]), "")
+        if len(sites) == 2 and len(further) == 1:
+            figures, quantity = matrices(drawn, (sites[0], sites[1]), further[0])
+            if title is None:
+                title = "" if width else quantity
+            return panels(figures, width, title)
+        if len(sites) == 2:
+            over = (sites[1], sites[0])
+        else:
+            numeric = [dim for dim in further if drawn[dim].dtype.kind in "iuf"]
+            over = next(iter([*numeric, *sites, *further]), "")
     chosen = [over] if isinstance(over, str) else list(over)
     if len(dims) not in (1, 2):
         raise LayersimError(
@@ -157,9 +162,11 @@ def plot_adjacency(
     if not result.normalize:
         raise LayersimError("`result` has normalize=False; `plot_adjacency` needs a result of BlockCoupling(normalize=True).")
 
-    def strength_of(one: Any) -> Tensor:
+    def strength_of(result: Any) -> Tensor:
         """Mean coupling of both directions (`layer layer`) from 0 to 1."""
-        coupling = (one.null - one.values) / one.null.clamp(min=1e-9) if beyond_chance else one.coupling
+        coupling = result.coupling
+        if beyond_chance:
+            coupling = (result.null - result.values) / result.null.clamp(min=1e-9)
         # A block has no edge to itself.
         mean: Tensor = (coupling + coupling.T) / 2
         return mean.nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)

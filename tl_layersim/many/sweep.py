@@ -72,9 +72,10 @@ class SweepRecord:
         self._data = data
         self._file = ResumableFile(folder / "sweep.safetensors", "sweep_folder", identity)
         # Number of items that were read of a stream, and their digest.
-        self._items, self._digest = 0, ""
+        self._items = 0
+        self._digest = ""
         # By the text of a key, the identity of a model that was given loaded.
-        self._models = dict[str, Any]()
+        self._models: dict[str, Any] = {}
         if self._file.resume(self._restore) is None:
             self._write()
         elif self._is_cut and data_digest(data.source, self._items)[:12] != self._digest:
@@ -84,7 +85,8 @@ class SweepRecord:
             )
 
     def _restore(self, notes: Mapping[str, Any], _tensors: Any) -> bool:
-        self._items, self._digest = notes["items"], notes["digest"]
+        self._items = notes["items"]
+        self._digest = notes["digest"]
         self._models = dict(notes["models"])
         return True
 
@@ -99,13 +101,15 @@ class SweepRecord:
             key: key of the model.
             model: the model, or a function that loads it, which is assumed to load the same.
         """
-        then = self._models.get(repr(key))
-        if then is None or is_loader(model):
+        recorded = self._models.get(repr(key))
+        if recorded is None or is_loader(model):
             return
-        now = _identity_of_model(model)
-        if then != now:
-            given, expected = differences(now, then)
-            raise LayersimError(f"`models` has {given} for {key!r}; it must have the model of the report, {expected}.")
+        identity = _identity_of_model(model)
+        if recorded != identity:
+            entries, recorded_entries = differences(identity, recorded)
+            raise LayersimError(
+                f"`models` has {entries} for {key!r}; it must have the model of the report, {recorded_entries}."
+            )
 
     def add(self, key: Any, model: Any) -> None:
         """Record a model that is finished, and how much of a stream was read.
@@ -143,13 +147,16 @@ def data_digest(source: Any, items: int | None = None) -> str:
         source: data as `analyze` takes it.
         items: number of items that count, from the beginning of an iterable; None for all.
     """
-    content = content_digest(source) if items is None and not _is_data_set(source) else None
-    if content is not None:
-        return content
-    is_whole = isinstance(source, str | Mapping | torch.Tensor | np.ndarray) or not isinstance(source, Iterable)
-    names, digest = ValueNames(), hashlib.sha256()
-    for item in [source] if is_whole else islice(iter(source), items):
-        digest.update((content_digest(item) or names.digest("", item)).encode())
+    if items is None and not _is_data_set(source):
+        whole_digest = content_digest(source)
+        if whole_digest is not None:
+            return whole_digest
+    is_one_item = isinstance(source, str | Mapping | torch.Tensor | np.ndarray) or not isinstance(source, Iterable)
+    names = ValueNames()
+    digest = hashlib.sha256()
+    for item in [source] if is_one_item else islice(iter(source), items):
+        item_digest = content_digest(item) or names.digest("", item)
+        digest.update(item_digest.encode())
     return digest.hexdigest()
 
 
@@ -225,7 +232,8 @@ def sweep(
         >>> bool(losses.sel(model="aligned") < losses.sel(model="plain"))
         True
     """
-    chosen, data = choose_analyzers(analyzers), Data.of(data)
+    chosen = choose_analyzers(analyzers)
+    data = Data.of(data)
     options = {"at": at, "per_head": per_head, "intervals": intervals, "baseline": baseline}
     # Keys of NumPy or torch become Python numbers.
     models = {key.item() if hasattr(key, "item") else key: model for key, model in models.items()}
@@ -233,7 +241,8 @@ def sweep(
     for key, model in models.items():
         if isinstance(model, str | os.PathLike):
             raise LayersimError(f"`models` has {brief(model)} for {key!r}; it must have a model, or a function that loads one.")
-    refuse_one_model({f"models[{key!r}]": model for key, model in models.items() if not is_loader(model)})
+    loaded = {f"models[{key!r}]": model for key, model in models.items() if not is_loader(model)}
+    refuse_one_model(loaded)
     if data.read_once:
         raise LayersimError("`data` can be read only once, but a sweep reads `data` for each model. Pass list(data).")
     files: dict[Any, Path | None] = dict.fromkeys(keys)
@@ -241,7 +250,10 @@ def sweep(
     if checkpoint is not None:
         record = SweepRecord(Path(checkpoint), chosen, data, options)
         files = {key: _report_file(Path(checkpoint), key) for key in keys}
-    reports = {key: Report.load(file) for key, file in files.items() if file is not None and file.exists()}
+    reports = {}
+    for key, file in files.items():
+        if file is not None and file.exists():
+            reports[key] = Report.load(file)
     bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
     for key, model in zip(bar, models.values(), strict=True):
         bar.set_postfix_str(str(key))
@@ -252,24 +264,25 @@ def sweep(
         try:
             reports[key] = _measure_model(model, data, chosen, files[key], options)
             # The report is in memory already: a full disk loses only the file.
-            _keep(reports[key], files[key])
+            _write_report(reports[key], files[key])
             if record is not None:
                 record.add(key, model)
         except BaseException as error:
-            where = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
-            place = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
-            kept = f"{place} The reports of {amount(len(reports), 'model')} are kept{where}."
+            folder = "" if checkpoint is None else f" in {checkpoint}; the same call continues from there"
+            number = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}."
+            progress = f"{number} The reports of {amount(len(reports), 'model')} are kept{folder}."
             if not isinstance(error, Exception):
-                error.add_note(kept if where else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
+                # An interrupt keeps its type: a caller may wait for it.
+                error.add_note(progress if folder else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
                 raise
-            why = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
-            more = " They are in error.reports." if reports else ""
-            failed = SweepError(f"Model {key!r} of `models` could not be measured: {why}\n{kept}{more}")
-            failed.reports = {k: reports[k] for k in keys if k in reports}
-            raise failed from error
-    found = {key: reports[key] for key in keys}
-    _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
-    return found
+            reason = error if isinstance(error, LayersimError) else f"{type(error).__name__}: {error}"
+            remedy = " They are in error.reports." if reports else ""
+            sweep_error = SweepError(f"Model {key!r} of `models` could not be measured: {reason}\n{progress}{remedy}")
+            sweep_error.reports = {finished: reports[finished] for finished in keys if finished in reports}
+            raise sweep_error from error
+    in_order = {key: reports[key] for key in keys}
+    _warn_of_same_weights(in_order, [key for key, model in models.items() if is_loader(model)])
+    return in_order
 
 
 def is_loader(model: Any) -> bool:
@@ -289,9 +302,9 @@ def _measure_model(
     loads = is_loader(model)
     if loads:
         model = model()
-    partial = None if file is None else file.with_suffix(".partial")
+    checkpoint = None if file is None else file.with_suffix(".partial")
     opened = OpenedModel.of(model, "models")
-    report: Report = analyze(opened, data, analyzers, checkpoint=partial, **options)
+    report: Report = analyze(opened, data, analyzers, checkpoint=checkpoint, **options)
     if loads:
         # Models have reference cycles, which reference counting does not free.
         del model, opened
@@ -299,28 +312,33 @@ def _measure_model(
     return report
 
 
-def _keep(report: Report, file: Path | None) -> None:
+def _write_report(report: Report, file: Path | None) -> None:
     """Write the report of a model, and remove the checkpoint of its analysis."""
     if file is None:
         return
-    rank, partial = rank_and_size()[0], file.with_suffix(".partial")
+    rank, _ = rank_and_size()
     if rank == 0:
         report.save(file)
-    Path(f"{partial}.rank{rank}" if rank else f"{partial}").unlink(missing_ok=True)
+    checkpoint = file.with_suffix(".partial")
+    # Each rank has a checkpoint of its own, see `run_analysis`.
+    rank_checkpoint = Path(f"{checkpoint}.rank{rank}") if rank else checkpoint
+    rank_checkpoint.unlink(missing_ok=True)
 
 
-def _warn_of_same_weights(found: Mapping[Any, Report], loaded: list[Any]) -> None:
+def _warn_of_same_weights(reports: Mapping[Any, Report], loader_keys: list[Any]) -> None:
     """Warn if several functions load the same weights."""
     # Lambdas that a loop makes share its variable.
     by_weights = defaultdict(list)
-    for key in loaded:
-        provenance = next(iter(found[key].values())).provenance
+    for key in loader_keys:
+        provenance = next(iter(reports[key].values())).provenance
         if provenance.weights_hash:
             by_weights[provenance.weights_hash].append(key)
     for keys in by_weights.values():
         if len(keys) > 1:
-            shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
+            names = ", ".join(map(repr, keys[:4]))
+            if len(keys) > 4:
+                names += ", ..."
             warn(
-                f"The models {shown} of the sweep have the same weights. Lambdas in a loop all use the last value of the loop "
+                f"The models {names} of the sweep have the same weights. Lambdas in a loop all use the last value of the loop "
                 "variable; use functools.partial(load, step)."
             )

@@ -174,7 +174,8 @@ def sending_backend() -> Any:
                 if not re.fullmatch(r"[!-~]{1,200}", response.id):
                     raise DamagedAnswer("the answer to a request names no job")
                 self.note(response)
-                self.job_id, self.status = response.id, response.status
+                self.job_id = response.id
+                self.status = response.status
 
         def poll(self, tracer: Any = None) -> Any:
             """Ask for the state of the job `job_id`, and return its result if it is complete, else None."""
@@ -225,20 +226,20 @@ def sending_backend() -> Any:
             return {RESULT: self._opened(read_result(plain, self.expectation.largest))}
 
         def _opened(self, result: Any) -> Any:
-            found = result.get(RESULT) if isinstance(result, dict) and len(result) == 1 else None
-            if not isinstance(found, tuple | list) or len(found) != 3:
+            sealed_value = result.get(RESULT) if isinstance(result, dict) and len(result) == 1 else None
+            if not isinstance(sealed_value, tuple | list) or len(sealed_value) != 3:
                 raise UnsafeAnswer("does not hold what the request returns")
-            ticket, number, value = found
-            if type(ticket) is not str or type(number) is not int:
+            ticket, checksum, value = sealed_value
+            if type(ticket) is not str or type(checksum) is not int:
                 raise UnsafeAnswer("has no ticket and no checksum")
             if ticket != self.ticket:
                 raise DamagedAnswer("the result belongs to another request")
             # Before the checksum, because the form names what is wrong.
             self.expectation.form(value)
-            if number != seal_sum(value):
+            if checksum != seal_sum(value):
                 kernels = getattr(self.expectation.form, "kernels", ())
-                sums = f" for {', '.join(map(repr, kernels))}" if kernels else ""
-                raise UnsafeAnswer(f"has other numbers than the server computed{sums}: its checksum differs")
+                of_kernels = f" for {', '.join(map(repr, kernels))}" if kernels else ""
+                raise UnsafeAnswer(f"has other numbers than the server computed{of_kernels}: its checksum differs")
             return value
 
     return SendingBackend

@@ -17,8 +17,8 @@ from ..core.errors import LOG, LayersimError, without_login
 from .backend import Expectation, Form, PreparedRequest, sending_backend
 from .connection import fetched
 from .failures import (
-    READ,
-    SHOWN,
+    LONGEST_READ,
+    LONGEST_SERVER_TEXT,
     DamagedAnswer,
     JobTooLong,
     ModelNotRunning,
@@ -69,11 +69,13 @@ class JobDisplay:
 
     def update(self, response: Any) -> None:
         """Pass a status message to `report`, and record its time."""
-        self._last_message = self._last_sign = time.monotonic()
+        self._last_message = time.monotonic()
+        self._last_sign = self._last_message
         status = response.status.value
         if status == "RUNNING" and self._started is None:
             self._started = self._last_message
         if status == "COMPLETED":
+            # A job that this process did not see running has no known time.
             self.seconds = 0.0 if self._started is None else self._last_message - self._started
         self.report(response)
 
@@ -143,7 +145,10 @@ class NdifClient:
         self.model_key = model_key
         self.env = dict(env)
         self.say: Callable[[str], None] = quiet
-        self.requests, self.bytes_sent, self.bytes_received = 0, 0, 0
+        self.requests = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        # How long the last job ran on the server.
         self.seconds = 0.0
 
     def request(self, run: Callable[[Any], T], patient: bool = True) -> T:
@@ -165,7 +170,8 @@ class NdifClient:
     def _repeated(self, attempt: Callable[[], T], patient: bool = True) -> T:
         """Call `attempt` until it succeeds; wait longer after each transient failure."""
         waits = WAITS if patient else WAITS[:2]
-        number, most = 1, len(waits) + 1
+        number = 1
+        most = len(waits) + 1
         while True:
             try:
                 return attempt()
@@ -178,8 +184,8 @@ class NdifClient:
                 seconds = waits[number - 1]
             number += 1
             LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number, most, seconds, reason)
-            for left in range(int(seconds), 0, -1):
-                self.say(f"attempt {number} of {most} in {left} s: {reason[:80]}")
+            for remaining in range(int(seconds), 0, -1):
+                self.say(f"attempt {number} of {most} in {remaining} s: {reason[:80]}")
                 time.sleep(seconds / int(seconds))
 
     def _attempt(self, run: Callable[[Any], T], backend: Any = None) -> T:
@@ -191,7 +197,8 @@ class NdifClient:
         except Exception as error:
             raise self.classify(error) from None
         self.requests += 1
-        self.bytes_sent, self.bytes_received = self.bytes_sent + backend.sent, self.bytes_received + backend.received
+        self.bytes_sent += backend.sent
+        self.bytes_received += backend.received
         self.seconds = backend.display.seconds
         return result
 
@@ -220,6 +227,7 @@ class NdifClient:
             Function that waits for the result and returns it. After transient failures it sends the request again. It raises
             the exceptions of `request`.
         """
+        # The first attempt, until the caller waits for it; further attempts begin when the caller waits.
         sending = [self._send(request)]
 
         def attempt() -> Any:
@@ -237,8 +245,10 @@ class NdifClient:
 
     def _send(self, request: PreparedRequest) -> tuple[Any, Future[Any]]:
         """Start a thread that sends a prepared request; return the backend and a future of the result."""
-        backend, answer = self.backend(), Future[Any]()
-        backend.payload, backend.expectation = request.payload, request.expectation
+        backend = self.backend()
+        backend.payload = request.payload
+        backend.expectation = request.expectation
+        answer = Future[Any]()
 
         def exchange() -> None:
             try:
@@ -259,7 +269,8 @@ class NdifClient:
     def _report(self, response: Any) -> None:
         """Show the status of a job in the run's progress bar."""
         status = response.status.value
-        if status in ("PROVISIONING", "DEPLOYING") or (status == "QUEUED" and "position 1." not in response.description):
+        waits_in_queue = status == "QUEUED" and "position 1." not in response.description
+        if status in ("PROVISIONING", "DEPLOYING") or waits_in_queue:
             self.say(server_text(f"{status.lower()}: {response.description}", self.host, 80))
         elif status == "RUNNING":
             self.say(
@@ -297,12 +308,14 @@ class NdifClient:
         try:
             result = backend.poll()
         except Exception as error:
-            failure, state = self.classify(error), None if backend.status is None else backend.status.value
-            if state != "ERROR" and isinstance(failure, TransientFailure):
+            failure = self.classify(error)
+            job_failed = backend.status is not None and backend.status.value == "ERROR"
+            if not job_failed and isinstance(failure, TransientFailure):
                 raise failure from None
             return "ERROR", failure
         self.bytes_received += backend.received
-        return None if backend.status is None else backend.status.value, result
+        state = None if backend.status is None else backend.status.value
+        return state, result
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
         """Return the JSON at a path of the server.
@@ -338,14 +351,15 @@ class NdifClient:
         """
         try:
             self.get("/ping", timeout=10.0)
-            status, env = self.get("/status", timeout=60.0), self.get("/env", timeout=60.0)
+            status = self.get("/status", timeout=60.0)
+            env = self.get("/env", timeout=60.0)
         except TransientFailure as error:
             raise self.given_up(error, 1) from None
         try:
             return parse_status(self.model_key, status, env)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            given = f"/status or /env: a response of another form ({type(error).__name__}: {error})"
-            raise self.no_server(given) from None
+            reason = f"/status or /env: a response of another form ({type(error).__name__}: {error})"
+            raise self.no_server(reason) from None
 
     def classify(self, error: Exception) -> Exception:
         """Turn a failure into `TransientFailure`, `JobTooLong` or the error that ends the run."""
@@ -354,8 +368,8 @@ class NdifClient:
         if is_network_error(error):
             # The message may contain an address that gives access to a result.
             lines = str(error).splitlines()
-            first = re.sub(r"https?://[^ ]*", self.name, lines[0]) if lines else ""
-            return TransientFailure(server_text(f"{type(error).__name__}: {first}", self.host))
+            first_line = re.sub(r"https?://[^ ]*", self.name, lines[0]) if lines else ""
+            return TransientFailure(server_text(f"{type(error).__name__}: {first_line}", self.host))
         if not isinstance(error, RequestFailed):
             return error
         return self._reported(str(error), error.code)
@@ -369,7 +383,8 @@ class NdifClient:
         """
         from nnsight.schema.config import CONFIG
 
-        lower, last = text.lower(), self.quoted(last_line(text))
+        lower = text.lower()
+        last = self.quoted(last_line(text))
         if TOO_LONG in lower:
             return JobTooLong(server_text(text, self.host))
         if code in (401, 403) or (code == 400 and "api key" in lower):
@@ -379,33 +394,38 @@ class NdifClient:
             )
         if "error provisioning" in lower or "error starting model" in lower:
             return ModelNotRunning(last)
-        if ours := re.search(REFUSAL, text):
+        refusal = re.search(REFUSAL, text)
+        if refusal:
             return LayersimError(
-                f"An analyzer failed on {self.name}, which says: {self.quoted(ours['message'], LONGEST_REFUSAL)}"
+                f"An analyzer failed on {self.name}, which says: {self.quoted(refusal['message'], LONGEST_REFUSAL)}"
             )
-        words = (NO_SANDBOX,) if "traceback (most recent" in lower else TRANSIENT
-        if code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in words):
+        transient_words = (NO_SANDBOX,) if "traceback (most recent" in lower else TRANSIENT
+        if code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in transient_words):
             unreadable = "could not be read" in lower
             return DamagedAnswer(last) if unreadable else TransientFailure(last)
         return self._failed_on_server(text)
 
-    def quoted(self, text: str, most: int = SHOWN) -> str:
+    def quoted(self, text: str, most: int = LONGEST_SERVER_TEXT) -> str:
         """A text of the server in quotation marks."""
         return f"'{server_text(text, self.host, most)}'"
 
     def _failed_on_server(self, text: str) -> LayersimError:
-        said = f"it says: {self.quoted(last_line(text))}"
+        statement = f"it says: {self.quoted(last_line(text))}"
         if "out of memory" in text.lower():
             return LayersimError(
-                f"{self.name} has too little free memory for this forward pass; {said}. Use a smaller batch_size= or seq_len=."
+                f"{self.name} has too little free memory for this forward pass; {statement}. Use a smaller batch_size= or "
+                "seq_len=."
             )
-        other = self.status.differences
-        versions = f" Versions differ: {'; '.join(other)}." if other else ""
-        frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text[-READ:])
-        where = server_text(" (line {1} of {0}, in {2})".format(*frames[-1]), self.host) if frames else ""
+        differences = self.status.differences
+        versions = f" Versions differ: {'; '.join(differences)}." if differences else ""
+        frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text[-LONGEST_READ:])
+        location = ""
+        if frames:
+            path, line, function = frames[-1]
+            location = " " + server_text(f"(line {line} of {path}, in {function})", self.host)
         return LayersimError(
-            f"The request failed on {self.name}{f' {where}' if where else ''}; {said}. Try remote='local', which simulates the "
-            f"server in this process.{versions}"
+            f"The request failed on {self.name}{location}; {statement}. Try remote='local', which simulates the server in this "
+            f"process.{versions}"
         )
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
@@ -417,18 +437,18 @@ class NdifClient:
                 f"{self.name} does not run the model {self.model_key.partition(':')[2]} and could not start the model; it "
                 f"says: {reason}. Running models: {running}."
             )
-        tried = f" in {attempts} attempts" if attempts > 1 else ""
+        in_attempts = f" in {attempts} attempts" if attempts > 1 else ""
         if isinstance(error, DamagedAnswer):
-            return LayersimError(f"{self.name} gave no result that can be read{tried}: {reason}. Repeat the call later.")
+            return LayersimError(f"{self.name} gave no result that can be read{in_attempts}: {reason}. Repeat the call later.")
         return LayersimError(
-            f"{self.name} does not respond{tried}: {reason}. Repeat the call later; the run continues from checkpoint= or from "
-            "a saved RemoteRun."
+            f"{self.name} does not respond{in_attempts}: {reason}. Repeat the call later; the run continues from checkpoint= "
+            "or from a saved RemoteRun."
         )
 
-    def no_server(self, given: str) -> LayersimError:
+    def no_server(self, reason: str) -> LayersimError:
         """Error for an address without an NDIF server."""
         return LayersimError(
-            f"There is no NDIF server at {self.name}: {server_text(given, self.host)}. Check `remote`, or nnsight's setting "
+            f"There is no NDIF server at {self.name}: {server_text(reason, self.host)}. Check `remote`, or nnsight's setting "
             "NDIF_HOST if remote=True."
         )
 

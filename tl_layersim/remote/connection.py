@@ -15,10 +15,14 @@ from .failures import DamagedAnswer
 from .result_reader import refuse_larger
 
 T = TypeVar("T")
-# Seconds in which a server accepts a connection, and names the session of a new one.
-CONNECT, SESSION = 10.0, 20.0
-# Seconds for a request with its answer, and bytes per second of the slowest network.
-TRANSFER, SLOWEST = 600.0, 20_000
+# Seconds in which a server accepts a connection.
+CONNECT = 10.0
+# Seconds in which a server names the session of a new connection.
+SESSION = 20.0
+# Seconds for a request with its answer, beside those for its bytes.
+TRANSFER = 600.0
+# Bytes per second of the slowest network.
+SLOWEST = 20_000
 # Seconds between two looks at an open connection.
 REFRESH = 0.1
 # Largest answer in JSON: the status of a server lists its models and all installed packages.
@@ -112,7 +116,8 @@ def fetched(method: str, url: str, *, largest: int = LARGEST_JSON, seconds: floa
 
     def fetch() -> Answer:
         timeout = httpx.Timeout(limit, connect=min(CONNECT, limit))
-        size, parts = 0, []
+        size = 0
+        parts = []
         with httpx.Client(timeout=timeout) as client, client.stream(method, url, **request) as response:
             for part in response.iter_bytes():
                 size += len(part)
@@ -142,7 +147,9 @@ def subscription(url: str, headers: dict[str, str], largest: int) -> Iterator[Su
         """A websocket with a limit on the size and the time of a message."""
 
         largest_message = largest
-        size, began = 0, 0.0
+        # Bytes of the message so far, and the time at which it began.
+        size = 0
+        began = 0.0
 
         def _recv(self, bufsize: int) -> bytes:
             received: bytes = super()._recv(bufsize)  # type: ignore[no-untyped-call]  # the library's own has no types

@@ -49,14 +49,16 @@ ESCAPES = re.compile(
     "|(?:\x1b[\\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\\\|\x9c)?"
     "|\x1b[ -/]*[0-~]?"
 )
-# Longest text of a server in a message, and the longest that is looked at.
-SHOWN, READ = 300, 20_000
+# Longest text of a server in a message.
+LONGEST_SERVER_TEXT = 300
+# Longest text of a server that is looked at: a text of any length would take any time.
+LONGEST_READ = 20_000
 # Categories of Unicode for control characters; invisible ones, such as changes of the writing direction; halves of pairs;
 # characters of private fonts; and unassigned ones.
 INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn"}
 
 
-def server_text(text: object, host: str = "", most: int = SHOWN) -> str:
+def server_text(text: object, host: str = "", most: int = LONGEST_SERVER_TEXT) -> str:
     """A text that came from a server, as one line that can be shown and recorded.
 
     Escape sequences of terminals and invisible characters are removed, then the API key, logins and tokens. Long texts are cut.
@@ -72,7 +74,8 @@ def server_text(text: object, host: str = "", most: int = SHOWN) -> str:
     """
     from nnsight.schema.config import CONFIG
 
-    plain = ESCAPES.sub("", str(text)[:READ])
+    plain = ESCAPES.sub("", str(text)[:LONGEST_READ])
+    # Line breaks and tabs are control characters too, but separate words.
     spaced = "".join(" " if character.isspace() else character for character in plain)
     visible = "".join(character for character in spaced if unicodedata.category(character) not in INVISIBLE)
     line = " ".join(visible.split())
@@ -83,12 +86,14 @@ def server_text(text: object, host: str = "", most: int = SHOWN) -> str:
     if host:
         line = line.replace(host, without_login(host))
     line = without_secrets(line)
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    if len(line) > most:
+        line = f"{line[: most - 3]}..."
+    return line
 
 
 def last_line(text: str) -> str:
     """Last line of a traceback or a server's message, where the failure is named."""
-    lines = [line.strip() for line in text[-READ:].strip().splitlines() if line.strip()]
+    lines = [line.strip() for line in text[-LONGEST_READ:].strip().splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else "nothing"
 
 

@@ -29,7 +29,9 @@ LossSums = tuple[Tensor, int]
 # Maximum number of logits in memory.
 LOGITS_AT_ONCE = 2**23
 # AdamW with torch's defaults.
-BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01
+ADAM_BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8
+ADAM_DECAY = 0.01
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,21 @@ def loss_and_gradient(
         else:
             streams.append(first_tensor(block.output))
     head = remote_lens(unembed, streams[-1]) if is_remote else unembed
-    sums, ends, slopes = [], [], []
+    sums = []
+    # The residuals with a gradient, and the gradient of the aligned loss at each.
+    ends = []
+    slopes = []
     for x, weight in zip(streams, weights, strict=True):
-        own = read_at(head, x, item)
+        residual = read_at(head, x, item)
         targets = item["targets"].long().to(x.device)
         with torch.autocast(device_type=x.device.type, enabled=False):
-            loss, slope = summed_cross_entropy(head, own.detach(), targets, own.requires_grad)
+            loss, slope = summed_cross_entropy(head, residual.detach(), targets, residual.requires_grad)
         sums.append(loss.cpu())
         if slope is not None:
-            ends.append(own)
+            ends.append(residual)
             slopes.append(slope * (weight / len(targets)))
-    found = list(torch.autograd.grad(ends, [down, up], slopes)) if ends else []
-    return torch.stack(sums), found
+    gradients = list(torch.autograd.grad(ends, [down, up], slopes)) if ends else []
+    return torch.stack(sums), gradients
 
 
 def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
@@ -149,16 +154,17 @@ def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, with_grad
     slopes = []
     with torch.set_grad_enabled(with_gradient):
         for first in range(0, len(x), rows):
-            some, right = x[first : first + rows].requires_grad_(with_gradient), targets[first : first + rows]
-            logits = unembed(some, needs_norm)
-            right = right.to(logits.device)
+            chunk = x[first : first + rows].requires_grad_(with_gradient)
+            logits = unembed(chunk, needs_norm)
+            chunk_targets = targets[first : first + rows].to(logits.device)
             if not with_gradient:
-                total = total + cross_entropy(logits, right).sum().cpu()
+                total = total + cross_entropy(logits, chunk_targets).sum().cpu()
                 continue
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            losses, by_logits = cross_entropy_slopes(logits, right, torch.ones_like(right, dtype=logits.dtype))
+            weights = torch.ones_like(chunk_targets, dtype=logits.dtype)
+            losses, logit_slopes = cross_entropy_slopes(logits, chunk_targets, weights)
             total = total + losses.cpu().double().sum()
-            slopes.append(torch.autograd.grad(logits, some, by_logits)[0])
+            slopes.append(torch.autograd.grad(logits, chunk, logit_slopes)[0])
     return total, torch.cat(slopes) if with_gradient else None
 
 
@@ -170,11 +176,12 @@ def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Pa
     """
     after = {}
     for name, slope in zip(("down", "up"), slopes, strict=True):
-        mean = BETAS[0] * state[f"{name} mean"] + (1 - BETAS[0]) * slope
-        square = BETAS[1] * state[f"{name} square"] + (1 - BETAS[1]) * slope * slope
-        root = (square / (1 - BETAS[1] ** step)).sqrt() + EPS
-        after[name] = state[name] * (1 - rate * DECAY) - rate / (1 - BETAS[0] ** step) * mean / root
-        after[f"{name} mean"], after[f"{name} square"] = mean, square
+        mean = ADAM_BETAS[0] * state[f"{name} mean"] + (1 - ADAM_BETAS[0]) * slope
+        square = ADAM_BETAS[1] * state[f"{name} square"] + (1 - ADAM_BETAS[1]) * slope * slope
+        root = (square / (1 - ADAM_BETAS[1] ** step)).sqrt() + ADAM_EPS
+        after[name] = state[name] * (1 - rate * ADAM_DECAY) - rate / (1 - ADAM_BETAS[0] ** step) * mean / root
+        after[f"{name} mean"] = mean
+        after[f"{name} square"] = square
     return after
 
 
@@ -187,10 +194,13 @@ def step_or_evaluate(
     """
     learning = item["rate"] is not None
     with torch.set_grad_enabled(learning):
-        down, up = (state[name].detach().clone().requires_grad_(learning) for name in ("down", "up"))
+        down = state["down"].detach().clone().requires_grad_(learning)
+        up = state["up"].detach().clone().requires_grad_(learning)
         sums, slopes = loss_and_gradient(blocks, unembed, is_remote, at, item, down, up, weights)
+    if not learning:
+        return sums, state
     with torch.no_grad():
-        return sums, adamw_step(state, slopes, item["step"], item["rate"]) if learning else state
+        return sums, adamw_step(state, slopes, item["step"], item["rate"])
 
 
 def run_here(
@@ -231,13 +241,14 @@ def run_on_server(
     found: Any = None
     with model.session(backend=backend):
         sums: list[Tensor] = []
-        held = dict(state)
+        current = dict(state)
         for item in work:
             with model.trace(item["tokens"].long(), **item["options"]):
-                loss, after = step_or_evaluate(blocks, unembed, True, at, item, held, weights)
+                loss, after = step_or_evaluate(blocks, unembed, True, at, item, current, weights)
                 sums.append(loss)
-                held.update(after)
-        found = nnsight.save(sealed((sums, held), ticket))
+                current.update(after)
+        # A result is taken by this name.
+        found = nnsight.save(sealed((sums, current), ticket))
     answer: tuple[list[Tensor], Parts] = found
     return answer
 
@@ -257,12 +268,15 @@ def form_of_steps(value: Any, steps: int, layers: int, state: Parts) -> None:
     if not isinstance(value, (list, tuple)) or len(value) != 2 or not isinstance(value[0], list):
         raise UnsafeAnswer("must hold losses and adapters; it has another form")
     losses, after = value
-    shapes = [tuple(loss.shape) if isinstance(loss, Tensor) and loss.is_floating_point() else None for loss in losses]
-    if shapes != [(layers,)] * steps:
+    has_form = len(losses) == steps
+    for loss in losses:
+        is_float = isinstance(loss, Tensor) and loss.is_floating_point()
+        has_form = has_form and is_float and tuple(loss.shape) == (layers,)
+    if not has_form:
         raise UnsafeAnswer(f"must hold {layers} losses for each of {steps} steps; they have another form")
     if not isinstance(after, dict) or after.keys() != state.keys():
         raise UnsafeAnswer(f"must hold {', '.join(state)} of the adapters; it has other names")
     for name, part in state.items():
-        given = after[name]
-        if not isinstance(given, Tensor) or given.shape != part.shape or given.dtype != part.dtype:
+        returned = after[name]
+        if not isinstance(returned, Tensor) or returned.shape != part.shape or returned.dtype != part.dtype:
             raise UnsafeAnswer(f"must hold '{name}' of the adapters as {part.dtype} of shape {tuple(part.shape)}")

@@ -88,7 +88,8 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
 
 def _opened_source(opened: OpenedModel, either_stack: bool, at: Any) -> Source:
     """Open a model; see `open_source`."""
-    model, layers = opened.model, opened.layers
+    model = opened.model
+    layers = opened.layers
     module = model._module if is_nnsight(model) else model
     if isinstance(module, torch.nn.Module):
         layers = blocks_to_read(module, layers, at)

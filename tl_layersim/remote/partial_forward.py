@@ -32,7 +32,9 @@ class RemoteSplitModel(SplitModel):
     source: NNsightSource
 
     def __init__(self, source: NNsightSource) -> None:
-        self.source, self.model, self.module = source, source.model, source.module
+        self.source = source
+        self.model = source.model
+        self.module = source.module
 
     def evaluating(self) -> AbstractContextManager[None]:
         return self.source.evaluating()
@@ -43,15 +45,17 @@ class RemoteSplitModel(SplitModel):
 
     def upper(self, batch: Batch, targets: Tensor, layer: int, x: Tensor | None, gradient: bool = False) -> dict[str, Tensor]:
         narrow = None if x is None else self._narrowed(x)
-        about = (targets, layer, narrow, gradient)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("loss", "correct", "count"), (len(targets),))
         if gradient and narrow is not None:
             shapes = {"loss": (), "gradient": tuple(narrow.shape)}
 
-        def fits(value: Any) -> bool:
-            return are_tensors(value) and {name: tuple(one.shape) for name, one in value.items()} == shapes
+        def run(at: dict[str, Any]) -> dict[str, Tensor]:
+            return _upper(*self._inputs(batch, at), targets, layer, narrow, gradient)
 
-        return self.source.request(lambda at: _upper(*self._inputs(batch, at), *about), fits, self._size(batch))
+        def fits(value: Any) -> bool:
+            return are_tensors(value) and {name: tuple(tensor.shape) for name, tensor in value.items()} == shapes
+
+        return self.source.request(run, fits, self._size(batch))
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         return super().moments(batch, layer, moments_of, h.cpu())
@@ -110,10 +114,10 @@ def _upper(
 def enter(blocks: list[Any], layer: int, x: Tensor) -> None:
     """Replace the residual at a layer with `x`, inside a trace."""
     if layer < len(blocks):
-        own = blocks[layer].input
-        blocks[layer].input = x.to(device=own.device, dtype=own.dtype)
+        entering = blocks[layer].input
+        blocks[layer].input = x.to(device=entering.device, dtype=entering.dtype)
         return
     output = blocks[-1].output
-    own = first_tensor(output)
-    x = x.to(device=own.device, dtype=own.dtype)
+    leaving = first_tensor(output)
+    x = x.to(device=leaving.device, dtype=leaving.dtype)
     blocks[-1].output = (x, *output[1:]) if isinstance(output, tuple) else x

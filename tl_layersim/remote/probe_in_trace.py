@@ -75,30 +75,32 @@ class PassReader:
                 "The attached analyzer needs whole rows, but this forward pass continues from a cache or has a single "
                 'position. Trace the complete rows after generation, or use CKA(level="token").'
             )
-        keep, width = counted.reshape(-1).nonzero()[:, 0], tokens.shape[1]
+        keep = counted.reshape(-1).nonzero()[:, 0]
+        width = tokens.shape[1]
         ends = tokens[:, [0, -1]]
         padding = torch.isin(ends, torch.tensor(self.pads, dtype=ends.dtype)) & attended[:, [0, -1]]
-        known: dict[str, Any] = {
+        output: dict[str, Any] = {
             "rows": 0 if continued else int(counted.any(1).sum()),
             "tokens": len(keep),
             "padded": int(padding.any(1).sum()) if width > 1 else 0,
             "hash": mixed(tokens[counted] * 8191 + torch.arange(len(keep))).sum(),
         }
         if not len(keep):
-            return known
+            return output
         buffer = SiteBuffer(self.reader.names, keep, (len(tokens), width), self.rule.pooled)
         following = torch.full_like(tokens, NO_LABEL) if self.rule.pooled else next_tokens(tokens, attended)
         row = buffer.samples // width + self.first
-        ids, labels = (values.reshape(-1)[buffer.samples] for values in (tokens, following))
+        ids = tokens.reshape(-1)[buffer.samples]
+        labels = following.reshape(-1)[buffer.samples]
         view = self.reader.read(buffer, {"tokens": ids, "next_token": labels, "row": row}, False)
         number = buffer.samples // width
-        few = counted[:FIRST_TEXTS]
-        density = float(few.sum()) / len(few)
+        first_rows = counted[:FIRST_TEXTS]
+        density = float(first_rows.sum()) / len(first_rows)
         drawn = View(torch.empty(0, len(number), 0), ids, number, number, row=row)
         plan = plan_batch(drawn, (0, len(tokens)), LEAF, density, self.kernels)
         stack: list[Any] = []
         add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
-        return known | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
+        return output | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}
 
 
 def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Tensor, bool]:
@@ -115,12 +117,13 @@ def tokens_and_mask(args: Any, kwargs: Any, mask_name: str) -> tuple[Tensor, Ten
     Raises:
         LayersimError: the model was called without token ids, or with a mask of another shape.
     """
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2]
-    whole = [value for value in given if not value.is_floating_point()]
-    tokens = kwargs.get("input_ids", whole[0] if whole else None)
+    matrices = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 2]
+    integers = [value for value in matrices if not value.is_floating_point()]
+    tokens = kwargs.get("input_ids", integers[0] if integers else None)
     if tokens is None:
         raise LayersimError("This trace runs the model without token ids, which `probe.read()` needs.")
-    mask, pos = kwargs.get(mask_name), tokens.shape[1]
+    mask = kwargs.get(mask_name)
+    pos = tokens.shape[1]
     caches = [value for value in kwargs.values() if hasattr(value, "get_seq_length")]
     continued = any(int(cache.get_seq_length()) > 0 for cache in caches)
     if mask is None:
@@ -150,7 +153,9 @@ class ShippedProbe:
     """
 
     def __init__(self, key: str, ticket: str, reader: PassReader) -> None:
-        self.key, self.ticket, self.reader = key, ticket, reader
+        self.key = key
+        self.ticket = ticket
+        self.reader = reader
         self.passes: list[dict[str, Any]] = []
 
     def read(self) -> ShippedProbe:
@@ -172,15 +177,15 @@ class ShippedProbe:
 PROBES: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def receive(key: str, ticket: str, found: Any) -> Any:
+def receive(key: str, ticket: str, result: Any) -> Any:
     """Add a request's sums to the probe that sent the request; return the probe.
 
-    nnsight calls this function when it loads a result. If the probe is gone, `found` is returned.
+    nnsight calls this function when it loads a result. If the probe is gone, `result` is returned.
 
     Args:
         key: key of the probe.
         ticket: ticket of the request; a result that is loaded twice counts once.
-        found: sealed outputs of `PassReader.read`.
+        result: sealed outputs of `PassReader.read`.
 
     Raises:
         LayersimError: the outputs are not those that the trace computed.
@@ -188,20 +193,20 @@ def receive(key: str, ticket: str, found: Any) -> Any:
     probe = PROBES.get(key)
     if probe is None:
         # The process that sent the request has ended, or the probe was deleted.
-        return found
+        return result
     if ticket in probe.sent:
-        passes = _opened(found, ticket, probe.form)
+        outputs = _opened(result, ticket, probe.form)
         probe.sent.discard(ticket)
-        for one in passes:
-            probe.add(one)
+        for output in outputs:
+            probe.add(output)
     return probe
 
 
-def _opened(found: Any, ticket: str, form: FormOfSums) -> list[dict[str, Any]]:
+def _opened(result: Any, ticket: str, form: FormOfSums) -> list[dict[str, Any]]:
     """The outputs of `PassReader.read` in a sealed result.
 
     Args:
-        found: the sealed outputs.
+        result: the sealed outputs.
         ticket: ticket of the request.
         form: form of the sums of one forward pass.
 
@@ -209,26 +214,26 @@ def _opened(found: Any, ticket: str, form: FormOfSums) -> list[dict[str, Any]]:
         LayersimError: the outputs are not those that the trace computed.
     """
     try:
-        if not isinstance(found, (list, tuple)) or len(found) != 3 or not isinstance(found[2], list):
+        if not isinstance(result, (list, tuple)) or len(result) != 3 or not isinstance(result[2], list):
             raise UnsafeAnswer("must be sealed sums of forward passes; it has another form")
-        sent, number = found[:2]
-        passes: list[dict[str, Any]] = found[2]
-        for one in passes:
-            _refuse_other_pass(one, form)
-        if type(number) is not int or sent != ticket or number != seal_sum(passes):
+        result_ticket, checksum = result[:2]
+        outputs: list[dict[str, Any]] = result[2]
+        for output in outputs:
+            _refuse_other_output(output, form)
+        if type(checksum) is not int or result_ticket != ticket or checksum != seal_sum(outputs):
             raise UnsafeAnswer("has other numbers than the server computed, or belongs to another trace")
     except UnsafeAnswer as error:
         raise LayersimError(f"The result of a trace with probe.read() is refused, because it {error}.") from None
-    return passes
+    return outputs
 
 
-def _refuse_other_pass(one: Any, form: FormOfSums) -> None:
+def _refuse_other_output(output: Any, form: FormOfSums) -> None:
     """Raise `UnsafeAnswer` if a value is no output of `PassReader.read`."""
-    counts = [one.get(name) for name in ("rows", "tokens", "padded")] if isinstance(one, dict) else []
+    counts = [output.get(name) for name in ("rows", "tokens", "padded")] if isinstance(output, dict) else []
     if not counts or not all(type(count) is int and count >= 0 for count in counts):
         raise UnsafeAnswer("must count rows and tokens of each forward pass; it has another form")
-    digest = one.get("hash")
+    digest = output.get("hash")
     if not isinstance(digest, Tensor) or digest.dtype != torch.int64 or digest.dim():
         raise UnsafeAnswer("must hold a hash of the tokens; it has another form")
-    if one["tokens"]:
-        form([(1, one.get("sums"))])
+    if output["tokens"]:
+        form([(1, output.get("sums"))])

@@ -9,7 +9,7 @@ import sys
 import tokenize
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -42,17 +42,22 @@ class RequestSchedule:
     """
 
     def __init__(self, most_tokens: int | None) -> None:
-        self.most_tokens, self.most_batches, self.lowered = most_tokens, MOST_BATCHES, 0
+        self.most_tokens = most_tokens
+        self.most_batches = MOST_BATCHES
+        self.lowered = 0
         self._seconds_per_batch: float | None = None
 
     def refuse_larger(self, rows: int, positions: int) -> None:
         """Raise an error if a forward pass exceeds `tokens_per_request`."""
         if self.most_tokens is not None and positions > self.most_tokens:
             width = positions // rows
-            fits = self.most_tokens // width
+            largest_batch_size = self.most_tokens // width
+            remedy = f"at least {positions}"
+            if largest_batch_size:
+                remedy += f", or batch_size={largest_batch_size}"
             raise LayersimError(
-                f"`tokens_per_request` is {self.most_tokens}, but one forward pass has {rows} rows of {width} tokens. Use at "
-                f"least {positions}{f', or batch_size={fits}' if fits else ''}."
+                f"`tokens_per_request` is {self.most_tokens}, but one forward pass has {rows} rows of {width} tokens. Use "
+                f"{remedy}."
             )
 
     def groups(
@@ -77,31 +82,36 @@ class RequestSchedule:
                 most one block, or a single batch.
             returned: batches of the last groups that are grouped again, before all others.
         """
+        # Batches that were read and are not in a group yet.
         ahead: deque[Batch] = deque(itertools.islice(batches, 1))
         texts = max(1, ahead[0].capacity) if ahead else 1
+        # Number of batches before the next group.
         index = start // texts
         while True:
             index -= len(returned)
             ahead.extendleft(reversed(returned))
             returned.clear()
-            most = affordable()
+            most_batches = affordable()
             if first_block is not None:
-                most = max(1, min(most, texts_in_block(index * texts, first_block) // texts))
-            size = next_size(index, most)
-            while len(ahead) < size and (batch := next(batches, None)) is not None:
-                ahead.append(batch)
+                batches_in_block = texts_in_block(index * texts, first_block) // texts
+                most_batches = max(1, min(most_batches, batches_in_block))
+            size = next_size(index, most_batches)
+            ahead.extend(itertools.islice(batches, max(0, size - len(ahead))))
             for batch in ahead:
                 self.refuse_larger(*batch.pass_size)
-            taken, total = 0, 0
-            for batch in list(ahead)[:size]:
-                total += batch.tokens.numel()
-                if taken and most_tokens is not None and total > most_tokens:
+            count = 0
+            tokens = 0
+            for batch in itertools.islice(ahead, size):
+                tokens += batch.tokens.numel()
+                # A group holds one batch at least.
+                if count and most_tokens is not None and tokens > most_tokens:
                     break
-                taken += 1
-            if taken < len(ahead):
-                taken = 1 << (taken.bit_length() - 1)
-            yield [ahead.popleft() for _ in range(taken)]
-            index += taken
+                count += 1
+            if count < len(ahead):
+                # The largest power of two: only the last group of the data may have another size.
+                count = 1 << (count.bit_length() - 1)
+            yield [ahead.popleft() for _ in range(count)]
+            index += count
 
     def affordable(self, job_limit: float | None) -> int:
         """Maximum number of batches in the next request.
@@ -123,11 +133,14 @@ class RequestSchedule:
     def lower(self, most_batches: int) -> None:
         """Limit later requests to fewer batches, after a job took too long."""
         if most_batches < self.most_batches:
-            self.most_batches, self.lowered = most_batches, self.lowered + 1
+            self.most_batches = most_batches
+            self.lowered += 1
 
 
-# Width of sites whose width is not known, and the smallest number of matrices of this width that a site may have.
-UNKNOWN_WIDTH, MATRICES = 8192, 16
+# Width of sites whose width is not known.
+UNKNOWN_SITE_WIDTH = 8192
+# Smallest number of matrices of the width of a site that a site may have.
+FEWEST_MATRICES = 16
 
 
 def largest_sums(group: Sequence[Batch], kernels: int, sites: int, width: int, classes: int, joined: bool, least: int) -> int:
@@ -147,15 +160,17 @@ def largest_sums(group: Sequence[Batch], kernels: int, sites: int, width: int, c
     """
     leaves = sum(batch.leaf_texts // batch.leaf for batch in group)
     samples = 0 if joined else max(int(batch.counted.sum()) for batch in group)
-    width = width or UNKNOWN_WIDTH
-    numbers = sites * (max(sites, MATRICES) * max(width, samples) ** 2 + classes * width)
+    width = width or UNKNOWN_SITE_WIDTH
+    numbers = sites * (max(sites, FEWEST_MATRICES) * max(width, samples) ** 2 + classes * width)
     # Twice as many, because a kernel may return several of them; but sums that do not fit into memory help nobody.
     free: int = psutil.virtual_memory().available
     return max(least, min(least + 2 * 8 * leaves * kernels * numbers, free // 2))
 
 
-# Zstandard levels of nnsight's requests and of NDIF's results.
-REQUEST_LEVEL, RESULT_LEVEL = 6, 3
+# Zstandard level of nnsight's requests.
+REQUEST_LEVEL = 6
+# Zstandard level of NDIF's results.
+RESULT_LEVEL = 3
 
 
 def packed_request(kernels: Mapping[str, AnyKernel]) -> int:
@@ -180,7 +195,9 @@ def packed_result(sites: Sequence[str], sums: Mapping[str, Sums]) -> int:
     """
     buffer = io.BytesIO()
     counts = [torch.zeros((), dtype=torch.int64) for _ in sites]
-    torch.save({"found": ("0" * 32, 0, [(0, (counts, {name: dict(one.fields) for name, one in sums.items()}))])}, buffer)
+    out = {name: dict(kernel_sums.fields) for name, kernel_sums in sums.items()}
+    # A ticket, a checksum and one part, as `sealed` and `submit` make them.
+    torch.save({"found": ("0" * 32, 0, [(0, (counts, out))])}, buffer)
     return _packed(buffer.getvalue(), RESULT_LEVEL)
 
 
@@ -207,23 +224,26 @@ class ShippedSource:
         Raises:
             LayersimError: the file of a kernel has changed since it was imported.
         """
-        functions = {name: own_function(k) for name, k in kernels.items()}
+        functions = {name: own_function(kernel) for name, kernel in kernels.items()}
         roots = {"tl_layersim", *(function.__module__.split(".")[0] for function in functions.values())}
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
-            if path and path.endswith(".py") and path not in self._entries and module.__name__.split(".")[0] in roots:
+            if not path or not path.endswith(".py") or path in self._entries:
+                continue
+            if module.__name__.split(".")[0] in roots:
                 with tokenize.open(path) as file:
                     lines = file.readlines()
+                # Size, time of modification, lines and path, as `linecache` keeps them.
                 self._entries[path] = (sum(map(len, lines)), None, lines, path)
         for name, function in functions.items():
             self._refuse_other_code(name, function)
         # `linecache` never compares an entry without a modification time with its file.
-        before = {path: linecache.cache.get(path) for path in self._entries}
+        earlier_entries = {path: linecache.cache.get(path) for path in self._entries}
         linecache.cache.update(self._entries)
         try:
             yield
         finally:
-            for path, entry in before.items():
+            for path, entry in earlier_entries.items():
                 if entry is None:
                     linecache.cache.pop(path, None)
                 else:
@@ -233,27 +253,28 @@ class ShippedSource:
         if not isinstance(function, FunctionType) or function in self._checked:
             return
         self._checked.add(function)
-        code = function.__code__
-        if code.co_filename not in self._entries:
+        path = function.__code__.co_filename
+        if path not in self._entries:
             # Code from a notebook or a console has no file that could change.
             return
-        try:
-            whole = compile("".join(self._entries[code.co_filename][2]), code.co_filename, "exec", dont_inherit=True)
-            on_disk = {(other.co_qualname, other.co_firstlineno): other for other in codes_in(whole)}
-        except SyntaxError:
-            on_disk = {}
+        _, _, lines, _ = self._entries[path]
+        on_disk = {}
+        # A file that Python cannot read has changed.
+        with suppress(SyntaxError):
+            module_code = compile("".join(lines), path, "exec", dont_inherit=True)
+            on_disk = {(code.co_qualname, code.co_firstlineno): code for code in codes_in(module_code)}
         # The functions that a kernel calls are shipped with it.
-        for each in called_by([function]):
-            mine = each.__code__
-            if mine.co_filename != code.co_filename or _same(mine, on_disk.get((mine.co_qualname, mine.co_firstlineno))):
+        for called in called_by([function]):
+            code = called.__code__
+            if code.co_filename != path or _is_same_code(code, on_disk.get((code.co_qualname, code.co_firstlineno))):
                 continue
             raise LayersimError(
-                f"The kernel of {name!r} uses {each.__qualname__}, whose file {code.co_filename} has changed since its import. "
-                "Use importlib.reload(module), or restart Python."
+                f"The kernel of {name!r} uses {called.__qualname__}, whose file {path} has changed since its import. Use "
+                "importlib.reload(module), or restart Python."
             )
 
 
-def _same(a: CodeType, b: CodeType | None) -> bool:
-    if b is None or a.co_code != b.co_code or a.co_names != b.co_names:
+def _is_same_code(imported: CodeType, on_disk: CodeType | None) -> bool:
+    if on_disk is None or imported.co_code != on_disk.co_code or imported.co_names != on_disk.co_names:
         return False
-    return plain_constants(a) == plain_constants(b)
+    return plain_constants(imported) == plain_constants(on_disk)

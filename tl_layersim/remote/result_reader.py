@@ -25,8 +25,10 @@ from .failures import DamagedAnswer, UnsafeAnswer, server_text
 
 # Compressed bytes that are decompressed at a time; at most 128 kB come out of 4 bytes.
 BYTES_AT_A_TIME = 1024
-# Largest number of instructions, values and nested containers in a result; a run has some thousand values.
-INSTRUCTIONS, VALUES, DEPTH = 1_000_000, 200_000, 16
+# Largest numbers of instructions, of values and of nested containers in a result; a run has some thousand values.
+MOST_INSTRUCTIONS = 1_000_000
+MOST_RESULT_VALUES = 200_000
+DEEPEST_RESULT = 16
 RESULT_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -79,7 +81,8 @@ def decompressed(content: bytes, largest: int) -> bytes:
     """
     import zstandard
 
-    decompressor, size = zstandard.ZstdDecompressor().decompressobj(), 0
+    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    size = 0
     parts: list[bytes] = []
     for start in range(0, len(content), BYTES_AT_A_TIME):
         if decompressor.eof:
@@ -135,13 +138,16 @@ class _File:
     """
 
     def __init__(self, file: zipfile.ZipFile, largest: int) -> None:
-        self._file, self._largest = file, largest
+        self._file = file
+        self._largest = largest
         self._entries = {info.filename: info for info in file.infolist()}
         [self._pickle] = [name for name in self._entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         self._folder = self._pickle.partition("/")[0]
         self._values = 0
-        # Bytes of the tensors so far, and of the storages, which are read once.
-        self._of_tensors, self._of_storages = 0, 0
+        # Bytes of the tensors so far.
+        self._tensor_bytes = 0
+        # Bytes of the storages so far, each of which is read once.
+        self._storage_bytes = 0
         self._storages: dict[_Storage, Tensor] = {}
 
     def value(self) -> Any:
@@ -173,8 +179,10 @@ class _File:
         Containers may be shared in the file; each place where they occur counts.
         """
         self._values += 1
-        if depth > DEPTH or self._values > VALUES:
-            raise UnsafeAnswer(f"holds more than {VALUES:,} values, or containers that are nested more than {DEPTH} deep")
+        if depth > DEEPEST_RESULT or self._values > MOST_RESULT_VALUES:
+            raise UnsafeAnswer(
+                f"holds more than {MOST_RESULT_VALUES:,} values, or containers that are nested more than {DEEPEST_RESULT} deep"
+            )
         if isinstance(value, dict) and type(value) is dict:
             if not all(isinstance(name, str) for name in value):
                 raise UnsafeAnswer("holds names that are no texts")
@@ -188,16 +196,20 @@ class _File:
         raise UnsafeAnswer(f"holds {type(value).__name__} objects")
 
     def _tensor(self, stored: _StoredTensor) -> Tensor:
-        storage, shape, strides = stored.storage, stored.shape, stored.strides
-        size = math.prod(shape) * storage.dtype.itemsize
-        self._of_tensors += size
-        refuse_larger(self._of_tensors, self._largest)
+        storage = stored.storage
+        size = math.prod(stored.shape) * storage.dtype.itemsize
+        # Before memory is allocated: many tensors may share a few values of a storage.
+        self._tensor_bytes += size
+        refuse_larger(self._tensor_bytes, self._largest)
         if not size:
-            return torch.empty(shape, dtype=storage.dtype)
-        last = stored.offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+            return torch.empty(stored.shape, dtype=storage.dtype)
+        # Index of the last value in the storage.
+        last = stored.offset
+        for length, stride in zip(stored.shape, stored.strides, strict=True):
+            last += (length - 1) * stride
         if last >= storage.count:
             raise ValueError("a tensor beyond the end of its storage")
-        values = self._storage_values(storage).as_strided(shape, strides, stored.offset)
+        values = self._storage_values(storage).as_strided(stored.shape, stored.strides, stored.offset)
         return values.clone(memory_format=torch.contiguous_format)
 
     def _storage_values(self, storage: _Storage) -> Tensor:
@@ -206,8 +218,8 @@ class _File:
             size = self._entries[storage.record].file_size
             if size != storage.count * storage.dtype.itemsize:
                 raise ValueError("a storage of another size than its record")
-            self._of_storages += size
-            refuse_larger(self._of_storages, self._largest)
+            self._storage_bytes += size
+            refuse_larger(self._storage_bytes, self._largest)
             record = bytearray(self._read(storage.record))
             # Bytes other than 0 and 1 are no bools.
             is_bool = storage.dtype == torch.bool
@@ -225,10 +237,10 @@ def _refuse_instructions(instructions: bytes) -> None:
     for number, (instruction, argument, _) in enumerate(pickletools.genops(instructions)):
         if instruction.name not in ALLOWED:
             raise UnsafeAnswer(f"holds the instruction {instruction.name}, which plain data does not need")
-        # The memory of the unpickler grows with this number.
-        place = argument if instruction.name == "LONG_BINPUT" and isinstance(argument, int) else 0
-        if max(number, place) > INSTRUCTIONS:
-            raise UnsafeAnswer(f"holds more than {INSTRUCTIONS:,} instructions")
+        memo_index = argument if instruction.name == "LONG_BINPUT" and isinstance(argument, int) else 0
+        # The memory of the unpickler grows with the index.
+        if max(number, memo_index) > MOST_INSTRUCTIONS:
+            raise UnsafeAnswer(f"holds more than {MOST_INSTRUCTIONS:,} instructions")
 
 
 def _rebuilt(
@@ -237,7 +249,7 @@ def _rebuilt(
     """In place of torch's function of the same arguments: describe a tensor."""
     if not isinstance(storage, _Storage) or type(shape) is not tuple or type(strides) is not tuple:
         raise ValueError("a tensor of another form")
-    if len(shape) != len(strides) or len(shape) > DEPTH or not all(map(_is_size, (offset, *shape, *strides))):
+    if len(shape) != len(strides) or len(shape) > DEEPEST_RESULT or not all(map(_is_size, (offset, *shape, *strides))):
         raise ValueError("a tensor of another form")
     return _StoredTensor(storage, offset, shape, strides)
 
@@ -262,17 +274,17 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in RESULT_DTYPES:
             return RESULT_DTYPES[name]
-        known = {
+        functions = {
             ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
             # Of a tensor's hooks, which are always empty.
             ("collections", "OrderedDict"): OrderedDict,
             ("nnsight.schema.response", "Status"): _status,
             ("_codecs", "encode"): _encoded,
         }
-        if (module, name) not in known:
-            given = server_text(f"{module}.{name}", most=100)
-            raise UnsafeAnswer(f"holds {given}, which is neither plain data nor a dense tensor")
-        return known[module, name]
+        if (module, name) not in functions:
+            full_name = server_text(f"{module}.{name}", most=100)
+            raise UnsafeAnswer(f"holds {full_name}, which is neither plain data nor a dense tensor")
+        return functions[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
         return self.storage_of(pid)

@@ -35,7 +35,9 @@ def host_of(remote: bool | str) -> str:
 
 def remove_secrets_of_record(record: logging.LogRecord) -> bool:
     """Log filter that removes logins and signatures from addresses."""
-    record.msg, record.args = without_secrets(record.getMessage()), None
+    # The message is complete, so that logging must not insert the arguments again.
+    record.msg = without_secrets(record.getMessage())
+    record.args = None
     return True
 
 
@@ -81,42 +83,53 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
     from nnsight.ndif import EnvComparison
 
     # Entries of other users' models may be empty; they must not fail this model.
-    known = [entry for entry in status["deployments"].values() if isinstance(entry, dict)]
-    entries = [entry for entry in known if entry.get("application_state") == "RUNNING"]
-    own: dict[str, Any] = next((entry for entry in entries if entry.get("model_key") == model_key), {})
-    compared = EnvComparison(_local_env(), env)
-    local, remote = compared.local_python, server_text(compared.remote_python, most=LONGEST_SERVER_NAME)
-    differing = [f"Python {local} here, {remote} there"] if _minor(local) != _minor(remote) else []
-    for package, versions in compared.critical_mismatches.items():
-        there = server_text(versions["remote"], most=LONGEST_SERVER_NAME)
-        differing.append(f"{server_text(package, most=LONGEST_SERVER_NAME)} {versions['local']} here, {there} there")
+    entries = [entry for entry in status["deployments"].values() if isinstance(entry, dict)]
+    running = [entry for entry in entries if entry.get("application_state") == "RUNNING"]
+    deployment: dict[str, Any] = next((entry for entry in running if entry.get("model_key") == model_key), {})
+    comparison = EnvComparison(_local_env(), env)
+    local_python = comparison.local_python
+    server_python = _server_name(comparison.remote_python)
+    differences = []
+    if _minor(local_python) != _minor(server_python):
+        differences.append(f"Python {local_python} here, {server_python} there")
+    for package, versions in comparison.critical_mismatches.items():
+        server_version = _server_name(versions["remote"])
+        differences.append(f"{_server_name(package)} {versions['local']} here, {server_version} there")
     packages = env.get("packages", {})
-    known_versions = {name: server_text(packages[name], most=LONGEST_SERVER_NAME) for name in CRITICAL if name in packages}
+    server_versions = {"python": server_python}
+    for name in CRITICAL:
+        if name in packages:
+            server_versions[name] = _server_name(packages[name])
     return ServerStatus(
-        running=tuple(sorted({server_text(entry.get("repo_id"), most=LONGEST_SERVER_NAME) for entry in entries})),
-        dtype=_dtype(own.get("dtype")),
-        job_limit=_limit(own.get("execution_timeout_seconds")),
-        versions={"python": remote} | known_versions,
-        differences=tuple(differing),
+        running=tuple(sorted({_server_name(entry.get("repo_id")) for entry in running})),
+        dtype=_dtype(deployment.get("dtype")),
+        job_limit=_limit(deployment.get("execution_timeout_seconds")),
+        versions=server_versions,
+        differences=tuple(differences),
     )
 
 
-def _dtype(given: Any) -> str:
+def _server_name(name: Any) -> str:
+    """A name or a version that the server reports, as it can be shown and recorded."""
+    return server_text(name, most=LONGEST_SERVER_NAME)
+
+
+def _dtype(reported: Any) -> str:
     """Name of a floating dtype of torch; "" if the server reports another text or none."""
-    name = str(given).removeprefix("torch.")
+    name = str(reported).removeprefix("torch.")
     dtype = getattr(torch, name, None)
     return name if isinstance(dtype, torch.dtype) and dtype.is_floating_point else ""
 
 
-def _limit(given: Any) -> float | None:
+def _limit(reported: Any) -> float | None:
     """Time limit for a job in seconds; None if there is none.
 
     Raises:
         ValueError: the limit is no positive number.
     """
-    if not given:
+    if not reported:
         return None
-    limit = float(given)
+    limit = float(reported)
     if not 0 < limit < float("inf"):
         raise ValueError(f"execution_timeout_seconds is {limit}")
     return limit

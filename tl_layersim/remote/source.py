@@ -77,9 +77,13 @@ class RemoteSource(NNsightSource, OnServer):
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
         revision = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
-        name = self._model.name + (f"@{revision}" if revision else "")
+        name = self._model.name
+        if revision:
+            name += f"@{revision}"
+        source = f"{type(model).__name__} on an NDIF server"
         env = ", ".join(f"{key} {value}" for key, value in sorted(self.ndif.env.items()))
-        source = f"{type(model).__name__} on an NDIF server" + (f" ({env})" if env else "")
+        if env:
+            source += f" ({env})"
         self._model = replace(
             self._model,
             name=name,
@@ -97,36 +101,42 @@ class RemoteSource(NNsightSource, OnServer):
         """Ask the server for its limits, and find dtype and devices by a forward pass of one row."""
         status = self.ndif.status
         arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
-        about = (self.envoy, self.blocks, arguments)
-        facts = self.ndif.request(
-            lambda backend: dtype_and_devices(*about, backend.expecting(form_of_facts, SMALL_RESULT)), patient=False
-        )
+
+        def run(backend: Any) -> dict[str, Any]:
+            return dtype_and_devices(self.envoy, self.blocks, arguments, backend.expecting(form_of_facts, SMALL_RESULT))
+
+        facts = self.ndif.request(run, patient=False)
         dtype = f"torch.{status.dtype}" if status.dtype else facts["dtype"]
         devices = tuple(dict.fromkeys(facts["devices"]))
         return replace(status, dtype=dtype, server=self.ndif.name, trusted=not facts["meta"], devices=devices)
 
     def beside(self, others: Sequence[Source]) -> RemoteSource | None:
-        place = (self.ndif.name, self.ndif.model_key, self.ndif.env)
-        remote = [one for one in (self, *others) if isinstance(one, RemoteSource)]
-        # The same model on the same server, apart from edits.
-        models = [one for one in remote if (one.ndif.name, one.ndif.model_key, one.ndif.env) == place]
+        models = []
+        for source in (self, *others):
+            # The same model on the same server, apart from edits.
+            if isinstance(source, RemoteSource) and source._deployment == self._deployment:
+                models.append(source)
         if len(models) <= len(others):
             return None
         joined = copy(self)
         joined._together = tuple(models)
         return joined
 
+    @property
+    def _deployment(self) -> tuple[str, str, dict[str, Any]]:
+        """The server, and the model on it without its edits."""
+        return self.ndif.name, self.ndif.model_key, self.ndif.env
+
     def record(self) -> dict[str, Any]:
-        offer, ndif = self.offer, self.ndif
         return {
-            "server": offer.server,
-            "trusted": offer.trusted,
-            "devices": list(offer.devices),
-            "versions": dict(offer.versions),
-            "requests": ndif.requests,
+            "server": self.offer.server,
+            "trusted": self.offer.trusted,
+            "devices": list(self.offer.devices),
+            "versions": dict(self.offer.versions),
+            "requests": self.ndif.requests,
             "halved": self.schedule.lowered,
-            "bytes_sent": ndif.bytes_sent,
-            "bytes_received": ndif.bytes_received,
+            "bytes_sent": self.ndif.bytes_sent,
+            "bytes_received": self.ndif.bytes_received,
         }
 
     def refuse_larger(self, rows: int, positions: int) -> None:
@@ -142,16 +152,21 @@ class RemoteSource(NNsightSource, OnServer):
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         # All texts are one leaf.
-        [own] = self.sums(replace(batch, leaf=batch.text_count, rows_at_once=0), kernels)
-        return own
+        [reduced] = self.sums(replace(batch, leaf=batch.text_count, rows_at_once=0), kernels)
+        return reduced
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
         try:
-            with self.ndif.sent(self._request_for(self.ndif.prepare, [batch], kernels, False)) as result:
+            request = self._request_for(self.ndif.prepare, [batch], kernels, False)
+            with self.ndif.sent(request) as result:
                 parts = partial_sums(result()["found"])
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
-        return [(part.not_finite, {name: dict(one) for name, one in part.out.items()}) for part in parts]
+        reduced = []
+        for part in parts:
+            out = {name: dict(sums) for name, sums in part.out.items()}
+            reduced.append((part.not_finite, out))
+        return reduced
 
     def request(self, run: Callable[[dict[str, Any]], T], fits: Callable[[Any], bool], size: int = 0) -> T:
         def form(value: Any) -> None:
@@ -185,20 +200,27 @@ class RemoteSource(NNsightSource, OnServer):
         say: Callable[[str], None],
         first_block: int | None,
     ) -> Iterator[list[PartialSums]]:
-        schedule, returned = self.schedule, deque[Batch]()
+        schedule = self.schedule
+        # Batches of a job that was too long, which `groups` groups again.
+        returned: deque[Batch] = deque()
         groups = schedule.groups(
             batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit), first_block, returned
         )
-        failed: Exception | None = None
+        # Raised when the sums of all earlier requests have arrived.
+        failure: Exception | None = None
 
         def next_request() -> tuple[list[Batch], PreparedRequest] | None:
-            """Serialise the next request; None if no batches are left or an error was stored in `failed`."""
-            nonlocal failed
+            """Serialise the next request; None if no batches are left or an error was stored in `failure`."""
+            nonlocal failure
+            if failure:
+                return None
             try:
-                group = None if failed else next(groups)
-                return (group, self._request_for(self.ndif.prepare, group, kernels, True)) if group else None
+                group = next(groups)
+                if not group:
+                    return None
+                return group, self._request_for(self.ndif.prepare, group, kernels, True)
             except Exception as error:
-                failed = error
+                failure = error
                 return None
 
         self.ndif.say = say
@@ -210,16 +232,16 @@ class RemoteSource(NNsightSource, OnServer):
                 with self.ndif.sent(prepared) as result:
                     request = next_request()
                     try:
-                        found = result()
+                        answer = result()
                     except JobTooLong as error:
                         self._lower(group, error)
                         returned.extend(group if request is None else group + request[0])
                         request = next_request()
                         continue
                 schedule.measure(self.ndif.seconds, len(group))
-                yield partial_sums(found["found"])
-            if failed is not None:
-                raise failed
+                yield partial_sums(answer["found"])
+            if failure is not None:
+                raise failure
         finally:
             # The progress bar of the run has ended.
             self.ndif.say = quiet
@@ -234,12 +256,14 @@ class RemoteSource(NNsightSource, OnServer):
         """
         if len(group) == 1:
             raise self._too_long(group[0], error) from None
-        most = 1 << ((len(group) - 1).bit_length() - 1)
-        self.schedule.lower(most)
-        if limit := re.search(r"timeout of (\d{1,9}(?:\.\d+)?)s", str(error)):
-            # Some servers report their limit only in this message.
+        # The largest power of two below the number of batches.
+        most_batches = 1 << ((len(group) - 1).bit_length() - 1)
+        self.schedule.lower(most_batches)
+        # Some servers report their limit only in this message.
+        limit = re.search(r"timeout of (\d{1,9}(?:\.\d+)?)s", str(error))
+        if limit:
             self.offer = replace(self.offer, job_limit=float(limit[1]))
-        LOG.warning("%s ended a job at its time limit; requests now hold at most %d batches", self.offer.server, most)
+        LOG.warning("%s ended a job at its time limit; requests now hold at most %d batches", self.offer.server, most_batches)
 
     def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> SentJob:
         """Send a non-blocking request and return its job."""
@@ -250,43 +274,59 @@ class RemoteSource(NNsightSource, OnServer):
     ) -> T:
         """Call `take`, a method of `NdifClient`, with a request for the batches in `group`."""
         shipped = shippable(kernels)
-        readers = [one.reader() for one in self._together or (self,)]
-        about = (readers, self.pack(group), shipped, self.calling, joined)
-        texts, sites = sum(batch.leaf_texts for batch in group), tuple(len(reader.names) for reader in readers)
+        readers = [source.reader() for source in self._together or (self,)]
+        work = self.pack(group)
+        texts = sum(batch.leaf_texts for batch in group)
+        sites = tuple(len(reader.names) for reader in readers)
         form = FormOfSums(texts, sites, tuple(shipped), joined)
         width = max(self.widths or (self.model.d_model or 0,))
         classes = self.model.vocabulary or 0
         largest = largest_sums(group, len(shipped), max(sites), width, classes, joined, SMALL_RESULT)
+
+        def run(backend: Any) -> None:
+            submit(readers, work, shipped, self.calling, joined, backend.expecting(form, largest))
+
         with self._frozen.in_place(shipped):
-            return take(lambda backend: submit(*about, backend.expecting(form, largest)))
+            return take(run)
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
         """Convert each batch to a dict of its settings and forward passes."""
-        return [
-            {
-                "starts": batch.starts,
-                "leaf": batch.leaf,
-                "block": batch.block or None,
-                "density": batch.density,
-                "texts": batch.units,
-                "neighbours": batch.neighbours,
-                "passes": self._passes(batch),
-            }
-            for batch in group
-        ]
+        packed = []
+        for batch in group:
+            packed.append(
+                {
+                    "starts": batch.starts,
+                    "leaf": batch.leaf,
+                    "block": batch.block or None,
+                    "density": batch.density,
+                    "texts": batch.units,
+                    "neighbours": batch.neighbours,
+                    "passes": self._passes(batch),
+                }
+            )
+        return packed
 
     def _passes(self, whole: Batch) -> list[dict[str, Any]]:
         """A dict of arguments and counted positions for each forward pass. Passes without counted positions are left out."""
-        work = []
+        passes = []
         for number, batch in enumerate(whole.passes()):
             if not bool(batch.counted.any()):
                 continue
             args, options = forward_arguments(self.module, batch, self._model)
             keep, kept = kept_of(batch)
-            call = {"args": args, "options": {**options, **fewest_logits(self.module)}, "shape": tuple(batch.counted.shape)}
-            more = {"number": number, "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": kept}
-            work.append(call | more | {"keep": keep})
-        return work
+            passes.append(
+                {
+                    "args": args,
+                    "options": {**options, **fewest_logits(self.module)},
+                    "shape": tuple(batch.counted.shape),
+                    "number": number,
+                    "pooled": batch.pooled,
+                    "has_tokens": batch.has_positions,
+                    "kept": kept,
+                    "keep": keep,
+                }
+            )
+        return passes
 
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
         rows = len(batch.tokens)
@@ -307,12 +347,12 @@ def _model_key(model: Any, remote: bool | str) -> str:
     try:
         key: str = model.to_model_key()
     except Exception as error:
-        if isinstance(name, str) and (os.path.isdir(name) or os.path.isabs(name)):
-            raise LayersimError(
-                f"`model` was loaded from the folder {name!r}; with remote={shown(remote)}, it must be loaded by its hub name, "
-                f"such as 'org/{os.path.basename(os.path.normpath(name))}'."
-            ) from error
-        raise
+        if not isinstance(name, str) or not (os.path.isdir(name) or os.path.isabs(name)):
+            raise
+        raise LayersimError(
+            f"`model` was loaded from the folder {name!r}; with remote={shown(remote)}, it must be loaded by its hub name, "
+            f"such as 'org/{os.path.basename(os.path.normpath(name))}'."
+        ) from error
     return key
 
 
@@ -348,20 +388,21 @@ def order_without_weights(
 
 
 def _listed_order(
-    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
+    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failure: Exception
 ) -> tuple[int, ...]:
     """Indices of hook points, sorted by their position in `lsim.sites`.
 
     Raises:
         LayersimError: a point is not a listed site, so its place in the order is unknown.
     """
-    place: dict[tuple[str, bool], int] = {}
+    # Position in the list of each input or output of a module.
+    position: dict[tuple[str, bool], int] = {}
     for site in site_map(module, blocks).sites:
-        place.setdefault((site.point.module, site.point.incoming), len(place))
-    strange = [point for point in points if (point.module, point.incoming) not in place]
-    if strange:
+        position.setdefault((site.point.module, site.point.incoming), len(position))
+    unlisted = [point for point in points if (point.module, point.incoming) not in position]
+    if unlisted:
         raise LayersimError(
-            f"`at` names {strange[0].name}, whose place in the forward pass cannot be found without the model's weights "
-            f"({type(failed).__name__}: {excerpt(str(failed), 160)}). Use a site that lsim.sites(model) lists."
+            f"`at` names {unlisted[0].name}, whose place in the forward pass cannot be found without the model's weights "
+            f"({type(failure).__name__}: {excerpt(str(failure), 160)}). Use a site that lsim.sites(model) lists."
         )
-    return tuple(sorted(range(len(points)), key=lambda number: place[points[number].module, points[number].incoming]))
+    return tuple(sorted(range(len(points)), key=lambda number: position[points[number].module, points[number].incoming]))

@@ -53,40 +53,46 @@ def submit(
     differentiated = any(reader.differentiated for reader in readers)
     with torch.no_grad(), readers[0].model.session(backend=backend):
         stack: list[Any] = []
-        for unit in work:
-            about = (unit["starts"], unit["leaf"], unit["density"], kernels, unit["texts"], unit["neighbours"])
-            plan = plan_batch(known_view(unit), *about)
+        for batch in work:
+            texts = batch["texts"]
+            plan = plan_batch(
+                known_view(batch), batch["starts"], batch["leaf"], batch["density"], kernels, texts, batch["neighbours"]
+            )
             outputs: list[Any] = []
-            for item in unit["passes"]:
-                args, options = item["args"], item["options"]
+            for item in batch["passes"]:
+                args = item["args"]
+                options = item["options"]
                 views: list[Any] = []
                 for reader in readers:
                     with reader.model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
                         with gradients(differentiated):
-                            shape = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
-                            views.append(reader.read(SiteBuffer(reader.names, *shape), item["kept"], calling))
+                            positions = (item["keep"], item["shape"], item["pooled"], item["has_tokens"])
+                            views.append(reader.read(SiteBuffer(reader.names, *positions), item["kept"], calling))
+                            # Kernels run inside the trace of the last model, which has the views of all.
                             if len(views) == len(readers):
                                 with torch.no_grad():
                                     outputs.append(reduce(plan.kernels_of(item["number"]), *views))
-                                if len(outputs) == len(unit["passes"]):
-                                    add_leaves(stack, unit["leaf"], unit["block"], plan.finish(outputs), joined)
+                                if len(outputs) == len(batch["passes"]):
+                                    add_leaves(stack, batch["leaf"], batch["block"], plan.finish(outputs), joined)
         found = nnsight.save(sealed(stack, ticket))  # noqa: F841 (a result is taken by this name)
 
 
-def known_view(unit: dict[str, Any]) -> View:
+def known_view(batch: dict[str, Any]) -> View:
     """Build a batch's `View` with tokens and row numbers, but without activations.
 
     `plan_batch` takes this view before any forward pass.
 
     Args:
-        unit: the batch, packed by `RemoteSource.pack`.
+        batch: the batch, packed by `RemoteSource.pack`.
     """
     sequence = []
-    for item in unit["passes"]:
+    for item in batch["passes"]:
         buffer = SiteBuffer((), item["keep"], item["shape"], item["pooled"], item["has_tokens"])
-        sequence.append(buffer.samples // item["shape"][1] + unit["starts"][item["number"]])
-    tokens, row = (torch.cat([item["kept"][name] for item in unit["passes"]]) for name in ("tokens", "row"))
-    text = torch.cat([item["kept"].get("text", item["kept"]["row"]) for item in unit["passes"]])
+        sequence.append(buffer.samples // item["shape"][1] + batch["starts"][item["number"]])
+    tokens = torch.cat([item["kept"]["tokens"] for item in batch["passes"]])
+    row = torch.cat([item["kept"]["row"] for item in batch["passes"]])
+    # Without texts, each row is one.
+    text = torch.cat([item["kept"].get("text", item["kept"]["row"]) for item in batch["passes"]])
     rows = torch.cat(sequence)
     return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row, text=text)
 
@@ -101,11 +107,11 @@ def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any]
         leaves: outputs of `reduce` for each leaf.
         joined: whether to add the sums of neighbouring leaves.
     """
-    for own in leaves:
+    for reduced in leaves:
         if joined:
-            push(stack, leaf, widened(on_cpu(own)), add_batch_sums, 0, block)
+            push(stack, leaf, widened(on_cpu(reduced)), add_batch_sums, 0, block)
         else:
-            stack.append((leaf, on_cpu(own)))
+            stack.append((leaf, on_cpu(reduced)))
 
 
 def dtype_and_devices(
@@ -137,8 +143,8 @@ def form_of_facts(value: Any) -> None:
     Raises:
         UnsafeAnswer: the form differs.
     """
-    known = isinstance(value, dict) and value.keys() == {"dtype", "devices", "meta"}
-    if not known or not isinstance(value["meta"], bool) or not isinstance(value["devices"], list):
+    has_names = isinstance(value, dict) and value.keys() == {"dtype", "devices", "meta"}
+    if not has_names or not isinstance(value["meta"], bool) or not isinstance(value["devices"], list):
         raise UnsafeAnswer("must hold dtype, devices and meta; it has another form")
     dtype = getattr(torch, str(value["dtype"]).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -153,15 +159,21 @@ def form_of_facts(value: Any) -> None:
 def on_cpu(reduced: Any) -> Any:
     """Move the sums in an output of `reduce` to the CPU."""
     counts, out = reduced
-    return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
+    moved: dict[str, dict[str, Tensor]] = {}
+    for name, sums in out.items():
+        moved[name] = {key: value.detach().cpu() for key, value in sums.items()}
+    return counts, moved
 
 
 def widened(reduced: Any) -> Any:
     """Convert the sums in an output of `reduce`: floats to float64, integers to int64."""
     counts, out = reduced
     wide: dict[str, dict[str, Tensor]] = {}
-    for name, one in out.items():
-        wide[name] = {key: value.to(torch.float64 if value.is_floating_point() else torch.int64) for key, value in one.items()}
+    for name, sums in out.items():
+        wide[name] = {}
+        for key, value in sums.items():
+            dtype = torch.float64 if value.is_floating_point() else torch.int64
+            wide[name][key] = value.to(dtype)
     return counts, wide
 
 
@@ -173,16 +185,19 @@ def add_batch_sums(a: Any, b: Any) -> Any:
     Raises:
         LayersimError: sums of a kernel have different shapes.
     """
-    counts = [x + y for x, y in zip(a[0], b[0], strict=True)]
+    counts_a, out_a = a
+    counts_b, out_b = b
+    counts = [count_a + count_b for count_a, count_b in zip(counts_a, counts_b, strict=True)]
     if any(bool(count.any()) for count in counts):
         return counts, {}
     total: dict[str, dict[str, Tensor]] = {}
-    for name, one in a[1].items():
-        other = b[1][name]
+    for name, sums_a in out_a.items():
+        sums_b = out_b[name]
         # A leaf has no sums if it has no samples, or if no pool ends in the leaf.
-        total[name] = {**one, **other}
-        for key in one.keys() & other.keys():
-            x, y = one[key], other[key]
+        total[name] = {**sums_a, **sums_b}
+        for key in sums_a.keys() & sums_b.keys():
+            x = sums_a[key]
+            y = sums_b[key]
             if x.shape != y.shape:
                 raise LayersimError(
                     f"The kernel of {name!r} returned {key!r} of shape {tuple(x.shape)} for some rows and {tuple(y.shape)} for "
@@ -222,7 +237,8 @@ class FormOfSums:
         """
         if not isinstance(value, list):
             raise UnsafeAnswer(f"must be a list of sums; it is of type {type(value).__name__}")
-        total, is_finite = 0, True
+        total = 0
+        is_finite = True
         for part in value:
             count, not_finite, out = _three_of(part)
             is_finite = self._check_counts(count, not_finite) and is_finite

@@ -59,8 +59,12 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
             "a first pass over the data": not one_pass,
             "the rows of the data": analyzer.prompts,
         }
-        if need := next((need for need, applies in needs.items() if applies), None):
-            instead = (not one_pass and analyzer.one_pass) or "lsim.analyze(model, data, analyzers)"
+        unmet = [need for need, applies in needs.items() if applies]
+        if unmet:
+            need = unmet[0]
+            instead = "lsim.analyze(model, data, analyzers)"
+            if not one_pass and analyzer.one_pass:
+                instead = analyzer.one_pass
             raise LayersimError(f"{type(analyzer).__name__} cannot be attached: it needs {need}. Use {instead}.")
 
 
@@ -77,17 +81,17 @@ def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SiteP
     Raises:
         LayersimError: an analyzer does not take the sites, or the lens differs from the model's logits.
     """
-    known = source.model
-    special = {*known.pads, *known.starts, *known.ends}
-    ids = [number for number in range(known.vocabulary or 32) if number not in special][:4]
+    model = source.model
+    special = {*model.pads, *model.starts, *model.ends}
+    ids = [token for token in range(model.vocabulary or 32) if token not in special][:4]
     tokens = torch.tensor([ids])
-    everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    row = Batch(tokens, everywhere, everywhere, 0)
+    every_position = torch.ones_like(tokens, dtype=torch.bool)
+    row = Batch(tokens, every_position, every_position, 0)
     if not source.is_settled:
         source.settle(row)
         check_stream_sums(source, row)
     plan.check_sites(analyzers)
-    if known.head is not None and any(analyzer.needs_unembed for analyzer in analyzers.values()):
+    if model.head is not None and any(analyzer.needs_unembed for analyzer in analyzers.values()):
         check_lens(source, row)
 
 
@@ -137,7 +141,8 @@ def attach(
         >>> probe.results()["cosine"].provenance.tokens
         40
     """
-    chosen, opened = choose_analyzers(analyzers), OpenedModel.of(model)
+    chosen = choose_analyzers(analyzers)
+    opened = OpenedModel.of(model)
     if is_nnsight(opened.model) and not opened.remote and only_on_servers(opened.model):
         # Traces of a model without weights run on the server; those of this process would load it.
         opened = replace(opened, remote=True)

@@ -50,7 +50,10 @@ class Probe:
     _source: CanReadSites
 
     def __init__(self, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool) -> None:
-        self._analyzers, self._plan, self._rule, self._intervals = analyzers, plan, positions, intervals
+        self._analyzers = analyzers
+        self._plan = plan
+        self._rule = positions
+        self._intervals = intervals
         self._mask: Tensor | None = None
         self._begin()
 
@@ -58,7 +61,10 @@ class Probe:
         """Reset all sums and counts."""
         # Forward passes stand in the place of rows.
         self._tree = SumTree(1 if self._intervals else None)
-        self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
+        self._forwards = 0
+        self._sequences = 0
+        self._tokens = 0
+        self._digest = new_digest()
 
     def __enter__(self) -> Probe:
         raise LayersimError(
@@ -163,18 +169,21 @@ class Probe:
             where: description of the forward pass, for the message.
         """
         refuse_not_finite(not_finite, [self._source.sites], where)
-        own = sums_of(names, out)
-        if self._intervals and not any(node.sums[name] for node in self._tree.nodes for name in names):
-            check_memory(bytes_of(own), TYPICAL_LEAVES, True)
-        return own
+        sums = sums_of(names, out)
+        # The size of sums is known after the first forward pass that has some; later passes need not be checked.
+        has_earlier_sums = any(node.sums[name] for node in self._tree.nodes for name in names)
+        if self._intervals and not has_earlier_sums:
+            check_memory(bytes_of(sums), TYPICAL_LEAVES, True)
+        return sums
 
     def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
         analyzers = {name: self._analyzers[name] for name in names}
         tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest(), tree=tree)
-        models, more = self._described()
-        how = {"attached": True, "positions": self._rule.record()} | self._plan.record() | more
-        how |= {"intervals": True} if self._intervals else {}
-        return make_report(analyzers, models, tally, {}, how)
+        models, further_fields = self._described()
+        provenance = {"attached": True, "positions": self._rule.record()} | self._plan.record() | further_fields
+        if self._intervals:
+            provenance["intervals"] = True
+        return make_report(analyzers, models, tally, {}, provenance)
 
 
 class LoopProbe(Probe):
@@ -186,11 +195,13 @@ class LoopProbe(Probe):
         self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
     ) -> None:
         self._source = source
-        self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
+        whole_rows = any(analyzer.whole_rows for analyzer in analyzers.values())
+        self._positions = ForwardPassPositions(positions, source, whole_rows)
         self._kernels = plan.kernels(analyzers, {})
         # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
         self._immediate = [name for name in self._kernels if name in analyzers and analyzers[name].needs_unembed]
-        self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
+        self._dtype = _dtype_of(source)
+        self._dtypes = [source.model.dtype]
         self._error: LayersimError | None = None
         super().__init__(analyzers, plan, positions, intervals)
         self._recorder: Recorder | None = None
@@ -260,7 +271,8 @@ class LoopProbe(Probe):
                 "A forward pass could not be measured; the loop continued without the probe. "
                 f"{type(error).__name__}: {first_line(error)}"
             )
-            refusal.__cause__, error = error, refusal
+            refusal.__cause__ = error
+            error = refusal
         if self._error is not None:
             return
         self._error = error
@@ -277,22 +289,25 @@ class LoopProbe(Probe):
         self._source.note_widths(view)
         dtype = _dtype_of(self._source)
         if dtype != self._dtype:
-            self._dtypes, self._dtype = [*self._dtypes, dtype], dtype
+            self._dtypes = [*self._dtypes, dtype]
+            self._dtype = dtype
         count = view.tokens.numel()
         if count == 0:
             return
         self._tokens += count
         self._digest.update(view.tokens.cpu().numpy().tobytes())
-        own = {name: self._reduced(name, [view]) for name in self._immediate}
-        before, continued = self._rows_before(call)
-        self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
+        sums = {name: self._reduced(name, [view]) for name in self._immediate}
+        rows_before, continued = self._rows_before(call)
+        if not continued:
+            self._sequences += torch.unique_consecutive(view.sequence).numel()
         for name, views in self._waiting.items():
-            pooled = isinstance(self._kernels[name], PoolKernel)
-            views.append(replace(view, sequence=view.sequence + before) if pooled else view)
+            # A pool kernel draws samples by row: rows of different passes must have different numbers.
+            is_pool = isinstance(self._kernels[name], PoolKernel)
+            views.append(replace(view, sequence=view.sequence + rows_before) if is_pool else view)
             if self._is_enough(name, views, continued):
-                own[name] = self._reduced(name, views)
+                sums[name] = self._reduced(name, views)
                 self._waiting[name] = []
-        self._tree = self._tree.add(self._leaf(count, own))
+        self._tree = self._tree.add(self._leaf(count, sums))
 
     def _rows_before(self, call: Call) -> tuple[int, bool]:
         """Index of a forward pass's first row, and whether its rows began in an earlier pass.
@@ -315,11 +330,14 @@ class LoopProbe(Probe):
         if not isinstance(kernel, PoolKernel):
             return sum(view.tokens.numel() for view in views) >= BUFFERED_TOKENS
         counts = torch.unique(torch.cat([view.sequence for view in views]), return_counts=True)[1]
-        rows, taken = len(counts), counts.clamp(max=SAMPLES_OF_ROW)
         if continued and bool((counts >= SAMPLES_OF_ROW).all()):
             # Further steps would add to the memory alone.
             return True
-        return rows >= TEXTS_OF_POOL and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
+        rows = len(counts)
+        if rows < TEXTS_OF_POOL:
+            return False
+        samples = rows if kernel.whole_rows else int(counts.clamp(max=SAMPLES_OF_ROW).sum())
+        return samples >= kernel.size
 
     def _leaf(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
         """Make a `DataBlock` of the sums that were computed after one forward pass.
@@ -350,7 +368,8 @@ def _joined(views: list[View]) -> View:
     """Concatenate the samples of several forward passes. Rows of different passes get different sequence numbers."""
     if len(views) == 1:
         return views[0]
-    rows, offset = [], 0
+    rows = []
+    offset = 0
     for view in views:
         rows.append(view.sequence + offset)
         offset += int(view.sequence.max()) + 1
@@ -377,11 +396,11 @@ def _by_row(views: list[View]) -> View:
 
 def _with_sequence(views: list[View], sequence: Tensor) -> View:
     return View(
-        activations=torch.cat([v.activations for v in views], dim=1),
-        tokens=torch.cat([v.tokens for v in views]),
+        activations=torch.cat([view.activations for view in views], dim=1),
+        tokens=torch.cat([view.tokens for view in views]),
         sequence=sequence,
-        position=torch.cat([v.position for v in views]),
-        next_token=torch.cat([v.next_token for v in views if v.next_token is not None]),
+        position=torch.cat([view.position for view in views]),
+        next_token=torch.cat([view.next_token for view in views if view.next_token is not None]),
         sites=views[0].sites,
         widths=views[0].widths,
     )
@@ -419,15 +438,16 @@ class TraceProbe(Probe):
         return self
 
     def _reader(self, on_server: bool) -> PassReader:
-        known = self._source.model
-        edges = {*known.starts, *known.ends}
+        model = self._source.model
+        # A padding id that also begins or ends texts does not tell that a row is padded.
+        edges = {*model.starts, *model.ends}
         return PassReader(
             replace(self._source.reader(), on_server=on_server),
             self._kernels,
             self._rule,
-            known.mask_input,
+            model.mask_input,
             any(analyzer.whole_rows for analyzer in self._analyzers.values()),
-            tuple(pad for pad in known.pads if pad not in edges),
+            tuple(pad for pad in model.pads if pad not in edges),
             self._sequences,
         )
 
@@ -454,9 +474,11 @@ class TraceProbe(Probe):
 
     def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
         source = self._source
-        places = {"remote": [source.record()]} if isinstance(source, OnServer) else {}
         models = self._plan.models(source.model.as_it_is_now())
-        return models, {"in_traces": True, "rows_with_attended_padding": self._padded} | places
+        fields: dict[str, Any] = {"in_traces": True, "rows_with_attended_padding": self._padded}
+        if isinstance(source, OnServer):
+            fields["remote"] = [source.record()]
+        return models, fields
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the probe as a `ShippedProbe`. nnsight pickles a probe to send it with a trace."""
@@ -464,27 +486,27 @@ class TraceProbe(Probe):
         self.sent.add(ticket)
         return ShippedProbe, (self._key, ticket, self._reader(on_server=True))
 
-    def add(self, read: Mapping[str, Any]) -> None:
+    def add(self, output: Mapping[str, Any]) -> None:
         """Add the sums of one forward pass.
 
         Args:
-            read: output of `PassReader.read`.
+            output: output of `PassReader.read`.
 
         Raises:
             LayersimError: activations are not finite.
         """
         self._forwards += 1
-        if read["padded"] and not self._padded:
+        if output["padded"] and not self._padded:
             warn(
-                f"In a trace, {read['padded']} rows start or end with a padding id that no attention mask excludes, and the "
+                f"In a trace, {output['padded']} rows start or end with a padding id that no attention mask excludes, and the "
                 "padding is measured. Pass {'input_ids': tokens, 'attention_mask': mask} to the invoke."
             )
-        self._padded += read["padded"]
-        if not read["tokens"]:
+        self._padded += output["padded"]
+        if not output["tokens"]:
             return
-        [part] = partial_sums([(1, read["sums"])])
-        own = self._checked(tuple(self._kernels), part.not_finite, part.out, f"forward pass {self._forwards}")
-        self._sequences += read["rows"]
-        self._tokens += read["tokens"]
-        self._digest.update(read["hash"].numpy().tobytes())
-        self._tree = self._tree.add(DataBlock(1, read["tokens"], own))
+        [part] = partial_sums([(1, output["sums"])])
+        sums = self._checked(tuple(self._kernels), part.not_finite, part.out, f"forward pass {self._forwards}")
+        self._sequences += output["rows"]
+        self._tokens += output["tokens"]
+        self._digest.update(output["hash"].numpy().tobytes())
+        self._tree = self._tree.add(DataBlock(1, output["tokens"], sums))

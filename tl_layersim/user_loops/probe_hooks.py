@@ -128,11 +128,11 @@ def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callabl
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         # torch has no public name for these. True where a later version has other names: no hook is then traced.
-        now = InstructionTranslator.current_tx()
-        single = bool(getattr(now, "one_graph", True) or getattr(now, "error_on_graph_break", False))
-        if single:
+        translator = InstructionTranslator.current_tx()
+        one_graph = bool(getattr(translator, "one_graph", True) or getattr(translator, "error_on_graph_break", False))
+        if one_graph:
             missed()
-        return single
+        return one_graph
 
     is_skipped = compiler.assume_constant_result(is_one_graph)
 
@@ -174,11 +174,15 @@ class Call:
     @cached_property
     def attended(self) -> Tensor | None:
         """Attention mask at the positions of this pass (bool `batch pos`); None if it is missing or has another form."""
-        mask, (batch, pos) = self.attention, self.shape
+        mask = self.attention
+        batch, pos = self.shape
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
             return None
         # With a cache the attention mask also covers earlier positions.
-        return mask[:, -pos:].bool() if mask.shape[1] == pos or (self.cached and mask.shape[1] > pos) else None
+        covers_earlier = self.cached and mask.shape[1] > pos
+        if mask.shape[1] == pos or covers_earlier:
+            return mask[:, -pos:].bool()
+        return None
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,9 @@ class ForwardPassPositions:
         """
         batch, pos = call.shape
         fits = mask is not None and tuple(mask.shape) == call.shape
-        if mask is not None and not fits and not (pos == 1 and mask.shape[0] == batch):
+        # A mask of the prompt stays set while cached generation adds single positions to its rows.
+        is_one_step = mask is not None and pos == 1 and mask.shape[0] == batch
+        if mask is not None and not fits and not is_one_step:
             raise LayersimError(
                 f"`probe.mask` has shape {tuple(mask.shape)}; it must have shape {call.shape}, the shape of the input tokens."
             )
@@ -219,16 +225,21 @@ class ForwardPassPositions:
                 'Call model(tokens) on the finished rows, or use CKA(level="token").'
             )
         if mask is not None and fits:
-            known = mask
+            countable = mask
+        elif pos == 1:
+            countable = torch.ones(call.shape, dtype=torch.bool)
         else:
-            known = torch.ones(call.shape, dtype=torch.bool) if pos == 1 else self._attended(call)
-        attended = (known if call.attended is None else call.attended).cpu()
+            countable = self._attended(call)
+        attended = (countable if call.attended is None else call.attended).cpu()
         if self.rule.rule == "all":
-            return known, attended
+            return countable, attended
         if call.tokens is None:
             self.rule.refuse_without_tokens()
-        ids = torch.zeros(call.shape, dtype=torch.int64) if call.tokens is None else call.tokens.cpu().expand(call.shape)
-        return self.rule.select_rows(ids, known.cpu(), continues(call)).to(known.device), attended
+            ids = torch.zeros(call.shape, dtype=torch.int64)
+        else:
+            ids = call.tokens.cpu().expand(call.shape)
+        counted = self.rule.select_rows(ids, countable.cpu(), continues(call))
+        return counted.to(countable.device), attended
 
     def _attended(self, call: Call) -> Tensor:
         """Positions that the model attends to; all positions if there is no mask."""
@@ -243,8 +254,9 @@ class ForwardPassPositions:
                     self.notes.once(masked_warning([pad]))
                     return ~padding
                 # A decoder's own start token is often the padding token too.
-                started = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
-                self._refuse_padding(call.tokens[:, 1:] if started else call.tokens, call.start is not None)
+                begins_with_start = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
+                text = call.tokens[:, 1:] if begins_with_start else call.tokens
+                self._refuse_padding(text, decoder=call.start is not None)
             return torch.ones(call.shape, dtype=torch.bool)
         if call.attended is None:
             raise LayersimError(
@@ -283,13 +295,13 @@ class ForwardPass:
         call: its shape and inputs.
         attended: `batch pos`, positions that the model attends to.
         buffer: the activations at the counted positions.
-        seen: the sites that were read, in order.
+        sites_read: the sites that were read, in order.
     """
 
     call: Call
     attended: Tensor
     buffer: SiteBuffer
-    seen: list[int] = field(default_factory=list)
+    sites_read: list[int] = field(default_factory=list)
 
 
 class Frame:
@@ -299,7 +311,9 @@ class Frame:
     """
 
     def __init__(self, module: torch.nn.Module | None, level: int, parent: Frame | None) -> None:
-        self.module, self.level, self.parent = module, level, parent
+        self.module = module
+        self.level = level
+        self.parent = parent
         # A call of the model inside a call of the same model is another forward pass; a stack inside it is not.
         self.inner = parent is not None and 0 <= parent.level < level
         self.tokens: Tensor | None = None
@@ -307,13 +321,15 @@ class Frame:
         self.cached = False
         # Whether tokens and mask belong to the decoder.
         self.decoder = False
-        self.last: Tensor | None = None
-        self.superseded: int | None = None
+        # First row of the residual that left the last block, for the comparison with the logits.
+        self.last_residual: Tensor | None = None
+        # Number of sites that a pass had read when another pass began in the same call.
+        self.superseded_count: int | None = None
         # Sites that were read in this call, also those of a pass that is complete.
-        self.read_here: set[int] = set()
+        self.sites_of_call: set[int] = set()
         # Whether all sites were read in this call.
         self.complete = False
-        self.reading: ForwardPass | None = None
+        self.forward_pass: ForwardPass | None = None
         # Number of runs so far of each module that is read, by its first site.
         self.runs: Counter[int] = Counter()
 
@@ -326,9 +342,9 @@ class Frame:
         return frame
 
     @property
-    def seen(self) -> list[int]:
+    def sites_read(self) -> list[int]:
         """Sites read so far in the incomplete forward pass."""
-        return [] if self.reading is None else self.reading.seen
+        return [] if self.forward_pass is None else self.forward_pass.sites_read
 
 
 def stack_side(source: HookedSource) -> str:
@@ -337,7 +353,9 @@ def stack_side(source: HookedSource) -> str:
     Returns:
         "encoder" or "decoder"; "" for a model of one stack, "both" if blocks of both or of none are read.
     """
-    return (stack_of(source.module, source.paths) or "both") if encoder_and_decoder(source.module) else ""
+    if not encoder_and_decoder(source.module):
+        return ""
+    return stack_of(source.module, source.paths) or "both"
 
 
 class Recorder:
@@ -363,9 +381,15 @@ class Recorder:
         on_error: Callable[[Exception], None],
         compare: bool,
     ) -> None:
-        self.source, self.points, self.order = source, source.reading.points, source.reading.order
-        self.names, self.pooled = source.sites, pooled
-        self.choose, self.on_view, self.on_error, self.compare = choose, on_view, on_error, compare
+        self.source = source
+        self.points = source.reading.points
+        self.order = source.reading.order
+        self.names = source.sites
+        self.pooled = pooled
+        self.choose = choose
+        self.on_view = on_view
+        self.on_error = on_error
+        self.compare = compare
         # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
         self.direct = is_transformer_lens(source.module)
         # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
@@ -376,43 +400,47 @@ class Recorder:
         start = getattr(getattr(source.module, "config", None), "decoder_start_token_id", None)
         self.start = start if self.side == "decoder" and isinstance(start, int) else None
         # The residual of the row whose logits were compared, until the pass ends.
-        self.compared: Tensor | None = None
-        self.thread, self.frame = threading.get_ident(), Frame(None, -1, None)
-        self.stopped = self.missed = False
+        self.compared_residual: Tensor | None = None
+        self.thread = threading.get_ident()
+        self.frame = Frame(None, -1, None)
+        self.stopped = False
+        # Whether the warning that a block did not run was issued.
+        self.missed = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Context manager that adds hooks to the model and removes them at the end."""
         source = self.source
-        with temporary_hooks() as handles, temporary_hooks() as testing:
+        with temporary_hooks() as handles, temporary_hooks() as test_handles:
 
-            def end() -> None:
-                for handle in testing:
+            def end_test() -> None:
+                for handle in test_handles:
                     handle.remove()
 
-            testing += [self._watch(module, incoming, see) for module, incoming, see in source.stream_test(end)]
+            for module, incoming, receive in source.stream_test(end_test):
+                test_handles.append(self._watch(module, incoming, receive))
             for level, module in enumerate(_stacks(source)):
-                handles.append(self._on_enter(module, partial(self._begin, level)))
+                handles.append(self._on_enter(module, partial(self._enter_module, level)))
                 # Also after an exception, so that a later call does not see the state of a failed one.
-                handles.append(self._on_leave(module, self._end, always=True))
+                handles.append(self._on_leave(module, self._leave_module, always=True))
             if source.embed is not None:
-                handles.append(self._on_enter(source.embed, self._see_tokens))
+                handles.append(self._on_enter(source.embed, self._read_tokens))
             if self.direct:
-                handles.append(self._on_enter(source.blocks[0], self._see_mask))
+                handles.append(self._on_enter(source.blocks[0], self._read_mask))
             for (module, incoming), sites in source.modules_read().items():
-                handles.append(self._watch(module, incoming, partial(self._see, sites)))
+                handles.append(self._watch(module, incoming, partial(self._read_sites, sites)))
             if self.compare and source.model.head is not None:
                 head = source.module.get_submodule(source.model.head.modules[-1])
-                handles.append(self._on_leave(head, self._see_logits))
+                handles.append(self._on_leave(head, self._compare_logits))
             yield
 
     # ---- registration of hooks
 
-    def _watch(self, module: torch.nn.Module, incoming: bool, see: Callable[[Tensor], None]) -> RemovableHandle:
+    def _watch(self, module: torch.nn.Module, incoming: bool, receive: Callable[[Tensor], None]) -> RemovableHandle:
         """Register a hook that reads the first tensor of a module's input or output."""
         if incoming:
-            return self._on_enter(module, lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
-        return self._on_leave(module, lambda _m, _args, output: see(first_tensor(output)))
+            return self._on_enter(module, lambda _m, args, kwargs: receive(first_tensor((*args, *kwargs.values()))))
+        return self._on_leave(module, lambda _m, _args, output: receive(first_tensor(output)))
 
     def _on_enter(self, module: torch.nn.Module, handle: Callable[..., None]) -> RemovableHandle:
         return not_copied(module, on_enter(module, self._hook(handle)))
@@ -444,7 +472,7 @@ class Recorder:
             except Exception as error:
                 self._stop(error)
 
-        return ProbeHook(uncompiled(call, self._miss))
+        return ProbeHook(uncompiled(call, self._stop_in_one_graph))
 
     def _stop(self, error: Exception) -> None:
         """Report an error, and read no more activations."""
@@ -452,7 +480,7 @@ class Recorder:
             self.stopped = True
             self.on_error(error)
 
-    def _miss(self) -> None:
+    def _stop_in_one_graph(self) -> None:
         self._stop(
             LayersimError(
                 "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks. "
@@ -462,38 +490,47 @@ class Recorder:
 
     # ---- calls of hooks
 
-    def _begin(self, level: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_module(self, level: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parent = self.frame
         frame = self.frame = Frame(module, level, parent)
         if frame.inner:
-            frame.tokens, frame.attention = parent.tokens, parent.attention
-            frame.decoder, frame.cached = parent.decoder, parent.cached
+            frame.tokens = parent.tokens
+            frame.attention = parent.attention
+            frame.decoder = parent.decoder
+            frame.cached = parent.cached
             # A stack that is called again on its own output runs its blocks again in the same forward pass.
-            frame.read_here = set(parent.read_here)
+            frame.sites_of_call = set(parent.sites_of_call)
         names = list(inspect.signature(type(module).forward).parameters)[1:]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        frame.cached |= any(given.get(name) is not None for name in CACHE_ARGUMENTS)
-        if self.side == "decoder" and ("decoder_input_ids" in names or "decoder_input_ids" in given):
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        frame.cached |= any(inputs.get(name) is not None for name in CACHE_ARGUMENTS)
+        if self.side == "decoder" and ("decoder_input_ids" in names or "decoder_input_ids" in inputs):
             # The modules around the decoder also take the encoder's tokens and mask, which do not belong to the decoder.
             if not frame.decoder:
-                frame.tokens, frame.attention, frame.decoder = None, None, True
-            tokens, mask = given.get("decoder_input_ids"), given.get("decoder_attention_mask")
+                frame.tokens = None
+                frame.attention = None
+                frame.decoder = True
+            tokens = inputs.get("decoder_input_ids")
+            mask = inputs.get("decoder_attention_mask")
         else:
-            first = given.get("input_ids", given.get(names[0]) if names else None)
-            tokens, mask = first, given.get("attention_mask")
-            if any(given.get(name) is not None for name in OTHER_INPUTS) and not _is_tokens(tokens):
+            first_input = inputs.get(names[0]) if names else None
+            tokens = inputs.get("input_ids", first_input)
+            mask = inputs.get("attention_mask")
+            has_other_inputs = any(inputs.get(name) is not None for name in OTHER_INPUTS)
+            if has_other_inputs and not _is_tokens(tokens):
                 # A separate tower of a model that also reads text.
-                frame.tokens, frame.attention = None, None
-                frame.read_here = set()
+                frame.tokens = None
+                frame.attention = None
+                frame.sites_of_call = set()
         if _is_tokens(tokens):
             frame.tokens = tokens.detach()
             # Inputs of its own make a call of a stack a forward pass of its own.
-            frame.read_here = set()
+            frame.sites_of_call = set()
         # The outer model takes the plain mask; the stack inside it may take a mask that is computed from it.
-        if mask is not None and (frame.attention is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+        is_plain = isinstance(mask, Tensor) and mask.dim() == 2
+        if mask is not None and (frame.attention is None or is_plain):
             frame.attention = mask
 
-    def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
+    def _leave_module(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         frame: Frame | None = self.frame
         while frame is not None and frame.module is not module:
             # A frame that an interrupt left behind.
@@ -501,21 +538,24 @@ class Recorder:
         if frame is None or frame.parent is None:
             return
         if frame.inner:
-            frame.parent.last = frame.parent.last if frame.last is None else frame.last
+            if frame.last_residual is not None:
+                frame.parent.last_residual = frame.last_residual
             frame.parent.complete |= frame.complete
             if self.inside:
-                frame.parent.read_here |= frame.read_here
+                frame.parent.sites_of_call |= frame.sites_of_call
         self.frame = frame.parent
         # A pass that failed, or that another run of this package ended early, has no output.
         if output is None or frame.level != 0 or self.source.aside():
             return
         self._refuse_multiple(output)
+        sites = range(len(self.points))
         if self.order is None and not self.inside:
-            missing = next(site for site in range(len(self.points)) if site not in frame.seen)
+            missing = next(site for site in sites if site not in frame.sites_read)
             raise self._not_once(missing, "the forward pass did not run it")
         if not frame.complete and not self.missed:
             self.missed = True
-            missing = next(site for site in range(len(self.points)) if site not in {*frame.seen, *frame.read_here})
+            sites_read = {*frame.sites_read, *frame.sites_of_call}
+            missing = next(site for site in sites if site not in sites_read)
             # A filter of the user may make errors of warnings.
             with suppress(Warning):
                 warn(
@@ -524,33 +564,35 @@ class Recorder:
                     'torch.compiler.set_stance("force_eager").'
                 )
 
-    def _see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [x for x in (*args, *kwargs.values()) if _is_tokens(x)]
+    def _read_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        token_tensors = [value for value in (*args, *kwargs.values()) if _is_tokens(value)]
         # A user may embed tokens outside of any forward pass; an encoder-decoder embeds those of both stacks.
-        if given and self._counts(self.frame) and not self.side:
-            self.frame.tokens = given[0].detach()
+        if token_tensors and self._is_in_forward_pass(self.frame) and not self.side:
+            self.frame.tokens = token_tensors[0].detach()
 
-    def _see_mask(self, _module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _read_mask(self, _module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the attention mask from the arguments of block 0. Direct calls of `model.forward` run no hooks of the model."""
-        mask, frame = kwargs.get("attention_mask"), self.frame
+        mask = kwargs.get("attention_mask")
+        frame = self.frame
         if frame.attention is None and isinstance(mask, Tensor) and mask.dim() == 2:
             frame.attention = mask
         frame.cached |= kwargs.get("past_kv_cache_entry") is not None
 
-    def _see_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
+    def _compare_logits(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         """Compare the logit lens with the model's logits on the first row, when the head runs for the first time."""
         frame = self.frame
-        hidden, frame.last = frame.last, None
-        lens = self._lens() if self.compare and self._counts(frame) else None
-        if hidden is None or lens is None:
+        residual = frame.last_residual
+        frame.last_residual = None
+        lens = self._lens() if self.compare and self._is_in_forward_pass(frame) else None
+        if residual is None or lens is None:
             return
         self.compare = False
         logits = tensor_of(output)[0].detach()
-        with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
-            attended = torch.ones(len(hidden), dtype=torch.bool)
-            gap = unembed_gap(lens, hidden, logits, attended, finished=False)
+        with torch.no_grad(), torch.autocast(device_type=residual.device.type, enabled=False):
+            attended = torch.ones(len(residual), dtype=torch.bool)
+            gap = unembed_gap(lens, residual, logits, attended, finished=False)
         refuse_other_logits(lambda: gap, self.source.model, logits.dtype)
-        self.compared = hidden
+        self.compared_residual = residual
 
     def _refuse_multiple(self, output: Any) -> None:
         """Raise an error if the model multiplies the output of its head by a factor that the lens does not know.
@@ -560,33 +602,38 @@ class Recorder:
         Args:
             output: output of the model, for the row that was compared.
         """
-        hidden, self.compared = self.compared, None
-        logits, lens = getattr(output, "logits", None), self._lens()
-        if hidden is None or lens is None or lens.reads != "every" or not isinstance(logits, Tensor) or logits.dim() != 3:
+        residual = self.compared_residual
+        self.compared_residual = None
+        logits = getattr(output, "logits", None)
+        lens = self._lens()
+        if residual is None or lens is None or lens.reads != "every":
+            return
+        if not isinstance(logits, Tensor) or logits.dim() != 3:
             return
         count = min(8, logits.shape[1])
-        with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
-            ours = lens(hidden[-count:]).double().cpu()
-        theirs = logits[0, -count:].detach().double().cpu()
-        if ours.shape != theirs.shape or not bool(ours.any()):
+        with torch.no_grad(), torch.autocast(device_type=residual.device.type, enabled=False):
+            lens_logits = lens(residual[-count:]).double().cpu()
+        model_logits = logits[0, -count:].detach().double().cpu()
+        if lens_logits.shape != model_logits.shape or not bool(lens_logits.any()):
             return
-        factor = float((ours * theirs).sum() / (ours * ours).sum())
+        # The factor of least squares.
+        factor = float((lens_logits * model_logits).sum() / (lens_logits * lens_logits).sum())
         allowed = rounding(self.source.model.torch_dtype, logits.dtype)
-        is_multiple = bool((theirs - factor * ours).norm() <= allowed * theirs.norm())
+        is_multiple = bool((model_logits - factor * lens_logits).norm() <= allowed * model_logits.norm())
         if is_multiple and abs(factor - 1) > allowed:
             raise LayersimError(
                 f"The logits of {self.source.model.name} are {factor:.6g} times what its head {self.source.model.head} gives, "
                 "which a probe does not know. Use lsim.analyze(model, data, analyzers), which finds the factor."
             )
 
-    def _see(self, sites: list[int], hidden: Tensor) -> None:
+    def _read_sites(self, sites: list[int], hidden: Tensor) -> None:
         """Store the input or output of a module as the activations of `sites`. Complete forward passes go to `on_view`."""
-        here = self.frame
-        if self.source.aside() or not self._counts(here):
+        innermost = self.frame
+        if self.source.aside() or not self._is_in_forward_pass(innermost):
             return
-        frame = here if self.inside else here.outermost
+        frame = innermost if self.inside else innermost.outermost
         for site in read_in_next_run(self.points, sites, frame.runs):
-            if here.level >= 0 and site in here.read_here:
+            if innermost.level >= 0 and site in innermost.sites_of_call:
                 if not self.inside:
                     raise self._not_once(site, SEVERAL_RUNS)
                 raise LayersimError(
@@ -596,28 +643,32 @@ class Recorder:
                 )
             if not self._expected(site, frame):
                 return
-            here.read_here.add(site)
-            pos = None if here.tokens is None or here.tokens.dim() != 2 else here.tokens.shape[1]
-            point, name = self.points[site], self.names[site]
+            innermost.sites_of_call.add(site)
+            tokens = innermost.tokens
+            pos = tokens.shape[1] if tokens is not None and tokens.dim() == 2 else None
+            point = self.points[site]
+            name = self.names[site]
             places = to_positions(whole_tensor(hidden, name), point.channels, name, pos)
             if self.inside and places.dim() > 3:
                 raise LayersimError(
                     f"{name} (module {point.module}) of {self.source.model.name} is {' x '.join(map(str, places.shape))}, and "
                     "a residual stream must be one tensor batch x pos x width."
                 )
-            frame.reading = frame.reading or self._start(site, here, places)
-            frame.reading.buffer.put(site, multiplied(places, point.multiplier), point.part)
-            frame.reading.seen.append(site)
+            frame.forward_pass = frame.forward_pass or self._start_pass(site, innermost, places)
+            frame.forward_pass.buffer.put(site, multiplied(places, point.multiplier), point.part)
+            frame.forward_pass.sites_read.append(site)
             if site == self.output_site and self.compare:
-                frame.last = hidden[0].detach()
-        reading = frame.reading
-        if reading is not None and len(reading.seen) == len(self.points):
-            self.order = tuple(reading.seen)
-            here.complete = frame.complete = True
-            frame.reading = None
+                frame.last_residual = hidden[0].detach()
+        forward_pass = frame.forward_pass
+        if forward_pass is not None and len(forward_pass.sites_read) == len(self.points):
+            self.order = tuple(forward_pass.sites_read)
+            innermost.complete = frame.complete = True
+            frame.forward_pass = None
             if frame.level < 0:
-                frame.tokens, frame.attention, frame.cached = None, None, False
-            self.on_view(self._view(reading), reading.call)
+                frame.tokens = None
+                frame.attention = None
+                frame.cached = False
+            self.on_view(self._view(forward_pass), forward_pass.call)
 
     def _expected(self, site: int, frame: Frame) -> bool:
         """Whether `site` is next in the model's order of sites; True if the order is unknown.
@@ -626,32 +677,35 @@ class Recorder:
         """
         if self.order is None:
             # A site that was read in this pass begins another pass.
-            if site in frame.seen:
-                frame.reading = None
+            if site in frame.sites_read:
+                frame.forward_pass = None
             return True
         if site == self.order[0]:
-            frame.superseded, frame.reading = len(frame.seen) or None, None
+            # Counted before the pass is dropped: the sites belong to it.
+            frame.superseded_count = len(frame.sites_read) or None
+            frame.forward_pass = None
             return True
-        if frame.seen and site == self.order[len(frame.seen)]:
+        if frame.sites_read and site == self.order[len(frame.sites_read)]:
             return True
-        if frame.superseded is not None and site == self.order[frame.superseded]:
+        if frame.superseded_count is not None and site == self.order[frame.superseded_count]:
             raise LayersimError(
                 f"A second forward pass of the model began before the first reached {self.names[site]}. Inside hooks, call "
                 "model(tokens), not model.forward(...)."
             )
         return False
 
-    def _counts(self, frame: Frame) -> bool:
+    def _is_in_forward_pass(self, frame: Frame) -> bool:
         """Whether activations read in `frame` belong to a forward pass of the model."""
         return self.direct or frame.level >= 0
 
-    def _start(self, site: int, here: Frame, hidden: Tensor) -> ForwardPass:
+    def _start_pass(self, site: int, frame: Frame, hidden: Tensor) -> ForwardPass:
         """Begin to read a forward pass, and choose its counted positions."""
         shape = (hidden.shape[0], hidden.shape[1] if hidden.dim() > 2 else 1)
-        if hidden.dim() == 2 and here.tokens is not None and here.tokens.dim() == 2 and here.tokens.numel() == shape[0]:
+        tokens = frame.tokens
+        if hidden.dim() == 2 and tokens is not None and tokens.dim() == 2 and tokens.numel() == shape[0]:
             # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
-            shape = (here.tokens.shape[0], here.tokens.shape[1])
-        call = Call(shape, here.tokens, here.attention, here.cached, self.start)
+            shape = (tokens.shape[0], tokens.shape[1])
+        call = Call(shape, tokens, frame.attention, frame.cached, self.start)
         counted, attended = self.choose(call)
         if self.pooled and not call.has_tokens:
             # Each site of an image may have positions of its own, of which the mean is taken.
@@ -661,8 +715,9 @@ class Recorder:
                 f"The activations at {self.names[site]} are {' x '.join(map(str, hidden.shape))}; they must be "
                 f"{' x '.join(map(str, counted.shape))} x width, the shape of the input tokens."
             )
-        keep = counted.reshape(-1).nonzero()[:, 0]
-        return ForwardPass(call, attended, SiteBuffer(self.names, keep, shape, self.pooled, call.has_tokens))
+        samples = counted.reshape(-1).nonzero()[:, 0]
+        buffer = SiteBuffer(self.names, samples, shape, self.pooled, call.has_tokens)
+        return ForwardPass(call, attended, buffer)
 
     def _not_once(self, site: int, why: str) -> LayersimError:
         return not_once(self.names[site], self.points[site].module, why)
@@ -671,23 +726,30 @@ class Recorder:
         """The logit lens with the current weights, which may change in a loop."""
         return lens_of(self.source.module, self.source.model.head)
 
-    def _view(self, reading: ForwardPass) -> View:
-        buffer, read = reading.buffer, reading.call.tokens
-        shape, samples = buffer.shape, buffer.samples.to(buffer.activations.device)
-        tokens, following = torch.zeros(shape, dtype=torch.int64), torch.full(shape, NO_LABEL)
-        if read is not None:
-            if read.dim() != 2 or read.shape[1] != shape[1] or read.shape[0] not in (1, shape[0]):
+    def _view(self, forward_pass: ForwardPass) -> View:
+        buffer = forward_pass.buffer
+        input_tokens = forward_pass.call.tokens
+        shape = buffer.shape
+        samples = buffer.samples.to(buffer.activations.device)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        following = torch.full(shape, NO_LABEL)
+        if input_tokens is not None:
+            rows_fit = input_tokens.dim() == 2 and input_tokens.shape[0] in (1, shape[0])
+            if not rows_fit or input_tokens.shape[1] != shape[1]:
                 raise LayersimError(
-                    f"The input tokens have shape {tuple(read.shape)}, but the blocks receive {shape[0]} x {shape[1]} "
+                    f"The input tokens have shape {tuple(input_tokens.shape)}, but the blocks receive {shape[0]} x {shape[1]} "
                     "positions. Call model(inputs_embeds=...), or name the blocks that read the tokens: "
                     "open_model(model, layers=[...])."
                 )
-            tokens = read.expand(shape)
+            tokens = input_tokens.expand(shape)
             if not buffer.pooled:
-                following = next_tokens(tokens, reading.attended.to(tokens.device))
-        known = {"tokens": tokens, "next_token": following}
-        fields: dict[str, Any] = {name: values.to(samples.device).reshape(-1)[samples] for name, values in known.items()}
-        return View(**buffer.fields(), **fields, unembed=self._lens())
+                following = next_tokens(tokens, forward_pass.attended.to(tokens.device))
+        return View(
+            **buffer.fields(),
+            tokens=tokens.to(samples.device).reshape(-1)[samples],
+            next_token=following.to(samples.device).reshape(-1)[samples],
+            unembed=self._lens(),
+        )
 
 
 def _is_tokens(value: Any) -> TypeGuard[Tensor]:
@@ -696,8 +758,13 @@ def _is_tokens(value: Any) -> TypeGuard[Tensor]:
 
 def _stacks(source: HookedSource) -> list[torch.nn.Module]:
     """Modules that contain all blocks, outermost first. A user may call any of them."""
-    blocks, found = set(source.blocks), [source.module]
+    blocks = set(source.blocks)
+    stacks = [source.module]
+    # A TransformerBridge keeps the Hugging Face model that it wraps beside its own modules.
     for root in (source.module, vars(source.module).get("original_model")):
-        if isinstance(root, torch.nn.Module):
-            found += [part for part in root.modules() if part not in blocks and blocks <= {*part.modules()}]
-    return list(dict.fromkeys(found))
+        if not isinstance(root, torch.nn.Module):
+            continue
+        for module in root.modules():
+            if module not in blocks and blocks <= {*module.modules()}:
+                stacks.append(module)
+    return list(dict.fromkeys(stacks))
