@@ -240,13 +240,12 @@ class Analyzer(ABC):
             if self.needs_sites == "equal_width":
                 need_equal_width(model, type(self).__name__)
         # The sums of the batch, the running sums, and the new sums while the two are added.
-        if need := 3 * 8 * self.sum_numbers(*models) / 1e9:
-            fewer = (
-                "Fewer sites (at=) or permutations take less."
-                if getattr(self, "permutations", 0)
-                else "Fewer sites (at=) take less."
-            )
-            need_memory(f"The sums of {type(self).__name__}", need, getattr(self, "max_memory_gb", math.inf), fewer)
+        gigabytes = 3 * 8 * self.sum_numbers(*models) / 1e9
+        if gigabytes:
+            remedy = "Fewer sites (at=) take less."
+            if getattr(self, "permutations", 0):
+                remedy = "Fewer sites (at=) or permutations take less."
+            need_memory(f"The sums of {type(self).__name__}", gigabytes, getattr(self, "max_memory_gb", math.inf), remedy)
 
     def sum_numbers(self, *models: Model) -> float:
         """Number of float64 values in the sums, for `max_memory_gb`; 0 if few or not known.
@@ -389,7 +388,7 @@ def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
         sites: all sites.
         chosen: `site`.
     """
-    return listed(name for name, one in zip(sites, chosen, strict=True) if one)
+    return listed(name for name, is_chosen in zip(sites, chosen, strict=True) if is_chosen)
 
 
 def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
@@ -418,11 +417,16 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
         LayersimError: no site of a side is defined.
     """
     sides = list(sides)
-    sites = dict.fromkeys(name for names, known in sides for name, one in zip(names, known, strict=True) if not one)
-    if not all(bool(known.any()) for _, known in sides):
-        raise LayersimError(f"{measure} is not defined at any site ({listed(sites)}): {why}.")
-    if sites:
-        warn(f"{measure} is not defined at {listed(sites)}, and NaN there: {why}.")
+    # A site of one model is a row and a column, but named once. A dict keeps the order.
+    undefined_sites: dict[str, None] = {}
+    for names, defined in sides:
+        for name, is_defined in zip(names, defined, strict=True):
+            if not is_defined:
+                undefined_sites[name] = None
+    if not all(bool(defined.any()) for _, defined in sides):
+        raise LayersimError(f"{measure} is not defined at any site ({listed(undefined_sites)}): {why}.")
+    if undefined_sites:
+        warn(f"{measure} is not defined at {listed(undefined_sites)}, and NaN there: {why}.")
 
 
 def code_digest(analyzer: Analyzer) -> str:
@@ -456,11 +460,11 @@ def _plain(option: str, value: Any) -> Any:
     )
 
 
-def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
+def need_tokens(samples: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
     """Raise an error if there are too few samples for a statistic.
 
     Args:
-        given: number of samples.
+        samples: number of samples.
         needed: smallest number of samples that the statistic needs.
         analyzer: name of the analyzer, for the message.
         unit: the word for samples, for the message.
@@ -468,8 +472,8 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
     Raises:
         LayersimError: there are too few samples.
     """
-    if given < needed:
-        raise LayersimError(f"{analyzer} needs {needed} or more {unit}; the data has {given}.")
+    if samples < needed:
+        raise LayersimError(f"{analyzer} needs {needed} or more {unit}; the data has {samples}.")
 
 
 @typed

@@ -20,7 +20,7 @@ from ._pairwise import (
     Relate,
     average_ranks,
     dissimilarities,
-    relation_of_pairs,
+    relation_of_matrices,
 )
 from .analyzer import Run, Weight, refuse_undefined
 
@@ -129,7 +129,8 @@ def centred_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by_
     first, second = torch.triu_indices(n, n, 1, device=matrix.device)
     if text is not None:
         apart = (text[first.cpu()] != text[second.cpu()]).to(matrix.device)
-        first, second = first[apart], second[apart]
+        first = first[apart]
+        second = second[apart]
     pairs = matrix[:, first, second]
     # The mean of equal float32 numbers, or of equal ranks, is exact in float64: pairs that do not vary become 0.
     pairs = average_ranks(pairs) if ranked else pairs.double()
@@ -139,4 +140,4 @@ def centred_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by_
     relation = pairs.new_zeros(layers, n, n)
     relation[:, first, second] = pairs
     relation[:, second, first] = pairs
-    return relation_of_pairs(relation.flatten(1), texts if by_text else None)
+    return relation_of_matrices(relation.flatten(1), texts if by_text else None)
