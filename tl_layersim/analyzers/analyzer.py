@@ -460,11 +460,11 @@ def _plain(option: str, value: Any) -> Any:
     )
 
 
-def need_tokens(samples: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
+def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
     """Raise an error if there are too few samples for a statistic.
 
     Args:
-        samples: number of samples.
+        given: number of samples.
         needed: smallest number of samples that the statistic needs.
         analyzer: name of the analyzer, for the message.
         unit: the word for samples, for the message.
@@ -472,8 +472,8 @@ def need_tokens(samples: int, needed: int, analyzer: str, unit: str = "tokens") 
     Raises:
         LayersimError: there are too few samples.
     """
-    if samples < needed:
-        raise LayersimError(f"{analyzer} needs {needed} or more {unit}; the data has {samples}.")
+    if given < needed:
+        raise LayersimError(f"{analyzer} needs {needed} or more {unit}; the data has {given}.")
 
 
 @typed

@@ -229,7 +229,8 @@ class NeuralCollapse(LabelledAnalyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         # A default that no model has settled, as under `attach`, is that of a model without a head.
-        pool, level = self.pool or "last", "sequence" if self.whole_rows else "token"
+        pool = self.pool or "last"
+        level = "sequence" if self.whole_rows else "token"
         return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=level, pool=pool)
 
     def _classes(self, first: Sums) -> Tensor:
@@ -242,12 +243,13 @@ class NeuralCollapse(LabelledAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> NeuralCollapseResult:
         warn_of_unused(self.labels, run.provenance)
-        counts, classes = sums["samples"].double(), self._classes(run.first)
+        counts = sums["samples"].double()
+        classes = self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
-            given = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
+            class_sizes = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
             raise LayersimError(
                 "NeuralCollapse needs two classes or more, samples of each, and more samples than classes; the data has "
-                f"{', '.join(given) or 'no class'}."
+                f"{', '.join(class_sizes) or 'no class'}."
             )
         warn_of_few_samples("NeuralCollapse", int(counts.sum()), sums["second"].shape[-1], "samples")
         if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
@@ -255,23 +257,31 @@ class NeuralCollapse(LabelledAnalyzer):
                 f"`classifier` has {len(self.classifier)} rows; it must have one for each class, and the data has classes from "
                 f"{int(classes.min())} to {int(classes.max())}."
             )
-        nc1, within, between = zip(
-            *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
-        )
-        if undefined := sites_where(run.layers, torch.stack(nc1).isnan()):
+        nc1_of_sites = []
+        within_of_sites = []
+        between_of_sites = []
+        for total, second in zip(sums["total"], sums["second"], strict=True):
+            nc1_of_site, within_of_site, between_of_site = collapse(counts, total, second)
+            nc1_of_sites.append(nc1_of_site)
+            within_of_sites.append(within_of_site)
+            between_of_sites.append(between_of_site)
+        nc1 = torch.stack(nc1_of_sites)
+        between = torch.stack(between_of_sites)
+        undefined = sites_where(run.layers, nc1.isnan())
+        if undefined:
             warn(
                 f"NC1 is not defined at {undefined}, and NaN there: all classes have the same mean, for example "
                 "because all samples are the same token."
             )
         away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
-        away = away.masked_fill(torch.stack(between).eq(0)[:, None, None], 0)
+        away = away.masked_fill(between.eq(0)[:, None, None], 0)
         return NeuralCollapseResult(
-            values=torch.stack(nc1),
+            values=nc1,
             nc2=simplex_gap(away),
             equinorm=away.norm(dim=-1).std(-1, correction=0) / away.norm(dim=-1).mean(-1),
             nc3=self._duality_gap(away, classes),
-            within=torch.stack(within),
-            between=torch.stack(between),
+            within=torch.stack(within_of_sites),
+            between=between,
             samples=counts,
             labels=tuple(classes.tolist()),
             layers=run.layers,
@@ -315,7 +325,8 @@ def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Ten
         total: `class d_model`, sums over the samples of each class.
         second: `d_model d_model`, second moments of all samples.
     """
-    n, k = counts.sum(), len(counts)
+    n = counts.sum()
+    k = len(counts)
     means = total / counts[:, None]
     away = means - total.sum(0) / n
     within = (second - (means * counts[:, None]).T @ means) / n
@@ -324,12 +335,13 @@ def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Ten
     # Class means minus the mean of all samples span k - 1 directions. Directions within the rounding error of the means are
     # not among them.
     floor = max(float(sigma.max()), float(means.norm(dim=1).max())) * max(away.shape) * torch.finfo(torch.float64).eps
-    kept = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
-    if not bool(kept.any()):
+    spanned = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
+    if not bool(spanned.any()):
         # All classes have the same mean.
         undefined = torch.tensor(math.nan, dtype=torch.float64)
         return undefined, within.diagonal().sum().clamp(min=0), torch.zeros((), dtype=torch.float64)
-    basis, sigma = basis[kept], sigma[kept]
+    basis = basis[spanned]
+    sigma = sigma[spanned]
     spread = torch.einsum("rd,de,re->r", basis, within, basis).clamp(min=0)
     return (spread / sigma**2).sum() / k, within.diagonal().sum().clamp(min=0), (away**2).sum() / k
 
@@ -367,7 +379,8 @@ def collapse_kernel(view: View, *, labels: str | Tensor, classes: Tensor, level:
     member = match.any(1)
     x = samples(view, level=level, pool=pool)[:, member]
     match = match[member].double()
-    total, second = [], []
+    total = []
+    second = []
     for layer in x:
         rows = layer.double()
         total.append(match.T @ rows)
