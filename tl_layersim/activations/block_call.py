@@ -392,7 +392,7 @@ class FewTokens:
         self.pos = self.hidden.shape[1]
         self.same_token = bool((t_in == t_out).all())
         # The tokens that run through the block, each in several copies.
-        self.at = t_in[:, None] if self.same_token else torch.stack([t_in, t_out], 1)
+        self.positions = t_in[:, None] if self.same_token else torch.stack([t_in, t_out], 1)
         self.x = self.hidden[row, t_in]
         self.out = self.hidden[row, t_out]
         recorded = RecordingCache()
@@ -413,16 +413,16 @@ class FewTokens:
     def _mask(self, attention_mask: Any) -> Tensor:
         """The attention mask of the tokens, with keys at `pos` (`sample head token pos`): bools or numbers to add."""
         pos = self.pos
-        at = self.at
+        positions = self.positions
         if attention_mask is None:
-            later = torch.arange(pos, device=at.device) > at[:, :, None]
-            zeros = torch.zeros(later.shape, dtype=self.hidden.dtype, device=at.device)
+            later = torch.arange(pos, device=positions.device) > positions[:, :, None]
+            zeros = torch.zeros(later.shape, dtype=self.hidden.dtype, device=positions.device)
             return zeros.masked_fill(later, self._never())[:, None]
         is_tensor = isinstance(attention_mask, Tensor)
         if not is_tensor or attention_mask.dim() != 4 or attention_mask.shape[2:] != (pos, pos):
             raise ValueError("`attention_mask` must be a tensor `batch head pos pos`")
-        mask: Tensor = in_dtype(self._rows(attention_mask), self.hidden.dtype).to(at.device)
-        return mask.gather(2, at[:, None, :, None].expand(-1, mask.shape[1], -1, pos))
+        mask: Tensor = in_dtype(self._rows(attention_mask), self.hidden.dtype).to(positions.device)
+        return mask.gather(2, positions[:, None, :, None].expand(-1, mask.shape[1], -1, pos))
 
     def _never(self) -> float:
         """Number that an additive mask holds where a token must not attend."""
@@ -434,7 +434,7 @@ class FewTokens:
         Its shape is `sample head (token copy) (pos + token copy)`.
         """
         never = False if self.mask.dtype == torch.bool else self._never()
-        first = self.at[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
+        first = self.positions[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
         # The entry for the first token moves from the column of that token to the column of its own copy.
         own_entry = self.mask.gather(3, first)
         row_keys = self.mask.scatter(3, first, never)
@@ -450,7 +450,7 @@ class FewTokens:
 
         It maps residuals at `t_in` to outputs at `t_out`, both `sample n d_model`.
         """
-        at = self.at.repeat_interleave(n, 1)
+        positions = self.positions.repeat_interleave(n, 1)
         arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
         for name, value in self.named.items():
             parts = value if type(value) in (list, tuple) else (value,)
@@ -458,7 +458,8 @@ class FewTokens:
                 at_tokens = []
                 for x in parts:
                     rows = self._rows(x)
-                    index = at.reshape(*at.shape, *([1] * (rows.dim() - 2))).expand(-1, -1, *rows.shape[2:])
+                    index = positions.reshape(*positions.shape, *([1] * (rows.dim() - 2)))
+                    index = index.expand(-1, -1, *rows.shape[2:])
                     at_tokens.append(rows.gather(1, index.to(rows.device)))
                 arguments[name] = type(value)(at_tokens) if type(value) in (list, tuple) else at_tokens[0]
             elif name != "attention_mask":

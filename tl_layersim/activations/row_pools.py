@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .view import Kernel, Reduced, View, in_full_precision, some_sites, tokens_alone
+from .view import Kernel, Reduced, View, in_full_precision, select_sites, tokens_alone
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -55,7 +55,7 @@ class Samples:
         if self.text is None:
             object.__setattr__(self, "text", self.row)
 
-    def some(self, index: Tensor) -> Samples:
+    def select(self, index: Tensor) -> Samples:
         """Select samples by index."""
         selected = {name: getattr(self, name)[index] for name in ("row", "rank", "key", "origin", "text")}
         return Samples(**selected, neighbours=self.neighbours)
@@ -359,7 +359,7 @@ def _draw_pool(kernel: PoolKernel, samples: Samples, inside: Tensor, at: tuple[i
         at: index of the pool's first text in the batch, of the first row of this text, and of the leaf of its last text.
     """
     first_text, first_row, leaf = at
-    pool_samples = samples.some(inside)
+    pool_samples = samples.select(inside)
     # Rows are counted from the pool's first row, so that draws do not depend on the rows of a batch.
     pool_samples = replace(pool_samples, row=pool_samples.row - first_row, text=pool_samples.text - first_text)
     draws = kernel.draw(pool_samples)
@@ -372,7 +372,7 @@ def _draw_pool(kernel: PoolKernel, samples: Samples, inside: Tensor, at: tuple[i
     draws_of_chosen = {}
     for name, indices_of_draws in draws.items():
         draws_of_chosen[name] = [place[indices] for indices in indices_of_draws]
-    return _Pool(leaf, inside[chosen], pool_samples.some(chosen), draws_of_chosen)
+    return _Pool(leaf, inside[chosen], pool_samples.select(chosen), draws_of_chosen)
 
 
 def by_leaf(*views: View, kernel: Kernel, leaves: tuple[int, ...]) -> dict[str, Tensor]:
@@ -391,14 +391,14 @@ def by_leaf(*views: View, kernel: Kernel, leaves: tuple[int, ...]) -> dict[str, 
     start = 0
     while start < len(leaves):
         end = len(leaves) if whole else start + leaves.count(leaves[start])
-        parts = [some_rows(view, start, end) for view in views]
+        parts = [select_rows(view, start, end) for view in views]
         if len(parts[0].tokens):
             out |= {f"{leaves[end - 1]}/{name}": value for name, value in kernel(*parts).items()}
         start = end
     return out
 
 
-def some_rows(view: View, start: int, stop: int) -> View:
+def select_rows(view: View, start: int, stop: int) -> View:
     """The rows `start` to `stop - 1` of a view. Kernels that read the same rows share this view and its memo.
 
     Args:
@@ -433,7 +433,7 @@ def drawn(
     """
     out: dict[str, Tensor] = {}
     for number, view in enumerate(views):
-        view_of_sites = view if sites is None else some_sites(view, sites[number])
+        view_of_sites = view if sites is None else select_sites(view, sites[number])
         x = read(view_of_sites)
         out[f"samples {number}"] = x[:, index.to(x.device)]
         out[f"widths {number}"] = torch.tensor(view_of_sites.widths, dtype=torch.int64)

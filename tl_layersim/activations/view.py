@@ -168,10 +168,10 @@ def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -
         kernel: kernel of an analyzer that reads only some of the sites.
         sites: for each view, indices of the sites that the kernel reads.
     """
-    return kernel(*(some_sites(view, sites_of_view) for view, sites_of_view in zip(views, sites, strict=True)))
+    return kernel(*(select_sites(view, sites_of_view) for view, sites_of_view in zip(views, sites, strict=True)))
 
 
-def some_sites(view: View, sites: tuple[int, ...]) -> View:
+def select_sites(view: View, sites: tuple[int, ...]) -> View:
     """A view that holds only some sites of another view. Kernels that read the same sites share the new view and its memo.
 
     Args:

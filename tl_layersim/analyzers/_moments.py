@@ -103,7 +103,7 @@ def draw_exchanged(samples: Samples, *, seed: int, unit: str, split: partial[Ten
         index = chosen.nonzero()[:, 0]
         grid = torch.arange(len(index))[:, None]
         if unit != "token":
-            grid = draw_grid(samples.some(index), len(index) * SAMPLES_OF_POOL, seed, least_texts=1)
+            grid = draw_grid(samples.select(index), len(index) * SAMPLES_OF_POOL, seed, least_texts=1)
         out[name] = [index[grid]]
     return out
 
@@ -471,11 +471,11 @@ class CrossProductAnalyzer(SampleAnalyzer):
             sides: whether the samples of each row site differ, and those of each column site.
             count: number of samples.
         """
-        why = (
+        reason = (
             f"all {count} {self.samples_in_words} are equal up to rounding, like [CLS] tokens before the first attention. If "
             'a large mean hides their spread, CKA(estimator="minibatch") measures it'
         )
-        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), why)
+        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), reason)
         return sides[0][:, None] & sides[1]
 
     def null(

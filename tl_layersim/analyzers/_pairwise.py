@@ -116,8 +116,8 @@ class PairRelation:
 
 # Takes the matrix of each layer, `layer n n`; the text of each sample, or None if no two are of one text; the number of texts;
 # and whether the terms are wanted by text.
-Relate = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
-Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
+RelationFunction = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
+MatrixFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, unit: str, permuted: bool) -> Draws:
@@ -146,8 +146,8 @@ def pool_sums(
     samples: Samples,
     draws: Draws,
     *,
-    matrix: Matrix,
-    relate: Relate,
+    matrix: MatrixFunction,
+    relate: RelationFunction,
     unit: str,
     permutations: int,
     seed: int,
@@ -161,7 +161,7 @@ def pool_sums(
         draws: output of `draw_pool`.
         matrix: function that takes the samples of a minibatch and the widths of the layers, and returns a matrix for each
             layer, `layer n n`.
-        relate: function that turns the matrices into a `PairRelation`, see `Relate`.
+        relate: function that turns the matrices into a `PairRelation`, see `RelationFunction`.
         unit: see `draw_pool`.
         permutations: number of permutations of the null.
         seed: random seed of the permutations.
@@ -190,7 +190,7 @@ def pair_statistics(
     samples: Samples,
     draws: Draws,
     *,
-    matrix: Matrix,
+    matrix: MatrixFunction,
     unit: str,
     seed: int,
     triangles: bool = True,
@@ -243,12 +243,12 @@ def pair_statistics(
 MinibatchRelations = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
-def minibatch_relations(statistics: Mapping[str, Tensor], *, relate: Relate) -> MinibatchRelations:
+def minibatch_relations(statistics: Mapping[str, Tensor], *, relate: RelationFunction) -> MinibatchRelations:
     """Turn the sample-by-sample matrices of one model into `PairRelation`s, for each minibatch and for the null.
 
     Args:
         statistics: output of `pair_statistics`.
-        relate: see `Relate`.
+        relate: see `RelationFunction`.
     """
     texts = int(statistics["texts"])
     pairs = statistics["pairs"]
@@ -508,7 +508,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
 
     @property
     @abstractmethod
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         """Two functions: from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
 
     @property

@@ -163,7 +163,7 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_text
     """
     minibatches = []
     for part in independent_parts(samples):
-        drawn = _draw_of_part(samples.some(part), size, seed, least, by_text)
+        drawn = _draw_of_part(samples.select(part), size, seed, least, by_text)
         minibatches += [part[index] for index in drawn]
     return minibatches
 
@@ -175,7 +175,7 @@ def _draw_of_part(samples: Samples, size: int, seed: int, least: int, by_text: b
     order = order[samples.row[order].argsort(stable=True)]
     counts: Tensor = torch.unique_consecutive(samples.row[order], return_counts=True)[1]
     place = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    chosen = _some_of_each_text(samples, order[place < SAMPLES_OF_ROW], key)
+    chosen = _limit_per_text(samples, order[place < SAMPLES_OF_ROW], key)
     size = min(size, len(chosen))
     if size < least:
         return []
@@ -189,7 +189,7 @@ def _draw_of_part(samples: Samples, size: int, seed: int, least: int, by_text: b
     return minibatches
 
 
-def _some_of_each_text(samples: Samples, chosen: Tensor, key: Tensor) -> Tensor:
+def _limit_per_text(samples: Samples, chosen: Tensor, key: Tensor) -> Tensor:
     """At most as many samples of each text as keep a pool within `SAMPLES_OF_POOL`, drawn at random from all its rows.
 
     Args:
@@ -231,7 +231,7 @@ def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_text
                 [7, 8, 9]])
     """
     part = independent_parts(samples)[0]
-    samples = samples.some(part)
+    samples = samples.select(part)
     if not len(part):
         return part.new_zeros(0, 0)
     starts, counts = _rows_of_texts(samples)
@@ -348,10 +348,12 @@ def prompt_fields(name: str, sums: Sums, first: Sums) -> dict[str, Any]:
         sums: sums of the main pass over the data.
         first: sums of `row_counts_kernel`; empty without values by row.
     """
-    none = torch.zeros(0, dtype=torch.float64)
+    if not first:
+        empty = torch.zeros(0, dtype=torch.float64)
+        return {f"prompt_{name}": empty, "prompt_tokens": empty, "prompt_rows": ()}
     return {
-        f"prompt_{name}": sums[f"prompt {name}"] / sums[f"prompt {name} known"] if first else none,
-        "prompt_tokens": sums["prompt tokens"] if first else none,
+        f"prompt_{name}": sums[f"prompt {name}"] / sums[f"prompt {name} known"],
+        "prompt_tokens": sums["prompt tokens"],
         "prompt_rows": tuple(counted_rows(first).tolist()),
     }
 

@@ -391,7 +391,7 @@ def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
     return listed(name for name, is_chosen in zip(sites, chosen, strict=True) if is_chosen)
 
 
-def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
+def omitted_at(sites: Sequence[str], omitted: Tensor, total: int | Tensor) -> str:
     """Text with the number of omitted samples at each site, such as "blocks.0: 3 of 90"; "" if none are omitted.
 
     It names the first four sites with omitted samples.
@@ -399,19 +399,23 @@ def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
     Args:
         sites: all sites.
         omitted: `site`, number of omitted samples.
-        of: `site`, number of all samples; or a single number for all sites.
+        total: `site`, number of all samples; or a single number for all sites.
     """
-    counts = torch.as_tensor(of).expand(len(sites))
-    return listed(f"{name}: {int(n)} of {int(k)}" for name, n, k in zip(sites, omitted, counts, strict=True) if n)
+    totals = torch.as_tensor(total).expand(len(sites))
+    return listed(
+        f"{name}: {int(count)} of {int(site_total)}"
+        for name, count, site_total in zip(sites, omitted, totals, strict=True)
+        if count
+    )
 
 
-def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
+def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], reason: str) -> None:
     """Warn of sites at which a measure is not defined; raise an error if no row site or no column site is left.
 
     Args:
         measure: name of the measure.
         sides: for the rows and the columns: names of the sites, and whether the measure is defined at each.
-        why: the reason, which holds at all these sites.
+        reason: the reason, which holds at all these sites.
 
     Raises:
         LayersimError: no site of a side is defined.
@@ -424,9 +428,9 @@ def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor
             if not is_defined:
                 undefined_sites[name] = None
     if not all(bool(defined.any()) for _, defined in sides):
-        raise LayersimError(f"{measure} is not defined at any site ({listed(undefined_sites)}): {why}.")
+        raise LayersimError(f"{measure} is not defined at any site ({listed(undefined_sites)}): {reason}.")
     if undefined_sites:
-        warn(f"{measure} is not defined at {listed(undefined_sites)}, and NaN there: {why}.")
+        warn(f"{measure} is not defined at {listed(undefined_sites)}, and NaN there: {reason}.")
 
 
 def code_digest(analyzer: Analyzer) -> str:
@@ -509,10 +513,10 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         LayersimError: the unembedding is not known, or the head classifies rows and the targets are next tokens.
     """
     if model.head is None:
-        why = NO_HEAD.get(model.source)
+        reason = NO_HEAD.get(model.source)
         raise LayersimError(
             f"{analyzer} needs an unembedding, but none is known for {model.name} ({model.source}): "
-            f"{why or f'load it by {CLASSES_WITH_HEAD}, or name its norm and head in unembed= of open_model'}."
+            f"{reason or f'load it by {CLASSES_WITH_HEAD}, or name its norm and head in unembed= of open_model'}."
         )
     if targets and not own_labels and "MaskedLM" in model.source:
         warn(

@@ -237,8 +237,10 @@ class BlockCouplingResult(Result):
             if k not in self.ks or not by_k:
                 allowed = " or ".join(map(str, self.ks)) if by_k else "None"
                 raise LayersimError(f"`k` is {k}; for {field!r} of this result, it must be {allowed}.")
-            matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
-            matrix = float(self.normalize) - matrix if "coupling" in field else matrix
+            matrices = self.null_by_k if "null" in field else self.by_k
+            matrix = matrices[self.ks.index(k)]
+            if "coupling" in field:
+                matrix = float(self.normalize) - matrix
         chosen = torch.full(matrix.shape, diagonal) | ~torch.eye(len(matrix), dtype=torch.bool)
         return float(matrix[chosen].nanmean())
 
@@ -349,7 +351,8 @@ class BlockCoupling(Analyzer):
         need_calls(model, "BlockCoupling", self.method == "finite-difference", max(self.ks))
 
     def check_batch(self, batch: Batch, model: Model) -> None:
-        needed = max(p + 1 if p >= 0 else -p for p in self.token_indices)
+        # Token i needs i + 1 tokens, token -i needs i.
+        needed = max(index + 1 if index >= 0 else -index for index in self.token_indices)
         lengths = batch.counted.sum(1)
         short = int((lengths < needed).sum())
         if short and needed > 1:
@@ -438,10 +441,13 @@ def block_coupling_kernel(
     d_model = view.activations.shape[-1]
     ends = row_ends(view)
     starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
-    at = torch.cat([ends + 1 + p if p < 0 else starts + p for p in positions]).to(calls[0].hidden.device)
-    row = view.sequence[at]
+    tokens = []
+    for position in positions:
+        tokens.append(ends + 1 + position if position < 0 else starts + position)
+    index = torch.cat(tokens).to(calls[0].hidden.device)
+    row = view.sequence[index]
     # Each block's Jacobian at the same token, from input to output.
-    token = view.position[at][:, None].expand(-1, blocks)
+    token = view.position[index][:, None].expand(-1, blocks)
     connections = Connections(row, tuple(range(blocks)), token, token)
     if options.method == "auto":
         options = replace(options, method=pick_method(d_model, blocks, min(max(options.ks), d_model)))
@@ -490,7 +496,7 @@ def block_coupling_kernel(
         out[f"{name} count"] = finite.sum(0)
     if rows is not None:
         assert view.row is not None
-        row_in_data = view.row[at.to(view.row.device)]
+        row_in_data = view.row[index.to(view.row.device)]
         out["prompt coupling"] = sums_by_row(score * with_pairs, row_in_data, rows)
         out["prompt coupling known"] = sums_by_row(with_pairs, row_in_data, rows)
         out["prompt tokens"] = sums_by_row(torch.ones(len(view.row)), view.row, rows)

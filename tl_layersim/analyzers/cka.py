@@ -22,7 +22,15 @@ from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import Model
-from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_matrices
+from ._pairwise import (
+    MatrixFunction,
+    MinibatchAnalyzer,
+    MinibatchMatrix,
+    PairRelation,
+    RelationFunction,
+    arccos_distance,
+    relation_of_matrices,
+)
 from .analyzer import Exchange, Run, Weight, compared, refuse_undefined
 
 # Rows of a Gram matrix that are one product; smaller products are slower by the FLOP.
@@ -182,15 +190,17 @@ class CKA(MinibatchAnalyzer):
     average: Literal["hsic", "cka"] = "hsic"
 
     @property
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         return gram_matrices, partial(centred_relations, biased=self.estimator == "biased", ratios=self.average == "cka")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         of_grams = [name for name in ("permutations", "deconfound") if getattr(self, name)]
-        of_minibatches = of_grams + [
-            name for name, value in (("pool", "flat"), ("average", "cka")) if getattr(self, name) == value
-        ]
+        of_minibatches = list(of_grams)
+        if self.pool == "flat":
+            of_minibatches.append("pool")
+        if self.average == "cka":
+            of_minibatches.append("average")
         if self.estimator == "exact" and of_minibatches:
             raise LayersimError(
                 f'`{of_minibatches[0]}` is {getattr(self, of_minibatches[0])!r}; it needs estimator="minibatch" or '
@@ -238,8 +248,8 @@ class CKA(MinibatchAnalyzer):
         defined_x = hsic_xx > 0
         defined_y = hsic_yy > 0
         count = int(sums["samples"])
-        why = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
-        refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
+        reason = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
+        refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], reason)
         if exact and self.unit == "text" and run.provenance.options.get("rows_as_texts"):
             warn(
                 "CKA treats rows as independent that share a text with their neighbours, because the data is packed or has few "

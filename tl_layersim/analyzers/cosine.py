@@ -305,7 +305,7 @@ class Cosine(Analyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         # A mean that is given does not depend on the tokens of this run.
-        return partial(cosine_kernel, mean=self._mean(first), of_these_tokens=bool(first))
+        return partial(cosine_kernel, mean=self._mean(first), mean_of_tokens=bool(first))
 
     def _mean(self, first: Sums) -> Tensor | None:
         if isinstance(self.center, Tensor):
@@ -317,15 +317,15 @@ class Cosine(Analyzer):
         offset = self._mean(run.first)
         # Number of tokens that have a cosine at both layers; 0 / 0 is NaN.
         pairs = sums["pairs"].double()
-        what = "is zero" if offset is None else "equals the mean"
+        condition = "is zero" if offset is None else "equals the mean"
         if not bool(sums["pairs"].any()):
             raise LayersimError(
-                f"The cosine is not defined at any layer: at every layer, the residual of all {count} tokens {what}."
+                f"The cosine is not defined at any layer: at every layer, the residual of all {count} tokens {condition}."
             )
         omitted = omitted_at(run.layers, count - sums["pairs"].diagonal(), count)
         if omitted:
             warn(
-                f"The cosine is not defined for tokens whose residual {what} up to rounding. These tokens are omitted: "
+                f"The cosine is not defined for tokens whose residual {condition} up to rounding. These tokens are omitted: "
                 f"{omitted}. A layer is NaN if all tokens are omitted."
             )
         if "place count" in sums.fields:
@@ -341,7 +341,7 @@ class Cosine(Analyzer):
         minimum, outliers = _minimum_and_outliers(sums["to_last"])
         minimum[-1] = minimum[-1].masked_fill(itself[-1, -1], 1)
         raw = sums["raw_pairs"].double()
-        next_to = adjacent_sites(run.layers, run.models[0].stream)
+        adjacent = adjacent_sites(run.layers, run.models[0].stream)
         return CosineResult(
             values=mean.clamp(-1, 1).masked_fill(itself, 1),
             std=std,
@@ -350,12 +350,12 @@ class Cosine(Analyzer):
             to_last_minimum=minimum,
             to_last_outliers=outliers,
             adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
-            norm_ratio=(sums["norm_ratio"] / count).where(next_to, math.nan),
-            norm_ratio_quantiles=quantiles_of_logs(sums["norm_ratio bins"]).where(next_to, math.nan),
+            norm_ratio=(sums["norm_ratio"] / count).where(adjacent, math.nan),
+            norm_ratio_quantiles=quantiles_of_logs(sums["norm_ratio bins"]).where(adjacent, math.nan),
             step_share=sums["steps"][0].double() / sums["steps"][1],
             triple_share=sums["triples"][0].double() / sums["triples"][1],
             angular=(sums["angle"] / (math.pi * raw)).masked_fill(torch.eye(len(raw), dtype=torch.bool) & (raw > 0), 0),
-            block_influence=(1 - sums["raw_adjacent"] / raw.diagonal(1)).clamp(0, 2).where(next_to, math.nan),
+            block_influence=(1 - sums["raw_adjacent"] / raw.diagonal(1)).clamp(0, 2).where(adjacent, math.nan),
             monotone_share=sums["monotone"].double() / sums["whole"],
             mean=torch.zeros(len(run.layers), 0, dtype=torch.float64) if offset is None else offset,
             layers=run.layers,
@@ -431,23 +431,24 @@ def moved_mean(sums: Sums, run: Run) -> str:
         moved.append(torch.stack([shift / spread, size / spread]))
     shifts, sizes = torch.stack(moved, 1).nan_to_num(nan=0.0, posinf=0.0)
     # Numbers of first tokens at which the shift has reached three quarters of its largest value.
-    most = shifts.amax(0)
-    large = (most > LARGEST_SHIFT).nonzero()[:, 0].tolist()
-    if not large:
+    largest = shifts.amax(0)
+    moved_sites = (largest > LARGEST_SHIFT).nonzero()[:, 0].tolist()
+    if not moved_sites:
         return ""
-    needed = max(int((shifts[:, site] >= 0.75 * most[site]).int().argmax()) + 1 for site in large)
-    site = max(large, key=lambda number: float(most[number]))
+    needed = max(int((shifts[:, site] >= 0.75 * largest[site]).int().argmax()) + 1 for site in moved_sites)
+    site = max(moved_sites, key=lambda number: float(largest[number]))
     remedy = f"skip_first={needed} leaves out these tokens."
     if run.provenance.options.get("positions", "all") != "all":
         remedy = f"Leave the first {needed} out of positions=."
     return (
-        f"The first tokens of rows decide the mean that Cosine subtracts at {len(large)} site{'s' * (len(large) > 1)}. At "
+        f"The first tokens of rows decide the mean that Cosine subtracts at {len(moved_sites)} "
+        f"site{'s' * (len(moved_sites) > 1)}. At "
         f"{site_in_words(run.layers[site])}, they are up to {float(sizes[needed - 1, site]):.3g} times as long as the others, "
-        f"and move the mean by {float(most[site]):.2g} times the length of the others. {remedy}"
+        f"and move the mean by {float(largest[site]):.2g} times the length of the others. {remedy}"
     )
 
 
-def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = False) -> dict[str, Tensor]:
+def cosine_kernel(view: View, *, mean: Tensor | None, mean_of_tokens: bool = False) -> dict[str, Tensor]:
     """Sums, counts and histograms of the cosines between layers, over the tokens of a batch.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
@@ -455,15 +456,15 @@ def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = Fa
     Args:
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
-        of_these_tokens: whether `mean` is the mean of all tokens; sums over first tokens, by their place, then show its causes.
+        mean_of_tokens: whether `mean` is the mean of all tokens; sums over first tokens, by their place, then show its causes.
     """
     # The widths may be known only now, and a view pads narrower sites with zeros.
-    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
-    if odd:
-        raise LayersimError(
-            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]}, and {view.sites[odd[0]]} "
-            f"has width {view.widths[odd[0]]}."
-        )
+    for number, width in enumerate(view.widths):
+        if width != view.widths[0]:
+            raise LayersimError(
+                f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]}, and {view.sites[number]} "
+                f"has width {width}."
+            )
     x = view.activations
     layers, tokens, _ = x.shape
     device = x.device
@@ -486,7 +487,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = Fa
     }
     offset = None if mean is None else mean.to(x)[:, None]
     place = view.position.to(device).clamp(max=MEAN_PLACES)
-    if of_these_tokens:
+    if mean_of_tokens:
         out["place count"] = torch.bincount(place, minlength=MEAN_PLACES + 1)
         out["place power"] = torch.zeros(layers, MEAN_PLACES + 1, dtype=torch.float64, device=device)
         out["place sum"] = torch.zeros(layers, MEAN_PLACES + 1, x.shape[-1], dtype=torch.float64, device=device)
@@ -502,7 +503,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = Fa
         else:
             centred = chunk - offset
             defined = beyond_rounding(centred, offset).T
-            if of_these_tokens:
+            if mean_of_tokens:
                 place_of_token = place[start : start + 256]
                 out["place power"].index_add_(1, place_of_token, norms(centred).square())
                 out["place sum"].index_add_(1, place_of_token, centred.double())

@@ -168,12 +168,13 @@ class EffectiveRank(SampleAnalyzer):
         ranks: dict[str, Any] = {}
         for name in by_site[0]:
             ranks[name] = torch.stack([site_ranks[name] for site_ranks in by_site])
-        why = f"all {n} {unit} are equal up to rounding, like [CLS] tokens before the first attention"
-        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
-        most = n - centred
-        if most < max(widths):
+        reason = f"all {n} {unit} are equal up to rounding, like [CLS] tokens before the first attention"
+        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], reason)
+        highest_rank = n - centred
+        width = max(widths)
+        if highest_rank < width:
             warn(
-                f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
+                f"Effective ranks rest on {n} {unit}, fewer than the width of {width}: no rank can exceed {highest_rank}, and "
                 "all are biased downwards. Pass more data."
             )
         return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)

@@ -191,8 +191,8 @@ class ExitCurveResult(Result):
         Raises:
             LayersimError: the threshold was not measured.
         """
-        near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
-        if abs(self.thresholds[near] - threshold) > 1e-9:
+        nearest = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
+        if abs(self.thresholds[nearest] - threshold) > 1e-9:
             raise LayersimError(
                 f"`threshold` is {threshold:g}; the measured thresholds are {', '.join(f'{t:g}' for t in self.thresholds)}."
             )
@@ -202,7 +202,7 @@ class ExitCurveResult(Result):
                 f"rows stay together, {'is' if self.provenance.texts == 1 else 'are'} in one half. Pass more texts, or groups "
                 "of fewer rows."
             )
-        return self._point(near, held_out)
+        return self._point(nearest, held_out)
 
     @property
     def _in_one_half(self) -> bool:
@@ -319,9 +319,9 @@ class ExitCurveResult(Result):
         threshold = self._threshold()
         if threshold is None or self._in_one_half:
             return ""
-        near = self.thresholds.index(threshold)
-        agreement = with_margin(self, lambda result: result._point(near, held_out=True).agreement, percent=True)
-        speedup = with_margin(self, lambda result: result._point(near, held_out=True).speedup)
+        index = self.thresholds.index(threshold)
+        agreement = with_margin(self, lambda result: result._point(index, held_out=True).agreement, percent=True)
+        speedup = with_margin(self, lambda result: result._point(index, held_out=True).speedup)
         return (
             f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
             f"with a speed-up in blocks of {speedup}, on the half of the texts that was not used to choose the threshold."

@@ -180,8 +180,8 @@ class ProbeAnalyzer(LabelledAnalyzer):
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
-            why = "means of rows have no token" if batch.pooled else "samples have no token ids"
-            raise LayersimError(f"`control` is 'token'; it must be 'row' or None, because {why}.")
+            reason = "means of rows have no token" if batch.pooled else "samples have no token ids"
+            raise LayersimError(f"`control` is 'token'; it must be 'row' or None, because {reason}.")
         classes = targets(tokens_alone(batch), self.labels)
         remedy = "Pass a larger max_classes=."
         if isinstance(self.labels, str) and self.labels == "next_token":

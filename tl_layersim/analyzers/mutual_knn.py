@@ -12,7 +12,15 @@ from torch import Tensor
 
 from ..core import Sums, axes, result_class, typed
 from ..core.arguments import PositiveInt
-from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, dissimilarities, relation_of_matrices
+from ._pairwise import (
+    MatrixFunction,
+    MinibatchAnalyzer,
+    MinibatchMatrix,
+    PairRelation,
+    RelationFunction,
+    dissimilarities,
+    relation_of_matrices,
+)
 from .analyzer import Run, Weight
 
 
@@ -96,7 +104,7 @@ class MutualKNN(MinibatchAnalyzer):
     metric: Literal["cosine", "euclidean"] = "cosine"
 
     @property
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         return partial(dissimilarities, kind=self.metric), partial(nearest_neighbours, k=self.k)
 
     @property

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..core import Sums, axes, result_class, typed
 from ._pairwise import (
-    Matrix,
+    MatrixFunction,
     MinibatchAnalyzer,
     MinibatchMatrix,
     PairRelation,
-    Relate,
+    RelationFunction,
     average_ranks,
     dissimilarities,
     relation_of_matrices,
@@ -99,17 +99,21 @@ class RSA(MinibatchAnalyzer):
     deconfound: Literal["input"] | None = None
 
     @property
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         relate = partial(centred_dissimilarities, ranked=self.compare == "spearman")
         return partial(dissimilarities, kind=self.dissimilarity), relate
 
     def compute(self, sums: Sums, run: Run) -> RSAResult:
         self.need_rows("samples" in sums.fields, run)
-        why = f"all {self.samples_in_words} of a minibatch are equally dissimilar, like [CLS] tokens before the first attention"
-        refuse_undefined("RSA", [(run.layers, sums["xx"] > 0), (run.column_layers, sums["yy"] > 0)], why)
+        reason = (
+            f"all {self.samples_in_words} of a minibatch are equally dissimilar, like [CLS] tokens before the first attention"
+        )
+        refuse_undefined("RSA", [(run.layers, sums["xx"] > 0), (run.column_layers, sums["yy"] > 0)], reason)
         # Pairs of samples of the minibatches in which both layers have unequal dissimilarities. 0 / 0 is NaN.
         values = (sums["xy"] / sums["norms"]).clamp(-1, 1)
-        inputs = None if self.deconfound is None else (sums["x0"] / sums["x0 norms"], sums["y0"] / sums["y0 norms"])
+        inputs = None
+        if self.deconfound is not None:
+            inputs = (sums["x0"] / sums["x0 norms"], sums["y0"] / sums["y0 norms"])
         return RSAResult(**self.similarities(sums, run, values, sums.fields.get("null norms", values), inputs))
 
 

@@ -121,11 +121,11 @@ class SkipEffectResult(Result):
         half = len(self.values) // 2
         if not half or bool(self.values.isnan().all()):
             return ""
-        every = with_margin(self, lambda result: result.values.nanmean())
+        mean = with_margin(self, lambda result: result.values.nanmean())
         first = with_margin(self, lambda result: result.values[:half].nanmean())
         second = with_margin(self, lambda result: result.values[half:].nanmean())
         return (
-            f"Skipping a block changes what later blocks add by a relative {every} on average: {first} in the first half of "
+            f"Skipping a block changes what later blocks add by a relative {mean} on average: {first} in the first half of "
             f"the blocks, {second} in the second."
         )
 
@@ -190,38 +190,44 @@ class SkipEffect(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> SkipEffectResult:
         blocks = len(run.layers) - 1
-        none = torch.zeros(blocks, dtype=torch.float64)
-        refuse_failed_replay(sums["differs"], none, none, run.layers)
+        # Blocks are not differentiated here: no skip connections and no step errors are measured.
+        zeros = torch.zeros(blocks, dtype=torch.float64)
+        refuse_failed_replay(sums["differs"], zeros, zeros, run.layers)
         pairs = torch.ones(blocks, blocks).triu(1).bool()
         # Without the last column, the output, unless a single block affects nothing else.
-        if not bool((sums["count"][:, :-1] if blocks > 1 else sums["count"]).any()):
+        measured = sums["count"][:, :-1] if blocks > 1 else sums["count"]
+        if not bool(measured.any()):
             raise LayersimError(
                 f"`keep_first` is {self.keep_first}; it must be smaller than the number of tokens in the longest row. "
                 f"The data has {amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
-        if bad := sites_where(run.layers[1:], ~finite):
+        not_finite = sites_where(run.layers[1:], ~finite)
+        if not_finite:
             raise LayersimError(
-                f"Activations are NaN or infinite when {bad} is skipped. Load the model in float32 or bfloat16."
+                f"Activations are NaN or infinite when {not_finite} is skipped. Load the model in float32 or bfloat16."
             )
         counts = sums["count"][:, :-1]
-        most = int(counts.amax())
-        for skipped, affected in ((counts < most) & pairs).nonzero()[:1].tolist():
+        tokens = int(counts.amax())
+        # The first pair with fewer tokens stands for all.
+        for skipped, affected in ((counts < tokens) & pairs).nonzero()[:1].tolist():
             warn(
                 "The relative change is not defined (division by zero) for tokens to which a block adds nothing. These tokens "
-                f"are omitted: {run.layers[affected + 1]} at {most - int(counts[skipped, affected])} of {most} tokens."
+                f"are omitted: {run.layers[affected + 1]} at {tokens - int(counts[skipped, affected])} of {tokens} tokens."
             )
         # 0 / 0 is NaN, for pairs and variants that were not measured.
-        mean, later = (sums[f"{part}total"] / sums[f"{part}count"] for part in ("", "later "))
-        peak, later_peak = (sums[f"{part}peak"] / sums[f"{part}rows"] for part in ("", "later "))
+        mean = sums["total"] / sums["count"]
+        later_mean = sums["later total"] / sums["later count"]
+        peak = sums["peak"] / sums["rows"]
+        later_peak = sums["later peak"] / sums["later rows"]
         return SkipEffectResult(
             values=mean[:, :-1],
             largest=peak[:, :-1],
-            later=later[:, :-1],
+            later=later_mean[:, :-1],
             later_largest=later_peak[:, :-1],
             probability_change=mean[:, -1],
             probability_change_largest=peak[:, -1],
-            later_probability_change=later[:, -1],
+            later_probability_change=later_mean[:, -1],
             later_probability_change_largest=later_peak[:, -1],
             layers=run.layers,
             provenance=run.provenance,
@@ -387,7 +393,8 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
     step = 1
     while start < len(tokens):
         chunk = slice(start, start + step)
-        before, after = (torch.softmax(view.unembed(x, needs_norm).to(last), -1) for x in last[:, chunk])
+        before = torch.softmax(view.unembed(last[0, chunk], needs_norm).to(last), -1)
+        after = torch.softmax(view.unembed(last[1, chunk], needs_norm).to(last), -1)
         # The probability of a single output is 1 whatever the output is.
         if before.shape[-1] == 1:
             return

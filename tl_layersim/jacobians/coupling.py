@@ -248,12 +248,12 @@ class LinearPath:
         before = self._residual(row, sample, connection, "hidden").double()
         after = self._residual(row, sample, connection, "output").double()
         update = after - before
-        at = (sample, connection)
-        self.path_error[at] = (self.y[sample] - after).norm(dim=-1) / after.norm(dim=-1)
-        self.update_error[at] = (products[..., 1] - update).norm(dim=-1) / update.norm(dim=-1)
+        index = (sample, connection)
+        self.path_error[index] = (self.y[sample] - after).norm(dim=-1) / after.norm(dim=-1)
+        self.update_error[index] = (products[..., 1] - update).norm(dim=-1) / update.norm(dim=-1)
         direction = before / before.norm(dim=-1, keepdim=True)
         for share, basis in ((self.left_share, self.u), (self.right_share, self.v)):
-            share[at] = torch.einsum("pdk,pd->pk", basis[at].double(), direction).square()
+            share[index] = torch.einsum("pdk,pd->pk", basis[index].double(), direction).square()
 
     def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, attribute: str) -> Tensor:
         """Residual at `t_in` before ("hidden") or after ("output") a block (`sample d_model`)."""
@@ -333,11 +333,11 @@ def couple(
         images_of_frames = images[..., count * k :].reshape(*images.shape[:-1], DRAWS, k)
         null_a = torch.einsum("rndi,pdrj->rpnij", left_frames, images_of_frames)
         for number, size in enumerate(ks):
-            at = (number, sample, connection)
-            off[at], norm[at] = off_diagonal(a[..., :size, :size], options.diagonal)
+            index = (number, sample, connection)
+            off[index], norm[index] = off_diagonal(a[..., :size, :size], options.diagonal)
             drawn_off, drawn_norm = off_diagonal(null_a[..., :size, :size], options.diagonal)
-            null_off[at] = drawn_off.mean(0)
-            null_miscoupling[at] = miscoupling(drawn_off, drawn_norm).mean(0)
+            null_off[index] = drawn_off.mean(0)
+            null_miscoupling[index] = miscoupling(drawn_off, drawn_norm).mean(0)
         basis_products = []
         for basis_of_b, basis_of_a in ((u, u), (v, v), (v, u)):
             basis_products.append(torch.einsum("pndi,pdj->pnij", basis_of_b[sample], basis_of_a[sample, connection]))
@@ -392,6 +392,7 @@ def _decompose(
     whole_rows = torch.zeros(count, dtype=torch.bool, device=device)
     failures = torch.zeros(count, dtype=torch.int64, device=device)
     bytes_of_jacobian = dtype.itemsize * d * d
+    # 5e5 bytes are half a megabyte.
     keep_dense = options.method != "krylov" and samples * count * bytes_of_jacobian <= options.memory_mb * 5e5
     chunks: list[tuple[Chunk, Tensor | None]] = []
     for chunk in chunks_of(connections, max(1, int(options.memory_mb * 1e6 / (6 * bytes_of_jacobian)))):

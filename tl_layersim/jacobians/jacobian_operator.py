@@ -114,9 +114,9 @@ class Jacobian:
                 if not self.no_skip:
                     self.no_skip = bool(same_token.any()) and not part.adds_input()
                 continue
-            at = (self.row[part.sample], self.t_out[part.sample])
-            before = self.call.hidden[at].to(self.dtype)
-            after = self.call.output.to(before.device)[at].to(self.dtype)
+            index = (self.row[part.sample], self.t_out[part.sample])
+            before = self.call.hidden[index].to(self.dtype)
+            after = self.call.output.to(before.device)[index].to(self.dtype)
             length = lengthening(before)
             deviation = (part.lengthened_difference() - length * before).norm(dim=-1)
             skips = deviation < length[:, 0] / 2 * before.norm(dim=-1)
@@ -160,9 +160,9 @@ class Jacobian:
             rows = self.row[waiting]
             first_of_rows = torch.stack([(rows == row).nonzero()[0, 0] for row in torch.unique(rows)])
             sample = waiting[first_of_rows]
-            at = (self.row[sample], self.t_in[sample], self.t_out[sample])
+            tokens = (self.row[sample], self.t_in[sample], self.t_out[sample])
             products = RowProducts if self.call.graph is None else GraphProducts
-            parts.append(products(self.call, self.dtype, *at, sample, self.memory, self.differences))
+            parts.append(products(self.call, self.dtype, *tokens, sample, self.memory, self.differences))
             still_waiting = torch.ones(len(waiting), dtype=torch.bool, device=waiting.device)
             still_waiting[first_of_rows] = False
             waiting = waiting[still_waiting]

@@ -129,7 +129,7 @@ class TokenProducts:
         self.value = value
         samples, d = few.x.shape
         # Rough memory of a copy: some tens of residuals, and the attention scores of d / 64 heads.
-        floats = samples * len(few.at[0]) * (48 * d + d // 16 * (few.pos + MOST_COPIES))
+        floats = samples * few.positions.shape[1] * (48 * d + d // 16 * (few.pos + MOST_COPIES))
         self.copies = max(1, min(MOST_COPIES, int(memory / (floats * few.x.dtype.itemsize))))
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
