@@ -260,7 +260,7 @@ class Widened:
                 module.forward = module._old_forward
 
     def __enter__(self) -> None:
-        wide: dict[int, Tensor] = {}
+        converted: dict[int, Tensor] = {}
         try:
             self._load()
             for module in self.modules:
@@ -272,10 +272,10 @@ class Widened:
                             self.replaced.append((tensors, name, weight))
             for tensors, name, weight in self.replaced:
                 # A weight that several modules share is converted once.
-                if id(weight) not in wide:
+                if id(weight) not in converted:
                     copy = weight.detach().to(self.dtype)
-                    wide[id(weight)] = torch.nn.Parameter(copy, False) if isinstance(weight, torch.nn.Parameter) else copy
-                tensors[name] = wide[id(weight)]
+                    converted[id(weight)] = torch.nn.Parameter(copy, False) if isinstance(weight, torch.nn.Parameter) else copy
+                tensors[name] = converted[id(weight)]
         except BaseException:
             self.__exit__()
             raise
@@ -370,7 +370,8 @@ class FewTokens:
 
     Attributes:
         x: `sample d_model`, the unchanged residuals of the tokens `t_in`.
-        whole: `batch pos d_model`, the block's output for the batch.
+        x_out: `sample d_model`, the residuals of the tokens `t_out`, before the block.
+        output: `batch pos d_model`, the block's output for the batch.
 
     Raises:
         ValueError: the block cannot run on single tokens: it takes no key-value cache, uses the cache more than once, or takes
@@ -394,9 +395,9 @@ class FewTokens:
         # The tokens that run through the block, each in several copies.
         self.positions = t_in[:, None] if self.same_token else torch.stack([t_in, t_out], 1)
         self.x = self.hidden[row, t_in]
-        self.out = self.hidden[row, t_out]
+        self.x_out = self.hidden[row, t_out]
         recorded = RecordingCache()
-        self.whole = again(call, self.hidden, named | {self.cache: recorded})
+        self.output = again(call, self.hidden, named | {self.cache: recorded})
         if len(recorded.updates) != 1 or any(x.dim() != 4 or x.shape[2] != self.pos for x in recorded.updates[0]):
             raise ValueError("the block must update its key-value cache once, with tensors `batch head pos d_head`")
         key, value = recorded.updates[0]
@@ -471,7 +472,7 @@ class FewTokens:
         def call(x: Tensor) -> Tensor:
             if self.same_token:
                 return again(self.call, x, arguments)
-            read_tokens = self.out[:, None].expand(-1, n, -1)
+            read_tokens = self.x_out[:, None].expand(-1, n, -1)
             return again(self.call, torch.cat([x, read_tokens], 1), arguments)[:, n:]
 
         return call

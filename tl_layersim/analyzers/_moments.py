@@ -366,18 +366,18 @@ class Covariances:
             transposed._cross = self._cross.permute(1, 0, 3, 2)
         return transposed
 
-    def pairs(self, *, itself: bool = False) -> list[tuple[int, list[int]]]:
+    def pairs(self, *, with_diagonal: bool = False) -> list[tuple[int, list[int]]]:
         """The pairs of sites to compare, grouped by the first site. Within one model, each pair occurs once.
 
         Args:
-            itself: within one model, whether to include the pair of each site with itself.
+            with_diagonal: within one model, whether to include the pair of each site with itself.
         """
         rows, columns = self._sizes
         pairs = []
         for row in range(rows):
             first = 0
             if not self.two_models:
-                first = row if itself else row + 1
+                first = row if with_diagonal else row + 1
             if first < columns:
                 pairs.append((row, list(range(first, columns))))
         return pairs

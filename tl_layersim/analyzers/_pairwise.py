@@ -63,8 +63,8 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
         x = (x - mean) * inside
     has_direction = beyond_rounding(x, mean)
     unit = unit_vectors(x)[0] * has_direction[..., None]
-    apart = 1 - torch.bmm(unit, unit.transpose(1, 2))
-    return _without_diagonal(apart.where(apart > 64 * torch.finfo(x.dtype).eps, 0))
+    dissimilarity = 1 - torch.bmm(unit, unit.transpose(1, 2))
+    return _without_diagonal(dissimilarity.where(dissimilarity > 64 * torch.finfo(x.dtype).eps, 0))
 
 
 def _without_diagonal(matrix: Tensor) -> Tensor:

@@ -242,11 +242,11 @@ def _dimension_counts(numbers: list[int], defined: Tensor) -> Tensor:
 
 
 def _whitened_covariances(
-    products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, itself: bool
+    products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, with_diagonal: bool
 ) -> dict[tuple[int, int], Tensor]:
     """A dict of the cross-covariance of each pair of whitened sites. Sites without dimensions are left out."""
     whitened = {}
-    for row, partners in products.pairs(itself=itself):
+    for row, partners in products.pairs(with_diagonal=with_diagonal):
         for column, covariance in zip(partners, products.between(row, partners), strict=True):
             if rows[row].directions and columns[column].directions:
                 whitened[row, column] = rows[row].whiten.T @ covariance @ columns[column].whiten
@@ -258,7 +258,7 @@ def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[Wh
     out = {}
     for name in ("values", "squared", "svcca", "pwcca", "column_pwcca"):
         out[name] = torch.eye(len(rows), len(columns), dtype=torch.float64)
-    for (row, column), matrix in _whitened_covariances(products, rows, columns, itself=False).items():
+    for (row, column), matrix in _whitened_covariances(products, rows, columns, with_diagonal=False).items():
         u, rho, vh = torch.linalg.svd(matrix, full_matrices=False)
         # Rounding can yield correlations above 1.
         rho = rho.clamp(max=1)
@@ -281,7 +281,7 @@ def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[Wh
 def _means(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> Tensor:
     """Mean canonical correlation of all pairs (`row column`)."""
     out = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
-    for (row, column), matrix in _whitened_covariances(products, rows, columns, itself=True).items():
+    for (row, column), matrix in _whitened_covariances(products, rows, columns, with_diagonal=True).items():
         out[row, column] = torch.linalg.svdvals(matrix).clamp(max=1).mean()
         if not products.two_models:
             out[column, row] = out[row, column]

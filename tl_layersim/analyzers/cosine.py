@@ -333,17 +333,17 @@ class Cosine(Analyzer):
             if text:
                 warn(text)
         mean = sums["sum"] / pairs
-        itself = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
+        diagonal = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
         # Rounding can yield cosines above 1 and variances below 0. The cosine of a layer with itself is exactly 1.
-        std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(itself, 0)
+        std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(diagonal, 0)
         to_last = quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES)
-        to_last[:, -1] = to_last[:, -1].masked_fill(itself[-1, -1], 1)
+        to_last[:, -1] = to_last[:, -1].masked_fill(diagonal[-1, -1], 1)
         minimum, outliers = _minimum_and_outliers(sums["to_last"])
-        minimum[-1] = minimum[-1].masked_fill(itself[-1, -1], 1)
+        minimum[-1] = minimum[-1].masked_fill(diagonal[-1, -1], 1)
         raw = sums["raw_pairs"].double()
         adjacent = adjacent_sites(run.layers, run.models[0].stream)
         return CosineResult(
-            values=mean.clamp(-1, 1).masked_fill(itself, 1),
+            values=mean.clamp(-1, 1).masked_fill(diagonal, 1),
             std=std,
             below_zero=sums["negative"].double() / pairs,
             to_last=to_last,

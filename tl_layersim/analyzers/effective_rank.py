@@ -88,19 +88,20 @@ class EffectiveRankResult(Result):
         defined = ~self.values.isnan()
         if not bool(defined.any()):
             return {}
-        low = int(self.values.where(defined, math.inf).argmin())
-        return super().headline() | {f"lowest effective rank, at {self.layers[low]}": float(self.values[low])}
+        lowest_site = int(self.values.where(defined, math.inf).argmin())
+        return super().headline() | {f"lowest effective rank, at {self.layers[lowest_site]}": float(self.values[lowest_site])}
 
     def finding(self) -> str:
         defined = (~self.values.isnan()).nonzero()[:, 0]
         if len(defined) < 2:
             return ""
-        low = int(defined[self.values[defined].argmin()])
+        lowest_site = int(defined[self.values[defined].argmin()])
         last = int(defined[-1])
-        lowest = number_text(float(self.values[low]))
+        lowest = number_text(float(self.values[lowest_site]))
+        width = self.widths[lowest_site]
         at_last = with_margin(self, lambda result: result.values[last])
         return (
-            f"The effective rank is lowest at {site_in_words(self.layers[low])} ({lowest} of {self.widths[low]} dimensions) "
+            f"The effective rank is lowest at {site_in_words(self.layers[lowest_site])} ({lowest} of {width} dimensions) "
             f"and {at_last} at {site_in_words(self.layers[last])}."
         )
 

@@ -239,8 +239,14 @@ def effect_kernel(clean: View, edited: View, *, memory_mb: float | None) -> dict
     out = {name: torch.stack(values) for name, values in sums.items()}
     out["count"] = torch.tensor(tokens)
     if memory_mb is None:
-        none = torch.zeros(sites - 1, dtype=torch.int64)
-        return out | {"positions": torch.tensor(0), "kl": none.double(), "changed": none, "shift": torch.tensor(0), "bad": none}
+        zeros = torch.zeros(sites - 1, dtype=torch.int64)
+        return out | {
+            "positions": torch.tensor(0),
+            "kl": zeros.double(),
+            "changed": zeros,
+            "shift": torch.tensor(0),
+            "bad": zeros,
+        }
     lens = compare_lenses(clean, edited, memory_mb)
     clean_ids, edited_ids = lens["best"]
     return out | {

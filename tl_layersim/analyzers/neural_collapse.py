@@ -273,13 +273,13 @@ class NeuralCollapse(LabelledAnalyzer):
                 f"NC1 is not defined at {undefined}, and NaN there: all classes have the same mean, for example "
                 "because all samples are the same token."
             )
-        away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
-        away = away.masked_fill(between.eq(0)[:, None, None], 0)
+        centred_means = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
+        centred_means = centred_means.masked_fill(between.eq(0)[:, None, None], 0)
         return NeuralCollapseResult(
             values=nc1,
-            nc2=simplex_gap(away),
-            equinorm=away.norm(dim=-1).std(-1, correction=0) / away.norm(dim=-1).mean(-1),
-            nc3=self._duality_gap(away, classes),
+            nc2=simplex_gap(centred_means),
+            equinorm=centred_means.norm(dim=-1).std(-1, correction=0) / centred_means.norm(dim=-1).mean(-1),
+            nc3=self._duality_gap(centred_means, classes),
             within=torch.stack(within_of_sites),
             between=between,
             samples=counts,
@@ -288,30 +288,30 @@ class NeuralCollapse(LabelledAnalyzer):
             provenance=run.provenance,
         )
 
-    def _duality_gap(self, away: Tensor, classes: Tensor) -> Tensor:
+    def _duality_gap(self, centred_means: Tensor, classes: Tensor) -> Tensor:
         """NC3 of each layer (`layer`); NaN without a classifier.
 
         Args:
-            away: class means minus the global mean, `layer class d_model`.
+            centred_means: class means minus the global mean, `layer class d_model`.
             classes: ids of the classes.
         """
         if self.classifier is None:
-            return torch.full((len(away),), math.nan, dtype=torch.float64)
+            return torch.full((len(centred_means),), math.nan, dtype=torch.float64)
         weight = self.classifier.detach().cpu().double()[classes]
         weight = weight - weight.mean(0)
-        means = away / away.flatten(1).norm(dim=1)[:, None, None]
+        means = centred_means / centred_means.flatten(1).norm(dim=1)[:, None, None]
         gap: Tensor = (weight / weight.norm() - means).square().sum((1, 2))
         return gap
 
 
-def simplex_gap(away: Tensor) -> Tensor:
+def simplex_gap(centred_means: Tensor) -> Tensor:
     """NC2 of each layer (`layer`): mean over pairs of classes of |cos + 1 / (K - 1)|.
 
     Args:
-        away: class means minus the global mean, `layer class d_model`.
+        centred_means: class means minus the global mean, `layer class d_model`.
     """
-    unit = away / away.norm(dim=-1, keepdim=True)
-    k = away.shape[1]
+    unit = centred_means / centred_means.norm(dim=-1, keepdim=True)
+    k = centred_means.shape[1]
     gap: Tensor = ((unit @ unit.mT).clamp(-1, 1) + 1 / (k - 1)).abs()
     gap = gap.masked_fill(torch.eye(k, dtype=torch.bool), 0).sum((1, 2)) / (k * (k - 1))
     return gap
@@ -328,22 +328,25 @@ def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Ten
     n = counts.sum()
     k = len(counts)
     means = total / counts[:, None]
-    away = means - total.sum(0) / n
+    centred_means = means - total.sum(0) / n
     within = (second - (means * counts[:, None]).T @ means) / n
-    # S_B = away' away / K, so its pseudo-inverse follows from a singular value decomposition of the small matrix `away`.
-    _, sigma, basis = torch.linalg.svd(away / math.sqrt(k), full_matrices=False)
+    within_trace = within.diagonal().sum().clamp(min=0)
+    # S_B = M'M / K with M = `centred_means`, so its pseudo-inverse follows from a singular value decomposition of this small
+    # matrix.
+    _, sigma, basis = torch.linalg.svd(centred_means / math.sqrt(k), full_matrices=False)
     # Class means minus the mean of all samples span k - 1 directions. Directions within the rounding error of the means are
     # not among them.
-    floor = max(float(sigma.max()), float(means.norm(dim=1).max())) * max(away.shape) * torch.finfo(torch.float64).eps
+    scale = max(float(sigma.max()), float(means.norm(dim=1).max()))
+    floor = scale * max(centred_means.shape) * torch.finfo(torch.float64).eps
     spanned = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
     if not bool(spanned.any()):
         # All classes have the same mean.
         undefined = torch.tensor(math.nan, dtype=torch.float64)
-        return undefined, within.diagonal().sum().clamp(min=0), torch.zeros((), dtype=torch.float64)
+        return undefined, within_trace, torch.zeros((), dtype=torch.float64)
     basis = basis[spanned]
     sigma = sigma[spanned]
     spread = torch.einsum("rd,de,re->r", basis, within, basis).clamp(min=0)
-    return (spread / sigma**2).sum() / k, within.diagonal().sum().clamp(min=0), (away**2).sum() / k
+    return (spread / sigma**2).sum() / k, within_trace, (centred_means**2).sum() / k
 
 
 def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> dict[str, Tensor]:

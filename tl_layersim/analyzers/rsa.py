@@ -132,9 +132,9 @@ def centred_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by_
     layers, n = matrix.shape[:2]
     first, second = torch.triu_indices(n, n, 1, device=matrix.device)
     if text is not None:
-        apart = (text[first.cpu()] != text[second.cpu()]).to(matrix.device)
-        first = first[apart]
-        second = second[apart]
+        between_texts = (text[first.cpu()] != text[second.cpu()]).to(matrix.device)
+        first = first[between_texts]
+        second = second[between_texts]
     pairs = matrix[:, first, second]
     # The mean of equal float32 numbers, or of equal ranks, is exact in float64: pairs that do not vary become 0.
     pairs = average_ranks(pairs) if ranked else pairs.double()

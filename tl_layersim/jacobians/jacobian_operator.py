@@ -138,13 +138,13 @@ class Jacobian:
             t_out = self.t_out[sample]
             try:
                 with plain_attention():
-                    few = FewTokens(self.call, self.dtype, row, t_in, t_out)
+                    few_tokens = FewTokens(self.call, self.dtype, row, t_in, t_out)
             except torch.OutOfMemoryError:
                 raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
                 # The block has another call signature or structure. Whole rows always work.
                 return []
-            parts.append(TokenProducts(few, sample, few.whole[row, t_out], self.memory))
+            parts.append(TokenProducts(few_tokens, sample, few_tokens.output[row, t_out], self.memory))
         return parts
 
     @property

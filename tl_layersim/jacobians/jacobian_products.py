@@ -117,20 +117,20 @@ class TokenProducts:
     """Products of Jacobians with vectors, by running the block again on single tokens. Each vector has a copy of the token.
 
     Args:
-        few: the block as a function of these tokens.
+        few_tokens: the block as a function of these tokens.
         sample: indices of the samples.
         value: `sample d_model`, the block's output in the full sequence at the tokens that are read.
         memory: bytes for one product.
     """
 
-    def __init__(self, few: FewTokens, sample: Tensor, value: Tensor, memory: float) -> None:
-        self.few = few
+    def __init__(self, few_tokens: FewTokens, sample: Tensor, value: Tensor, memory: float) -> None:
+        self.few_tokens = few_tokens
         self.sample = sample
         self.value = value
-        samples, d = few.x.shape
+        samples, d = few_tokens.x.shape
         # Rough memory of a copy: some tens of residuals, and the attention scores of d / 64 heads.
-        floats = samples * few.positions.shape[1] * (48 * d + d // 16 * (few.pos + MOST_COPIES))
-        self.copies = max(1, min(MOST_COPIES, int(memory / (floats * few.x.dtype.itemsize))))
+        floats = samples * few_tokens.positions.shape[1] * (48 * d + d // 16 * (few_tokens.pos + MOST_COPIES))
+        self.copies = max(1, min(MOST_COPIES, int(memory / (floats * few_tokens.x.dtype.itemsize))))
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ class TokenProducts:
             TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
         """
         if n not in self.graphs:
-            x = self.few.x[:, None].repeat(1, n, 1)
+            x = self.few_tokens.x[:, None].repeat(1, n, 1)
             with torch.enable_grad(), plain_attention():
                 y = self._replay(x.requires_grad_())
             self._check(y.detach())
@@ -151,7 +151,7 @@ class TokenProducts:
 
     def _replay(self, x: Tensor) -> Tensor:
         try:
-            return self.few.block(x.shape[1])(x)
+            return self.few_tokens.block(x.shape[1])(x)
         except torch.OutOfMemoryError:
             # The full sequence would need more memory still.
             raise
@@ -160,7 +160,7 @@ class TokenProducts:
 
     def _check(self, y: Tensor) -> None:
         expected = self.value[:, None]
-        update = (expected - self.few.out[:, None]).norm(dim=-1)
+        update = (expected - self.few_tokens.x_out[:, None]).norm(dim=-1)
         allowed = UPDATE_TOLERANCE * update + RESIDUAL_TOLERANCE * expected.norm(dim=-1)
         if y.shape[::2] != expected.shape[::2] or not bool(((y - expected).norm(dim=-1) <= allowed).all()):
             raise TokenReplayMismatch
@@ -175,9 +175,9 @@ class TokenProducts:
         Raises:
             TokenReplayMismatch: the output of the unchanged copy differs from the block's output in the full sequence.
         """
-        long = lengthening(self.few.x) * self.few.x
+        lengthened = lengthening(self.few_tokens.x) * self.few_tokens.x
         with torch.no_grad(), plain_attention():
-            y = self._replay(torch.stack([self.few.x, long, 2 * long], 1))
+            y = self._replay(torch.stack([self.few_tokens.x, lengthened, 2 * lengthened], 1))
         self._check(y[:, :1])
         return y[:, 2] - y[:, 1]
 
@@ -369,6 +369,6 @@ class GraphProducts(RowProducts):
         return RowProducts.transposed(self, u)[:, self.row, self.t_in]
 
     def forward(self, v: Tensor) -> Tensor:
-        whole = v.new_zeros(len(v), *self.x.shape)
-        whole[:, self.row, self.t_in] = v
-        return RowProducts.forward(self, whole)
+        v_of_batch = v.new_zeros(len(v), *self.x.shape)
+        v_of_batch[:, self.row, self.t_in] = v
+        return RowProducts.forward(self, v_of_batch)
