@@ -347,6 +347,7 @@ def couple(
         if all_matrices is not None and all_bases is not None:
             all_matrices[sample, connection] = a
             all_bases[:, sample, connection] = stacked_products
+    # In its own basis a Jacobian is diagonal by definition, so its null is 0.
     for matrix in (null_off, null_miscoupling):
         matrix.diagonal(dim1=-2, dim2=-1).zero_()
     floor = rounding_floor(s, checks["step_error"], d, computing_dtype(calls[0]))
