@@ -60,9 +60,9 @@ def test_covariances_of_all_pairs(two):
 def test_pairs_of_one_model_are_computed_once():
     one = Covariances(summed(lsim.Procrustes(), [residuals(0, layers=3)]))
     assert one.pairs() == [(0, [1, 2]), (1, [2])]
-    assert one.pairs(itself=True) == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2])]
+    assert one.pairs(with_diagonal=True) == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2])]
     two = Covariances(summed(lsim.Procrustes(), [residuals(0, layers=2)], [residuals(1, layers=3)]))
-    assert two.pairs() == two.pairs(itself=True) == [(0, [0, 1, 2]), (1, [0, 1, 2])]
+    assert two.pairs() == two.pairs(with_diagonal=True) == [(0, [0, 1, 2]), (1, [0, 1, 2])]
     # A triangle of pairs is kept, not a square.
     assert summed(lsim.Procrustes(), [residuals(0, layers=3)])["cross"].shape == (6, 8, 8)
 

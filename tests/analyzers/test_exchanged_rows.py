@@ -80,10 +80,10 @@ def test_null_values_are_those_of_exchanged_rows(name, two):
     assert grid.shape == (6, 6)
     assert a.sequence[grid[:, 0]].tolist() == [0, 2, 3, 4, 5, 7]
     # The seed of the orders depends on the samples that were drawn.
-    drawn = known if in_pairs else known.some(grid.flatten().sort().values)
+    drawn = known if in_pairs else known.select(grid.flatten().sort().values)
     if in_pairs:
         used = torch.unique(torch.cat([*draw_minibatches(known, 256, 0, 4, True), grid.flatten()]))
-        drawn = known.some(used)
+        drawn = known.select(used)
     orders = draw_permutations(23, 6, pool_key(drawn, 0))
     plain = PAIRS[name]()
     values = [computed(plain, some(a, grid.flatten()), exchanged(b, grid, order)).values for order in orders]
@@ -106,8 +106,8 @@ def test_training_and_held_out_rows_are_exchanged_among_themselves():
     known, grids = samples_of(a, False), []
     for held in (False, True):
         index = torch.tensor([i for i, row in enumerate(known.row.tolist()) if out[row] is held])
-        grids.append(index[draw_grid(known.some(index), 64 * len(index), 0, 1, 1)])
-    drawn = known.some(torch.cat([grid.flatten() for grid in grids]).sort().values)
+        grids.append(index[draw_grid(known.select(index), 64 * len(index), 0, 1, 1)])
+    drawn = known.select(torch.cat([grid.flatten() for grid in grids]).sort().values)
     orders = [draw_permutations(23, len(grid), pool_key(drawn, 0)) for grid in grids]
     values = []
     for own in zip(*orders, strict=True):
@@ -204,9 +204,9 @@ def test_draws_depend_on_the_rows_and_the_seed():
 def test_minibatches_are_whole():
     known = samples_of(samples(residuals(0, tokens=64)), False)
     assert [len(part) for part in draw_minibatches(known, 10, 0, 4, True)] == [10] * 6
-    few = known.some(torch.arange(7))
+    few = known.select(torch.arange(7))
     assert [len(part) for part in draw_minibatches(few, 10, 0, 4, True)] == [7]
-    assert draw_minibatches(known.some(torch.arange(3)), 10, 0, 4, True) == []
+    assert draw_minibatches(known.select(torch.arange(3)), 10, 0, 4, True) == []
     # At most 64 samples of a row, and four rows at least.
     long = samples_of(view(residuals(0, tokens=400), rows=4), False)
     assert [len(part) for part in draw_minibatches(long, 400, 0, 4, True)] == [256]

@@ -141,7 +141,7 @@ def test_how_far_a_replay_may_be_off(size, factor):
     out[0, 0] = value[0, 0] = size
     value[0, 1] = 1.0
     off[0, 2] = factor * (1e-4 + 2e-6 * math.hypot(size, 1))
-    few = SimpleNamespace(x=out, at=torch.zeros(1, 1), pos=1, out=out, block=lambda _n: lambda x: 0 * x + value + off)
+    few = SimpleNamespace(x=out, positions=torch.zeros(1, 1), pos=1, x_out=out, block=lambda _n: lambda x: 0 * x + value + off)
     products = TokenProducts(few, torch.tensor([0]), value, 1e6)
     with nullcontext() if factor < 1 else pytest.raises(TokenReplayMismatch):
         products.graph(3)

@@ -58,7 +58,11 @@ def first_tensor(output: Any) -> Tensor:
     """The residual in a block's input or output. It is the tensor itself, or the first tensor of a tuple, list or mapping."""
     if isinstance(output, Tensor):
         return output
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    values: Any = ()
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif isinstance(output, list | tuple):
+        values = output
     for value in values:
         if isinstance(value, Tensor):
             return value
@@ -79,13 +83,15 @@ class VectorBlock:
     """
 
     def __init__(self, block: Any, key: int | str) -> None:
-        self._module, self.block, self.key = getattr(block, "_module", block), block, key
+        self._module = getattr(block, "_module", block)
+        self.block = block
+        self.key = key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         places = _places(args, kwargs)
         places[self.key] = places[self.key][:, 0]
-        own, named = _split(places)
-        return first_tensor(self.block(*own, **named))[:, None]
+        positional, named = _split(places)
+        return first_tensor(self.block(*positional, **named))[:, None]
 
 
 def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
@@ -176,7 +182,8 @@ def record_call(
             f"{' x '.join(map(str, places[key].shape))}, but must be batch x pos x width."
         )
     if places[key].dim() == 2:
-        places[key], block = as_positions(places[key]), VectorBlock(block, key)
+        places[key] = as_positions(places[key])
+        block = VectorBlock(block, key)
     return BlockCall(block, *_split(places), key, as_positions(after))
 
 
@@ -218,8 +225,9 @@ def copied(value: Any, batch: int, times: int) -> Any:
     Only tensors with one row for each row of the batch are repeated.
     """
     if isinstance(value, Tensor):
-        many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
-        return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
+        # With one row, a first axis of length 1 may as well be shared by all rows.
+        has_batch_axis = batch > 1 and value.dim() > 1 and value.shape[0] == batch
+        return value.repeat(times, *([1] * (value.dim() - 1))) if has_batch_axis else value
     if type(value) in (list, tuple):
         return type(value)(copied(item, batch, times) for item in value)
     if type(value) is dict:
@@ -237,53 +245,59 @@ class Widened:
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
         module = getattr(block, "_module", block)
-        self.dtype, self.places = dtype, list[tuple[dict[str, Any], str, Tensor]]()
-        self.parts: list[Any] = list(module.modules()) if isinstance(module, torch.nn.Module) else []
+        self.dtype = dtype
+        # The dict of a module, the name in it and the weight that is replaced.
+        self.replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.modules: list[Any] = list(module.modules()) if isinstance(module, torch.nn.Module) else []
         self.loaded: list[tuple[Any, Any]] = []
 
     def _load(self) -> None:
         """Load offloaded weights and disable accelerate's hooks, which would load them again."""
-        for part in self.parts:
-            if "_hf_hook" in vars(part) and any(p.is_meta for p in part._parameters.values() if p is not None):
-                self.loaded.append((part, vars(part)["forward"]))
-                part._hf_hook.pre_forward(part)
-                part.forward = part._old_forward
+        for module in self.modules:
+            if "_hf_hook" in vars(module) and any(p.is_meta for p in module._parameters.values() if p is not None):
+                self.loaded.append((module, vars(module)["forward"]))
+                module._hf_hook.pre_forward(module)
+                module.forward = module._old_forward
 
     def __enter__(self) -> None:
-        wide: dict[int, Tensor] = {}
+        converted: dict[int, Tensor] = {}
         try:
             self._load()
-            for part in self.parts:
-                for store in (part._parameters, part._buffers):
-                    for name, x in store.items():
-                        if x is not None and x.is_floating_point() and not x.is_meta and x.dtype != self.dtype:
-                            self.places.append((store, name, x))
-            for store, name, x in self.places:
-                if id(x) not in wide:
-                    copy = x.detach().to(self.dtype)
-                    wide[id(x)] = torch.nn.Parameter(copy, False) if isinstance(x, torch.nn.Parameter) else copy
-                store[name] = wide[id(x)]
+            for module in self.modules:
+                for tensors in (module._parameters, module._buffers):
+                    for name, weight in tensors.items():
+                        if weight is None or weight.is_meta or not weight.is_floating_point():
+                            continue
+                        if weight.dtype != self.dtype:
+                            self.replaced.append((tensors, name, weight))
+            for tensors, name, weight in self.replaced:
+                # A weight that several modules share is converted once.
+                if id(weight) not in converted:
+                    copy = weight.detach().to(self.dtype)
+                    converted[id(weight)] = torch.nn.Parameter(copy, False) if isinstance(weight, torch.nn.Parameter) else copy
+                tensors[name] = converted[id(weight)]
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_error: Any) -> None:
-        for store, name, x in self.places:
-            store[name] = x
-        for part, forward in self.loaded:
-            vars(part)["forward"] = forward
-            part._hf_hook.post_forward(part, None)
-        self.places, self.loaded = [], []
+        for tensors, name, weight in self.replaced:
+            tensors[name] = weight
+        for module, forward in self.loaded:
+            vars(module)["forward"] = forward
+            module._hf_hook.post_forward(module, None)
+        self.replaced = []
+        self.loaded = []
 
 
 class RecordingCache:
     """Stand-in for a key-value cache that records the keys and values of a block."""
 
     def __init__(self) -> None:
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.updates: list[tuple[Tensor, Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.kept.append((key, value))
+        self.updates.append((key, value))
         return key, value
 
     def get_seq_length(self, *_args: Any, **_kwargs: Any) -> int:
@@ -299,7 +313,8 @@ class FixedCache(RecordingCache):
     """
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        self.key, self.value = key, value
+        self.key = key
+        self.value = value
 
     def update(self, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
@@ -308,12 +323,16 @@ class FixedCache(RecordingCache):
 def has_hooks(block: Any) -> bool:
     """Whether the user has registered hooks on a block. Such hooks may not work on single tokens."""
     module = getattr(block, "_module", block)
-    known = ("nnsight", "accelerate", "transformer_lens.model_bridge")
-    return isinstance(module, torch.nn.Module) and any(
-        not str(getattr(hook, "__module__", "")).startswith(known)
-        for part in module.modules()
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values())
-    )
+    if not isinstance(module, torch.nn.Module):
+        return False
+    # Hooks of these libraries are not the user's.
+    libraries = ("nnsight", "accelerate", "transformer_lens.model_bridge")
+    for part in module.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+            for hook in hooks.values():
+                if not str(getattr(hook, "__module__", "")).startswith(libraries):
+                    return True
+    return False
 
 
 def by_name(call: BlockCall) -> dict[str, Any]:
@@ -327,7 +346,9 @@ def by_name(call: BlockCall) -> dict[str, Any]:
     module = getattr(call.block, "_module", call.block)
     # Blocks of a TransformerBridge take any arguments, and pass them to the block that they wrap.
     owner = type(getattr(module, "original_component", module))
-    names = [p.name for p in inspect.signature(owner.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    parameters = inspect.signature(owner.forward).parameters.values()
+    # Without `self`.
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     if call.key != 0 or len(call.args) > len(names):
         raise ValueError("the block takes arguments that its signature does not name")
     return dict(zip(names[1:], call.args[1:], strict=False)) | dict(call.kwargs)
@@ -349,7 +370,8 @@ class FewTokens:
 
     Attributes:
         x: `sample d_model`, the unchanged residuals of the tokens `t_in`.
-        whole: `batch pos d_model`, the block's output for the batch.
+        x_out: `sample d_model`, the residuals of the tokens `t_out`, before the block.
+        output: `batch pos d_model`, the block's output for the batch.
 
     Raises:
         ValueError: the block cannot run on single tokens: it takes no key-value cache, uses the cache more than once, or takes
@@ -363,18 +385,24 @@ class FewTokens:
         caches = [name for name in CACHES if name in named]
         if not caches:
             raise ValueError("the block takes no key-value cache")
-        self.call, self.row, self.cache, self.named = call, row, caches[0], named
+        self.call = call
+        self.row = row
+        self.cache = caches[0]
+        self.named = named
         self.hidden = call.hidden.to(dtype)
         self.pos = self.hidden.shape[1]
-        self.same = bool((t_in == t_out).all())
+        self.same_token = bool((t_in == t_out).all())
         # The tokens that run through the block, each in several copies.
-        self.at = t_in[:, None] if self.same else torch.stack([t_in, t_out], 1)
-        self.x, self.out = self.hidden[row, t_in], self.hidden[row, t_out]
-        written = RecordingCache()
-        self.whole = again(call, self.hidden, named | {self.cache: written})
-        if len(written.kept) != 1 or any(x.dim() != 4 or x.shape[2] != self.pos for x in written.kept[0]):
+        self.positions = t_in[:, None] if self.same_token else torch.stack([t_in, t_out], 1)
+        self.x = self.hidden[row, t_in]
+        self.x_out = self.hidden[row, t_out]
+        recorded = RecordingCache()
+        self.output = again(call, self.hidden, named | {self.cache: recorded})
+        if len(recorded.updates) != 1 or any(x.dim() != 4 or x.shape[2] != self.pos for x in recorded.updates[0]):
             raise ValueError("the block must update its key-value cache once, with tensors `batch head pos d_head`")
-        self.key, self.value = (self._rows(x) for x in written.kept[0])
+        key, value = recorded.updates[0]
+        self.key = self._rows(key)
+        self.value = self._rows(value)
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
@@ -383,19 +411,22 @@ class FewTokens:
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
 
-    def _mask(self, given: Any) -> Tensor:
+    def _mask(self, attention_mask: Any) -> Tensor:
         """The attention mask of the tokens, with keys at `pos` (`sample head token pos`): bools or numbers to add."""
-        pos, at = self.pos, self.at
-        if given is None:
-            later = torch.arange(pos, device=at.device) > at[:, :, None]
-            zeros = torch.zeros(later.shape, dtype=self.hidden.dtype, device=at.device)
+        pos = self.pos
+        positions = self.positions
+        if attention_mask is None:
+            later = torch.arange(pos, device=positions.device) > positions[:, :, None]
+            zeros = torch.zeros(later.shape, dtype=self.hidden.dtype, device=positions.device)
             return zeros.masked_fill(later, self._never())[:, None]
-        if not isinstance(given, Tensor) or given.dim() != 4 or given.shape[2:] != (pos, pos):
+        is_tensor = isinstance(attention_mask, Tensor)
+        if not is_tensor or attention_mask.dim() != 4 or attention_mask.shape[2:] != (pos, pos):
             raise ValueError("`attention_mask` must be a tensor `batch head pos pos`")
-        mask: Tensor = in_dtype(self._rows(given), self.hidden.dtype).to(at.device)
-        return mask.gather(2, at[:, None, :, None].expand(-1, mask.shape[1], -1, pos))
+        mask: Tensor = in_dtype(self._rows(attention_mask), self.hidden.dtype).to(positions.device)
+        return mask.gather(2, positions[:, None, :, None].expand(-1, mask.shape[1], -1, pos))
 
     def _never(self) -> float:
+        """Number that an additive mask holds where a token must not attend."""
         return torch.finfo(self.hidden.dtype).min
 
     def _mask_of(self, n: int) -> Tensor:
@@ -404,33 +435,34 @@ class FewTokens:
         Its shape is `sample head (token copy) (pos + token copy)`.
         """
         never = False if self.mask.dtype == torch.bool else self._never()
-        first = self.at[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
+        first = self.positions[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
         # The entry for the first token moves from the column of that token to the column of its own copy.
-        own = self.mask.gather(3, first)
-        seen = self.mask.scatter(3, first, never)
+        own_entry = self.mask.gather(3, first)
+        row_keys = self.mask.scatter(3, first, never)
         tokens = self.mask.shape[2]
-        copies = torch.eye(n, dtype=torch.bool, device=seen.device)
-        new = torch.where(copies[:, None, :], own[:, :, :, None, None, :], never)
-        none = torch.full_like(new, never).expand(-1, -1, -1, -1, tokens - 1, -1)
-        columns = torch.cat([new, none], -2).flatten(-2)
-        return torch.cat([seen[:, :, :, None].expand(-1, -1, -1, n, -1), columns], -1).flatten(2, 3)
+        copies = torch.eye(n, dtype=torch.bool, device=row_keys.device)
+        first_token_keys = torch.where(copies[:, None, :], own_entry[:, :, :, None, None, :], never)
+        later_token_keys = torch.full_like(first_token_keys, never).expand(-1, -1, -1, -1, tokens - 1, -1)
+        copy_keys = torch.cat([first_token_keys, later_token_keys], -2).flatten(-2)
+        return torch.cat([row_keys[:, :, :, None].expand(-1, -1, -1, n, -1), copy_keys], -1).flatten(2, 3)
 
     def block(self, n: int) -> Block:
         """Function that replays the block on n residuals per sample.
 
         It maps residuals at `t_in` to outputs at `t_out`, both `sample n d_model`.
         """
-        at = self.at.repeat_interleave(n, 1)
+        positions = self.positions.repeat_interleave(n, 1)
         arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
         for name, value in self.named.items():
             parts = value if type(value) in (list, tuple) else (value,)
             if name in BY_POSITION and all(isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == self.pos for x in parts):
-                taken = []
+                at_tokens = []
                 for x in parts:
-                    mine = self._rows(x)
-                    index = at.reshape(*at.shape, *([1] * (mine.dim() - 2))).expand(-1, -1, *mine.shape[2:])
-                    taken.append(mine.gather(1, index.to(mine.device)))
-                arguments[name] = type(value)(taken) if type(value) in (list, tuple) else taken[0]
+                    rows = self._rows(x)
+                    index = positions.reshape(*positions.shape, *([1] * (rows.dim() - 2)))
+                    index = index.expand(-1, -1, *rows.shape[2:])
+                    at_tokens.append(rows.gather(1, index.to(rows.device)))
+                arguments[name] = type(value)(at_tokens) if type(value) in (list, tuple) else at_tokens[0]
             elif name != "attention_mask":
                 if any(isinstance(x, Tensor) and self.pos in x.shape for x in parts):
                     raise ValueError(f"`{name}` depends on the position, but cannot be cut to single tokens")
@@ -438,10 +470,10 @@ class FewTokens:
         arguments[self.cache] = FixedCache(self.key, self.value)
 
         def call(x: Tensor) -> Tensor:
-            if self.same:
+            if self.same_token:
                 return again(self.call, x, arguments)
-            last = self.out[:, None].expand(-1, n, -1)
-            return again(self.call, torch.cat([x, last], 1), arguments)[:, n:]
+            read_tokens = self.x_out[:, None].expand(-1, n, -1)
+            return again(self.call, torch.cat([x, read_tokens], 1), arguments)[:, n:]
 
         return call
 
@@ -465,11 +497,13 @@ def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, 
     batch = len(call.hidden)
     hidden = call.hidden.to(dtype).repeat(copies, 1, 1)
     places = copied(_places(call.args, call.kwargs), batch, copies)
-    own = BlockCall(call.block, *_split({**places, call.key: hidden}), call.key, call.output)
+    args, kwargs = _split({**places, call.key: hidden})
+    call_on_copies = BlockCall(call.block, args, kwargs, call.key, call.output)
     rows = (row + batch * torch.arange(copies, device=row.device)[:, None]).reshape(-1)
-    t_in, t_out = t_in.repeat(copies), t_out.repeat(copies)
+    t_in = t_in.repeat(copies)
+    t_out = t_out.repeat(copies)
 
     def block(x: Tensor) -> Tensor:
-        return again(own, hidden.index_put((rows, t_in), x))[rows, t_out]
+        return again(call_on_copies, hidden.index_put((rows, t_in), x))[rows, t_out]
 
     return block

@@ -57,8 +57,8 @@ def norms(x: Tensor) -> Tensor:
         x: `... width`.
     """
     unit, largest = scaled(x)
-    found: Tensor = torch.linalg.vector_norm(unit, dim=-1, dtype=torch.float64) * largest[..., 0]
-    return found
+    length: Tensor = torch.linalg.vector_norm(unit, dim=-1, dtype=torch.float64) * largest[..., 0]
+    return length
 
 
 def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
@@ -98,7 +98,11 @@ def activation_sizes(*views: View) -> dict[str, Tensor]:
         dimensions and of the largest one; "all variance" and "largest variance", the same of the variance over the samples of a
         row after position 3.
     """
-    return {f"{number} {name}": value for number, view in enumerate(views) for name, value in _sizes(view).items()}
+    sizes = {}
+    for number, view in enumerate(views):
+        for name, value in _sizes(view).items():
+            sizes[f"{number} {name}"] = value
+    return sizes
 
 
 def _sizes(view: View) -> dict[str, Tensor]:
@@ -106,22 +110,26 @@ def _sizes(view: View) -> dict[str, Tensor]:
         device = view.activations.device
         place = view.position.to(device).clamp(max=FIRST_PLACES)
         # On the CPU, because numbers of rows and positions are values, which the meta device lacks.
-        sequence, later = view.sequence.cpu(), (view.position.cpu() >= FIRST_PLACES).nonzero()[:, 0]
-        rows, rows_of_later = _numbered(sequence, device), _numbered(sequence[later], device)
-        sites = [_sizes_of(x, place, rows, later.to(device), rows_of_later) for x in view.activations]
-        stacked = {name: torch.stack([site[name] for site in sites]) for name in sites[0]}
-        view.memo["sizes"] = {"tokens": torch.bincount(place, minlength=FIRST_PLACES + 1), **stacked}
+        sequence = view.sequence.cpu()
+        later = (view.position.cpu() >= FIRST_PLACES).nonzero()[:, 0]
+        rows = _rows_and_counts(sequence, device)
+        rows_of_later = _rows_and_counts(sequence[later], device)
+        sites = [_sizes_of_site(x, place, rows, later.to(device), rows_of_later) for x in view.activations]
+        view_sizes = {"tokens": torch.bincount(place, minlength=FIRST_PLACES + 1)}
+        for name in sites[0]:
+            view_sizes[name] = torch.stack([site[name] for site in sites])
+        view.memo["sizes"] = view_sizes
     sizes: dict[str, Tensor] = view.memo["sizes"]
     return sizes
 
 
-def _numbered(sequence: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rows_and_counts(sequence: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """The index of each sample's row, and the number of samples in each row."""
     row, count = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)[1:]
     return row.to(device), count.to(device)
 
 
-def _sizes_of(
+def _sizes_of_site(
     x: Tensor, place: Tensor, rows: tuple[Tensor, Tensor], later: Tensor, rows_of_later: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
     unit, norm = unit_vectors(x)

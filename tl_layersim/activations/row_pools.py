@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .view import Kernel, Reduced, View, in_full_precision, some_sites, tokens_alone
+from .view import Kernel, Reduced, View, in_full_precision, select_sites, tokens_alone
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
@@ -55,10 +55,10 @@ class Samples:
         if self.text is None:
             object.__setattr__(self, "text", self.row)
 
-    def some(self, index: Tensor) -> Samples:
+    def select(self, index: Tensor) -> Samples:
         """Select samples by index."""
-        own = {name: getattr(self, name)[index] for name in ("row", "rank", "key", "origin", "text")}
-        return Samples(**own, neighbours=self.neighbours)
+        selected = {name: getattr(self, name)[index] for name in ("row", "rank", "key", "origin", "text")}
+        return Samples(**selected, neighbours=self.neighbours)
 
 
 Draws = Mapping[str, Sequence[Tensor]]
@@ -128,8 +128,9 @@ def pool_texts(size: int, density: float) -> int:
         >>> pool_texts(256, 100.0), pool_texts(256, 10.0), pool_texts(256, 1)
         (16, 32, 256)
     """
-    texts, each = TEXTS_OF_POOL, min(max(density, 1), SAMPLES_OF_ROW)
-    while texts * each < size:
+    texts = TEXTS_OF_POOL
+    samples_per_text = min(max(density, 1), SAMPLES_OF_ROW)
+    while texts * samples_per_text < size:
         texts *= 2
     return texts
 
@@ -218,7 +219,8 @@ class BatchPlan:
         out: dict[str, Kernel] = {}
         for name, kernel in self.kernels.items():
             if not isinstance(kernel, PoolKernel):
-                out[name] = partial(by_leaf, kernel=kernel, leaves=tuple(text // self.leaf for text in self.texts[first:end]))
+                leaves = tuple(text // self.leaf for text in self.texts[first:end])
+                out[name] = partial(by_leaf, kernel=kernel, leaves=leaves)
                 continue
             low, high = self.bounds[kernel.whole_rows][number : number + 2]
             index = torch.cat([pool.index for pool in self.pools[name]])
@@ -236,46 +238,55 @@ class BatchPlan:
             For each leaf the output of `reduce`; a single one without sums if activations are not finite.
         """
         counts: list[Any] = []
-        leaves: list[dict[str, dict[str, Tensor]]] = [{name: {} for name in self.kernels} for _ in range(self.leaves)]
-        of_pools: dict[str, list[Mapping[str, Tensor]]] = {name: [] for name in self.pools}
-        for own_counts, outputs in passes:
-            counts = [a + b for a, b in zip(counts, own_counts, strict=True)] if counts else list(own_counts)
+        # Sums of each leaf, by kernel and field.
+        leaves: list[dict[str, dict[str, Tensor]]] = []
+        for _ in range(self.leaves):
+            leaves.append({name: {} for name in self.kernels})
+        pool_outputs: dict[str, list[Mapping[str, Tensor]]] = {name: [] for name in self.pools}
+        for pass_counts, outputs in passes:
+            counts = [a + b for a, b in zip(counts, pass_counts, strict=True)] if counts else list(pass_counts)
             for name, output in outputs.items():
-                if name in of_pools:
-                    of_pools[name].append(output)
+                if name in pool_outputs:
+                    pool_outputs[name].append(output)
                     continue
                 for key, value in output.items():
                     leaf, _, field_name = key.partition("/")
-                    own = leaves[int(leaf)][name]
-                    own[field_name] = value if field_name not in own else added(own[field_name], value)
+                    sums = leaves[int(leaf)][name]
+                    sums[field_name] = value if field_name not in sums else added(sums[field_name], value)
         if any(bool(count.any()) for count in counts):
             return [(counts, {})]
-        for name, parts in of_pools.items():
+        for name, kernel_outputs in pool_outputs.items():
             kernel = self.kernels[name]
             assert isinstance(kernel, PoolKernel)
-            for pool, sums in zip(self.pools[name], self._pool_sums(name, kernel, parts), strict=True):
+            for pool, sums in zip(self.pools[name], self._pool_sums(name, kernel, kernel_outputs), strict=True):
                 leaves[pool.leaf][name] = sums
+        # Activations that are not finite are counted once, in the first leaf.
         zero = [torch.zeros_like(count) for count in counts]
-        return [(counts if number == 0 else zero, own) for number, own in enumerate(leaves)]
+        return [(counts if number == 0 else zero, leaf_sums) for number, leaf_sums in enumerate(leaves)]
 
     def _pool_sums(self, name: str, kernel: PoolKernel, outputs: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         models = sum(key.startswith("samples") for key in outputs[0])
         for i in range(models):
-            long = {output[f"samples {i}"].shape[-1] for output in outputs}
-            if len(long) > 1:
+            dimensions = {output[f"samples {i}"].shape[-1] for output in outputs}
+            if len(dimensions) > 1:
                 raise LayersimError(
-                    f"`pool` is 'flat', which needs equally many tokens in all rows; the flattened rows have {min(long)} to "
-                    f"{max(long)} dimensions."
+                    f"`pool` is 'flat', which needs equally many tokens in all rows; the flattened rows have {min(dimensions)} "
+                    f"to {max(dimensions)} dimensions."
                 )
-        sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]
-        widths = [tuple(outputs[0][f"widths {i}"].tolist()) for i in range(models)]
-        out, start = [], 0
+        sides = []
+        widths = []
+        for i in range(models):
+            sides.append(torch.cat([output[f"samples {i}"] for output in outputs], 1))
+            widths.append(tuple(outputs[0][f"widths {i}"].tolist()))
+        sums_of_pools = []
+        start = 0
         for pool in self.pools[name]:
             end = start + len(pool.index)
-            own = [side[:, start:end] for side in sides]
-            out.append(in_full_precision(own[0].device, partial(kernel.sums, own, widths, pool.samples, pool.draws)))
+            pool_sides = [side[:, start:end] for side in sides]
+            pool_sums = partial(kernel.sums, pool_sides, widths, pool.samples, pool.draws)
+            sums_of_pools.append(in_full_precision(pool_sides[0].device, pool_sums))
             start = end
-        return out
+        return sums_of_pools
 
 
 def added(a: Tensor, b: Tensor) -> Tensor:
@@ -295,7 +306,7 @@ def added(a: Tensor, b: Tensor) -> Tensor:
 
 
 def plan_batch(
-    known: View,
+    tokens: View,
     starts: tuple[int, ...],
     leaf: int,
     density: float | None,
@@ -306,7 +317,7 @@ def plan_batch(
     """Draw the samples of each pool in a batch, and return the `BatchPlan`.
 
     Args:
-        known: `tokens`, `sequence`, `row` and `text` of all counted positions of the batch.
+        tokens: view with `tokens`, `sequence`, `row` and `text` of all counted positions of the batch.
         starts: see `BatchPlan`.
         leaf: number of texts in a leaf.
         density: mean number of counted positions per text of the data; None to treat the batch as one pool.
@@ -316,27 +327,29 @@ def plan_batch(
     """
     texts = texts or tuple(range(starts[-1]))
     pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
-    samples_by = {}
-    for whole in {kernel.whole_rows for kernel in pooled.values()}:
-        samples = samples_of(known, whole)
-        samples_by[whole] = replace(samples, text=torch.tensor(texts)[samples.row], neighbours=neighbours)
+    samples_by_kind: dict[bool, Samples] = {}
+    bounds: dict[bool, tuple[int, ...]] = {}
     first_row = torch.tensor(starts)
-    bounds = {whole: tuple(torch.searchsorted(own.row.contiguous(), first_row).tolist()) for whole, own in samples_by.items()}
+    for whole_rows in {kernel.whole_rows for kernel in pooled.values()}:
+        samples = samples_of(tokens, whole_rows)
+        samples_by_kind[whole_rows] = replace(samples, text=torch.tensor(texts)[samples.row], neighbours=neighbours)
+        bounds[whole_rows] = tuple(torch.searchsorted(samples.row.contiguous(), first_row).tolist())
     pools: dict[str, list[_Pool]] = {}
-    total = texts[-1] + 1
+    text_count = texts[-1] + 1
     for name, kernel in pooled.items():
-        samples = samples_by[kernel.whole_rows]
-        size = total if density is None else kernel.texts(density)
+        samples = samples_by_kind[kernel.whole_rows]
+        size = text_count if density is None else kernel.texts(density)
         pools[name] = []
-        for first in range(0, total, size):
-            inside = ((samples.text >= first) & (samples.text < first + size)).nonzero()[:, 0]
+        for first_text in range(0, text_count, size):
+            end_text = min(first_text + size, text_count)
+            inside = ((samples.text >= first_text) & (samples.text < end_text)).nonzero()[:, 0]
             if len(inside):
-                at = (first, texts.index(first), (min(first + size, total) - 1) // leaf)
-                pools[name].append(_pool(kernel, samples, inside, at))
+                at = (first_text, texts.index(first_text), (end_text - 1) // leaf)
+                pools[name].append(_draw_pool(kernel, samples, inside, at))
     return BatchPlan(starts, leaf, texts, kernels, pools, bounds)
 
 
-def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, at: tuple[int, int, int]) -> _Pool:
+def _draw_pool(kernel: PoolKernel, samples: Samples, inside: Tensor, at: tuple[int, int, int]) -> _Pool:
     """Draw the samples of one pool.
 
     Args:
@@ -346,15 +359,20 @@ def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, at: tuple[int, i
         at: index of the pool's first text in the batch, of the first row of this text, and of the leaf of its last text.
     """
     first_text, first_row, leaf = at
-    own = samples.some(inside)
+    pool_samples = samples.select(inside)
     # Rows are counted from the pool's first row, so that draws do not depend on the rows of a batch.
-    own = replace(own, row=own.row - first_row, text=own.text - first_text)
-    draws = kernel.draw(own)
-    used = [one.flatten() for own in draws.values() for one in own]
-    chosen = torch.unique(torch.cat(used)) if used else inside[:0]
+    pool_samples = replace(pool_samples, row=pool_samples.row - first_row, text=pool_samples.text - first_text)
+    draws = kernel.draw(pool_samples)
+    drawn_indices: list[Tensor] = []
+    for indices_of_draws in draws.values():
+        drawn_indices += [indices.flatten() for indices in indices_of_draws]
+    chosen = torch.unique(torch.cat(drawn_indices)) if drawn_indices else inside[:0]
+    # Only the chosen samples are read; the draws then count among these.
     place = torch.zeros(len(inside), dtype=torch.int64).index_copy(0, chosen, torch.arange(len(chosen)))
-    mapped = {name: [place[one] for one in each] for name, each in draws.items()}
-    return _Pool(leaf, inside[chosen], own.some(chosen), mapped)
+    draws_of_chosen = {}
+    for name, indices_of_draws in draws.items():
+        draws_of_chosen[name] = [place[indices] for indices in indices_of_draws]
+    return _Pool(leaf, inside[chosen], pool_samples.select(chosen), draws_of_chosen)
 
 
 def by_leaf(*views: View, kernel: Kernel, leaves: tuple[int, ...]) -> dict[str, Tensor]:
@@ -373,14 +391,14 @@ def by_leaf(*views: View, kernel: Kernel, leaves: tuple[int, ...]) -> dict[str, 
     start = 0
     while start < len(leaves):
         end = len(leaves) if whole else start + leaves.count(leaves[start])
-        parts = [some_rows(view, start, end) for view in views]
+        parts = [select_rows(view, start, end) for view in views]
         if len(parts[0].tokens):
             out |= {f"{leaves[end - 1]}/{name}": value for name, value in kernel(*parts).items()}
         start = end
     return out
 
 
-def some_rows(view: View, start: int, stop: int) -> View:
+def select_rows(view: View, start: int, stop: int) -> View:
     """The rows `start` to `stop - 1` of a view. Kernels that read the same rows share this view and its memo.
 
     Args:
@@ -394,8 +412,8 @@ def some_rows(view: View, start: int, stop: int) -> View:
     key = f"rows {start} {stop}"
     if key not in view.memo:
         low, high = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
-        own: dict[str, Any] = {name: value[low:high] for name, value in view.token_fields().items()}
-        view.memo[key] = replace(view, activations=view.activations[:, low:high], **own, memo={})
+        token_fields: dict[str, Any] = {name: value[low:high] for name, value in view.token_fields().items()}
+        view.memo[key] = replace(view, activations=view.activations[:, low:high], **token_fields, memo={})
     part: View = view.memo[key]
     return part
 
@@ -415,10 +433,10 @@ def drawn(
     """
     out: dict[str, Tensor] = {}
     for number, view in enumerate(views):
-        own = view if sites is None else some_sites(view, sites[number])
-        x = read(own)
+        view_of_sites = view if sites is None else select_sites(view, sites[number])
+        x = read(view_of_sites)
         out[f"samples {number}"] = x[:, index.to(x.device)]
-        out[f"widths {number}"] = torch.tensor(own.widths, dtype=torch.int64)
+        out[f"widths {number}"] = torch.tensor(view_of_sites.widths, dtype=torch.int64)
     return out
 
 
@@ -432,8 +450,8 @@ def run_batch(
         batch: a batch of one or more forward passes.
         kernels: kernels by name.
     """
-    about = (batch.starts, batch.leaf, batch.density, kernels, batch.units, batch.neighbours)
-    plan = plan_batch(tokens_alone(batch), *about)
+    plan = plan_batch(tokens_alone(batch), batch.starts, batch.leaf, batch.density, kernels, batch.units, batch.neighbours)
+    # A generator: the activations of one forward pass are freed before the next runs.
     return plan.finish(
         run(part, plan.kernels_of(number)) for number, part in enumerate(batch.passes()) if bool(part.counted.any())
     )

@@ -31,11 +31,11 @@ def row_means(view: View) -> Tensor:
         view: activations of one forward pass.
     """
     width = view.activations.shape[-1]
-    fixed = torch.randn(width, DIRECTIONS, generator=torch.Generator().manual_seed(width))
+    directions = torch.randn(width, DIRECTIONS, generator=torch.Generator().manual_seed(width))
     row, counts = torch.unique_consecutive(view.sequence, return_inverse=True, return_counts=True)[1:]
     means = []
     for x in view.activations:
-        projected = unit_vectors(x)[0].float() @ fixed.to(x.device)
+        projected = unit_vectors(x)[0].float() @ directions.to(x.device)
         total = projected.new_zeros(len(counts), DIRECTIONS).index_add_(0, row.to(x.device), projected)
         means.append(total / counts.to(x.device)[:, None])
     return torch.stack(means)
@@ -65,7 +65,8 @@ def neighbour_products(
     x = torch.cat([side.cpu().double() for side in sides])
     total = x.new_zeros(len(x), len(counts), x.shape[-1]).index_add_(1, text, x)
     means = total / counts[:, None]
-    first, second = means[:, :-1], means[:, 1:]
+    first = means[:, :-1]
+    second = means[:, 1:]
     return {
         "texts": torch.tensor(len(counts)),
         "pairs": torch.tensor(len(counts) - 1),
@@ -97,12 +98,14 @@ def neighbour_correlations_of_texts(sums: Mapping[str, Tensor]) -> Tensor:
     Returns:
         float64; empty for fewer than two pairs, or if all texts are alike.
     """
-    texts, pairs = int(sums["texts"]), int(sums["pairs"])
+    texts = int(sums["texts"])
+    pairs = int(sums["pairs"])
     mean = sums["sum"] / max(texts, 1)
     if pairs < 2:
         return mean.new_zeros(0)
     variance = sums["square"] / texts - mean.square()
-    together = sums["product"] - mean * (sums["first"] + sums["second"]) + pairs * mean.square()
+    covariance = sums["product"] - mean * (sums["first"] + sums["second"]) + pairs * mean.square()
+    # Below this share of the squared mean, the variance is rounding error: all texts are alike.
     differs = variance > 1e-12 * mean.square()
-    each = (together / pairs / variance).where(differs, torch.nan).nanmean(1)
-    return each[~each.isnan()]
+    correlations = (covariance / pairs / variance).where(differs, torch.nan).nanmean(1)
+    return correlations[~correlations.isnan()]

@@ -69,7 +69,12 @@ class View:
     def token_fields(self) -> dict[str, Tensor]:
         """The fields with one value per token, by name. They do not depend on the model. Fields that are None are left out."""
         names = ("tokens", "sequence", "position", "next_token", "row", "text", "unit", "column", "labels")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        fields = {}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value
+        return fields
 
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
@@ -98,13 +103,13 @@ def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
         device: device of the tensors.
         call: the function.
     """
-    before = _set_precision(None)
+    previous_precision = _set_precision(None)
     try:
         # Inference mode is off too, because a kernel could not differentiate a block in it.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device.type, enabled=False):
             return call()
     finally:
-        _set_precision(before)
+        _set_precision(previous_precision)
 
 
 def _count_not_finite(activations: Tensor) -> Tensor:
@@ -122,14 +127,14 @@ def _set_precision(values: list[str] | None) -> list[str]:
     """
     backends: list[Any] = [getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn)]
     if all(hasattr(backend, "fp32_precision") for backend in backends):
-        before = [backend.fp32_precision for backend in backends]
+        previous = [backend.fp32_precision for backend in backends]
         for backend, value in zip(backends, values or ["ieee", "ieee"], strict=True):
             backend.fp32_precision = value
-        return before
+        return previous
     # Older torch has one setting for both.
-    before = [torch.get_float32_matmul_precision()]
+    previous = [torch.get_float32_matmul_precision()]
     torch.set_float32_matmul_precision(values[0] if values else "highest")
-    return before
+    return previous
 
 
 def tokens_alone(batch: Batch) -> View:
@@ -163,10 +168,10 @@ def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -
         kernel: kernel of an analyzer that reads only some of the sites.
         sites: for each view, indices of the sites that the kernel reads.
     """
-    return kernel(*(some_sites(view, chosen) for view, chosen in zip(views, sites, strict=True)))
+    return kernel(*(select_sites(view, sites_of_view) for view, sites_of_view in zip(views, sites, strict=True)))
 
 
-def some_sites(view: View, sites: tuple[int, ...]) -> View:
+def select_sites(view: View, sites: tuple[int, ...]) -> View:
     """A view that holds only some sites of another view. Kernels that read the same sites share the new view and its memo.
 
     Args:
@@ -177,20 +182,21 @@ def some_sites(view: View, sites: tuple[int, ...]) -> View:
         return view
     key = f"sites {sites}"
     if key not in view.memo:
-        start, stop = sites[0], sites[-1] + 1
+        start = sites[0]
+        stop = sites[-1] + 1
         # Neighbouring sites need no copy.
-        together = sites == tuple(range(start, stop))
+        are_neighbours = sites == tuple(range(start, stop))
         widths = tuple(view.widths[site] for site in sites)
-        some = view.activations[start:stop] if together else view.activations[list(sites)]
+        activations = view.activations[start:stop] if are_neighbours else view.activations[list(sites)]
         view.memo[key] = replace(
             view,
-            activations=some[..., : max(widths)],
+            activations=activations[..., : max(widths)],
             sites=tuple(view.sites[site] for site in sites),
             widths=widths,
             memo={},
         )
-    chosen: View = view.memo[key]
-    return chosen
+    view_of_sites: View = view.memo[key]
+    return view_of_sites
 
 
 def row_ends(view: View) -> Tensor:
@@ -213,8 +219,10 @@ def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
     row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts).to(x.device)
     position = view.position.to(x.device)
     shape = (len(counts), int(position.max()) + 1 if len(position) else 0)
-    rows, counted = x.new_zeros(*shape, x.shape[-1]), torch.zeros(shape, dtype=torch.bool, device=x.device)
-    rows[row, position], counted[row, position] = x, True
+    rows = x.new_zeros(*shape, x.shape[-1])
+    rows[row, position] = x
+    counted = torch.zeros(shape, dtype=torch.bool, device=x.device)
+    counted[row, position] = True
     return rows, counted
 
 
@@ -239,8 +247,9 @@ def targets(view: View, labels: str | Tensor, index: Tensor | None = None) -> Te
         return view.next_token
     # Without next tokens, the target is the next counted token, if it is at the next position of the row.
     following = torch.full_like(view.tokens, NO_LABEL)
-    pair = (view.sequence[1:] == view.sequence[:-1]) & (view.position[1:] == view.position[:-1] + 1)
-    following[:-1] = torch.where(pair, view.tokens[1:], NO_LABEL)
+    same_row = view.sequence[1:] == view.sequence[:-1]
+    next_position = view.position[1:] == view.position[:-1] + 1
+    following[:-1] = torch.where(same_row & next_position, view.tokens[1:], NO_LABEL)
     return following
 
 
@@ -274,8 +283,12 @@ class SiteBuffer:
     def __init__(
         self, names: tuple[str, ...], keep: Tensor, shape: tuple[int, int], pooled: bool, has_tokens: bool = True
     ) -> None:
-        self.sites, self.keep, self.shape = names, keep, shape
-        self.samples, self.row_of, self.lengths = keep, keep, keep
+        self.sites = names
+        self.keep = keep
+        self.shape = shape
+        self.samples = keep
+        self.row_of = keep
+        self.lengths = keep
         self.pooled = pooled
         # A site with positions of its own has its mean over all of them.
         self.own_positions = pooled and not has_tokens and keep.numel() == shape[0] * shape[1]
@@ -294,15 +307,17 @@ class SiteBuffer:
             hidden: `batch pos ...`, any dtype, any device.
             part: part of the last axis that belongs to the site; None for all of it.
         """
-        own = self.own_positions and hidden.shape[0] == self.shape[0] and (hidden.dim() < 3 or hidden.shape[1] != self.shape[1])
-        remedy = (
-            "" if self.token_positions else " If the site has its own number of positions for an image, pass positions='mean'."
-        )
-        hidden = at_point(hidden, part, None if own else self.shape, self.sites[site], remedy)
+        has_own_positions = False
+        if self.own_positions and hidden.shape[0] == self.shape[0]:
+            has_own_positions = hidden.dim() < 3 or hidden.shape[1] != self.shape[1]
+        remedy = ""
+        if not self.token_positions:
+            remedy = " If the site has its own number of positions for an image, pass positions='mean'."
+        hidden = at_point(hidden, part, None if has_own_positions else self.shape, self.sites[site], remedy)
         width = hidden.shape[-1]
-        rows = hidden.detach() if own else hidden.detach().reshape(-1, width)
+        rows = hidden.detach() if has_own_positions else hidden.detach().reshape(-1, width)
         # Positions are ascending, so equal numbers mean that all positions are kept.
-        if not own and len(rows) != self.keep.numel():
+        if not has_own_positions and len(rows) != self.keep.numel():
             # The indices are moved once: a copy to a GPU at every site would wait for the blocks before it.
             self.keep = self.keep.to(rows.device)
             rows = rows.index_select(0, self.keep)
@@ -315,7 +330,7 @@ class SiteBuffer:
             buffer = torch.full((len(self.sites), self.samples.numel(), width), torch.nan, dtype=dtype, device=device)
         if width > buffer.shape[-1]:
             buffer = torch.nn.functional.pad(buffer, (0, width - buffer.shape[-1]))
-        if own:
+        if has_own_positions:
             rows = rows.double().mean(1)
         elif self.pooled:
             lengths = self.lengths.to(rows.device)
@@ -323,7 +338,8 @@ class SiteBuffer:
             rows = total.index_add_(0, self.row_of.to(rows.device), rows.double()) / lengths[:, None]
         buffer[site, :, :width] = rows
         buffer[site, :, width:] = 0
-        self._buffer, self._widths[site] = buffer, width
+        self._buffer = buffer
+        self._widths[site] = width
 
     @property
     def activations(self) -> Tensor:
@@ -339,8 +355,13 @@ class SiteBuffer:
     def fields(self) -> dict[str, Any]:
         """Arguments for `View`: activations, names and widths of sites, and row and position of each sample."""
         samples = self.samples.to(self.activations.device)
-        where = {"sequence": samples // self.shape[1], "position": samples % self.shape[1]}
-        return {"activations": self.activations, "sites": self.sites, "widths": self.widths, **where}
+        return {
+            "activations": self.activations,
+            "sites": self.sites,
+            "widths": self.widths,
+            "sequence": samples // self.shape[1],
+            "position": samples % self.shape[1],
+        }
 
 
 def last_of_rows(keep: Tensor, pos: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,4 +376,6 @@ def last_of_rows(keep: Tensor, pos: int) -> tuple[Tensor, Tensor, Tensor]:
         the number of counted positions per row. Rows without a counted position are left out.
     """
     lengths: Tensor = torch.unique_consecutive(keep.cpu() // pos, return_counts=True)[1]
-    return lengths.cumsum(0) - 1, torch.arange(lengths.numel()).repeat_interleave(lengths), lengths
+    ends = lengths.cumsum(0) - 1
+    row_of_position = torch.arange(lengths.numel()).repeat_interleave(lengths)
+    return ends, row_of_position, lengths

@@ -54,31 +54,34 @@ def cross_product_kernel(*views: View, rows: partial[Tensor], split: partial[Ten
         return _split_cross_products(views, rows, split)
     key = f"cross-products {sorted(rows.keywords.items())}"
     if len(views) == 1:
-        memo, full = views[0].memo, f"{key} of one model"
-        if full not in memo:
-            memo[full] = cross_products([rows(views[0]).double()])
-        shared: dict[str, Tensor] = memo[full]
+        memo = views[0].memo
+        key_of_model = f"{key} of one model"
+        if key_of_model not in memo:
+            memo[key_of_model] = cross_products([rows(views[0]).double()])
+        shared: dict[str, Tensor] = memo[key_of_model]
         return shared
     sides = [rows(view).double() for view in views]
     for view, side in zip(views, sides, strict=True):
         # A model that is compared with several others is multiplied with itself once.
         if key not in view.memo:
             view.memo[key] = side.mT @ side
-    return cross_products(sides, own=[view.memo[key] for view in views])
+    return cross_products(sides, with_itself=[view.memo[key] for view in views])
 
 
 def _split_cross_products(views: Sequence[View], rows: partial[Tensor], split: partial[Tensor]) -> dict[str, Tensor]:
-    number = text_of(views[0])
+    text = text_of(views[0])
     if rows.keywords["level"] == "sequence":
-        number = number[row_ends(views[0]).to(number.device)]
-    test = split(number)
+        text = text[row_ends(views[0]).to(text.device)]
+    test = split(text)
     sides = [rows(view).double() for view in views]
     out: dict[str, Tensor] = {}
     for name, chosen in (("train", ~test), ("test", test)):
         # A batch may have held-out rows only, or none.
-        found = cross_products([side[:, chosen.to(side.device)] for side in sides])
-        out |= {f"{name}.{field}": value for field, value in found.items()}
-    return out | {"test.texts": torch.tensor(len(torch.unique(number[test])))}
+        products = cross_products([side[:, chosen.to(side.device)] for side in sides])
+        for field, value in products.items():
+            out[f"{name}.{field}"] = value
+    out["test.texts"] = torch.tensor(len(torch.unique(text[test])))
+    return out
 
 
 def draw_exchanged(samples: Samples, *, seed: int, unit: str, split: partial[Tensor] | None) -> Draws:
@@ -94,12 +97,13 @@ def draw_exchanged(samples: Samples, *, seed: int, unit: str, split: partial[Ten
     """
     test = torch.zeros_like(samples.row, dtype=torch.bool) if split is None else split(samples.origin)
     samples = with_unit(samples, unit)
+    parts = {"": ~test} if split is None else {"train.": ~test, "test.": test}
     out = {}
-    for name, chosen in ({"": ~test} if split is None else {"train.": ~test, "test.": test}).items():
+    for name, chosen in parts.items():
         index = chosen.nonzero()[:, 0]
         grid = torch.arange(len(index))[:, None]
         if unit != "token":
-            grid = draw_grid(samples.some(index), len(index) * SAMPLES_OF_POOL, seed, least_texts=1)
+            grid = draw_grid(samples.select(index), len(index) * SAMPLES_OF_POOL, seed, least_texts=1)
         out[name] = [index[grid]]
     return out
 
@@ -134,48 +138,54 @@ def exchanged_sums(
             continue
         order = draw_permutations(permutations, len(grid), pool_key(samples, seed))
         place = torch.arange(grid.numel()).view(grid.shape)
-        parts = [side[:, grid.flatten().to(side.device)].double() for side in sides]
-        found = cross_products(parts, place[order].flatten(1))
-        out |= {f"null.{name}{field}": value for field, value in found.items()}
+        drawn_sides = [side[:, grid.flatten().to(side.device)].double() for side in sides]
+        products = cross_products(drawn_sides, place[order].flatten(1))
+        for field, value in products.items():
+            out[f"null.{name}{field}"] = value
     return out
 
 
 def cross_products(
-    sides: Sequence[Tensor], permutations: Tensor | None = None, own: Sequence[Tensor] = ()
+    sides: Sequence[Tensor], permutations: Tensor | None = None, with_itself: Sequence[Tensor] = ()
 ) -> dict[str, Tensor]:
     """Cross-products X'Y between the sites of one or two models, and sums of the samples.
 
     Args:
         sides: samples of each model, `site sample width`, float64.
         permutations: `permutation sample`, indices of the permuted samples; None without a null.
-        own: for each of two models, cross-products of each site with itself, if they are known, `site width width`.
+        with_itself: for each of two models, cross-products of each site with itself, if they are known, `site width width`.
 
     Returns:
         `samples`, their number; `x`, sums of the samples, `site width`; `cross`, `pair width width`, for the pairs of sites (0,
         0), (0, 1), ..., (1, 1), (1, 2), ... of one model (the other pairs are transposes), or for the first site of the first
         model and all sites of the second, then its second site, and so on; for two models also `y`, and `xx` and `yy`, the
-        products in `own`; with permutations also `null`, `permutation pair width width`, as `cross` with permuted samples of
-        the second site.
+        products in `with_itself`; with permutations also `null`, `permutation pair width width`, as `cross` with permuted
+        samples of the second site.
     """
-    x, y, later = sides[0], sides[-1].to(sides[0].device), len(sides) == 1
-    out = {"samples": torch.tensor(x.shape[1]), "x": x.sum(1), "cross": _products(x, y, later=later)}
-    if not later:
-        xx, yy = own or [side.mT @ side for side in sides]
+    x = sides[0]
+    y = sides[-1].to(x.device)
+    one_model = len(sides) == 1
+    out = {"samples": torch.tensor(x.shape[1]), "x": x.sum(1), "cross": _products(x, y, one_model=one_model)}
+    if not one_model:
+        xx, yy = with_itself or [side.mT @ side for side in sides]
         out |= {"y": y.sum(1), "xx": xx, "yy": yy}
     if permutations is not None:
-        out["null"] = torch.stack([_products(x, y[:, order], later=later) for order in permutations.to(x.device)])
+        null = [_products(x, y[:, order], one_model=one_model) for order in permutations.to(x.device)]
+        out["null"] = torch.stack(null)
     return out
 
 
-def _products(x: Tensor, y: Tensor, *, later: bool) -> Tensor:
-    """Products x'y of pairs of sites (`pair width_x width_y`). With `later`, each unordered pair occurs once."""
+def _products(x: Tensor, y: Tensor, *, one_model: bool) -> Tensor:
+    """Products x'y of pairs of sites (`pair width_x width_y`). Within one model, each unordered pair occurs once."""
     width = y.shape[-1]
     flat = rearrange(y, "site sample d -> sample (site d)").contiguous()
-    counts = [len(y) - site * later for site in range(len(x))]
-    out, start = x.new_empty(sum(counts), x.shape[-1], width), 0
-    for samples, count in zip(x, counts, strict=True):
-        product = samples.T @ flat[:, (len(y) - count) * width :]
-        out[start : start + count] = rearrange(product, "d (other e) -> other d e", other=count)
+    # Within one model, a site is multiplied with itself and with later sites.
+    counts = [len(y) - site * one_model for site in range(len(x))]
+    out = x.new_empty(sum(counts), x.shape[-1], width)
+    start = 0
+    for x_samples, count in zip(x, counts, strict=True):
+        product = x_samples.T @ flat[:, (len(y) - count) * width :]
+        out[start : start + count] = rearrange(product, "d (site e) -> site d e", site=count)
         start += count
     return out
 
@@ -231,16 +241,17 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
     """
     variance = covariance.diagonal()
     power = variance + mean.square()
-    spread = variance > ROUNDING * power
-    least = 100 * EPS * (power / variance).where(spread, 0).max()
+    has_spread = variance > ROUNDING * power
+    least = 100 * EPS * (power / variance).where(has_spread, 0).max()
     if not ridge >= least:
         raise LayersimError(
             f"`ridge` is {ridge:g}, which is lost in rounding because the activations have a large mean; it must be at least "
             f"{float(2 * least):.1g}."
         )
-    scale = variance.where(spread, torch.inf).rsqrt()
+    scale = variance.where(has_spread, torch.inf).rsqrt()
     penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)
-    return torch.cholesky_solve(cross * scale[:, None], torch.linalg.cholesky(penalised)) * scale[:, None]
+    standardised_weights = torch.cholesky_solve(cross * scale[:, None], torch.linalg.cholesky(penalised))
+    return standardised_weights * scale[:, None]
 
 
 def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
@@ -257,7 +268,8 @@ def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> 
     """
     # Whole numbers divide to float32.
     n = counts.sum().double()
-    mean, share = total.sum(0) / n, counts / n
+    mean = total.sum(0) / n
+    share = counts / n
     cross = (total / n - torch.outer(share, mean)).T
     weight = ridge_weights(second / n - torch.outer(mean, mean), cross, mean, ridge)
     # A class without training samples is never predicted.
@@ -280,7 +292,7 @@ class Sites:
     """Means and variances of the sites of one model. Variances are divided by n.
 
     Args:
-        own: cross-products of each site with itself, `site width width`.
+        products: cross-products of each site with itself, `site width width`.
         total: sums of the samples, `site width`.
         samples: number of samples, n.
 
@@ -291,15 +303,17 @@ class Sites:
         defined: `site`, whether the samples differ by more than rounding.
     """
 
-    def __init__(self, own: Tensor, total: Tensor, samples: int) -> None:
-        self._own, self._samples, self.mean = own, samples, total / max(samples, 1)
-        self.square = own.diagonal(dim1=1, dim2=2).sum(1) / samples
+    def __init__(self, products: Tensor, total: Tensor, samples: int) -> None:
+        self._products = products
+        self._samples = samples
+        self.mean = total / max(samples, 1)
+        self.square = products.diagonal(dim1=1, dim2=2).sum(1) / samples
         self.variance = self.square - self.mean.square().sum(1)
         self.defined = self.variance > ROUNDING * self.square
 
     def covariance(self, site: int) -> Tensor:
         """Covariance of a site with itself (`width width`)."""
-        return self._own[site] / self._samples - torch.outer(self.mean[site], self.mean[site])
+        return self._products[site] / self._samples - torch.outer(self.mean[site], self.mean[site])
 
 
 class Covariances:
@@ -318,17 +332,19 @@ class Covariances:
     """
 
     def __init__(self, sums: Sums, prefix: str = "") -> None:
-        own = {name.removeprefix(prefix): value for name, value in sums.fields.items() if name.startswith(prefix)}
-        self.samples = int(own["samples"])
-        self.two_models = "yy" in own
-        self._sizes = len(own["x"]), len(own["y" if self.two_models else "x"])
-        self._null = own.get("null", ())
+        fields = {name.removeprefix(prefix): value for name, value in sums.fields.items() if name.startswith(prefix)}
+        self.samples = int(fields["samples"])
+        self.two_models = "yy" in fields
+        self._sizes = (len(fields["x"]), len(fields["y" if self.two_models else "x"]))
+        self._null = fields.get("null", ())
         self.permutations = len(self._null)
-        self._cross = self._by_pair(own["cross"])
-        itself = own["xx"] if self.two_models else torch.stack([self._product(site, site) for site in range(self._sizes[0])])
-        self.rows = self.columns = Sites(itself, own["x"], self.samples)
+        self._cross = self._by_pair(fields["cross"])
         if self.two_models:
-            self.columns = Sites(own["yy"], own["y"], self.samples)
+            self.rows = Sites(fields["xx"], fields["x"], self.samples)
+            self.columns = Sites(fields["yy"], fields["y"], self.samples)
+        else:
+            products = torch.stack([self._product(site, site) for site in range(self._sizes[0])])
+            self.rows = self.columns = Sites(products, fields["x"], self.samples)
 
     def permuted(self, number: int) -> Covariances:
         """Covariances after the samples of the second site are permuted. The covariance of a site with itself is unchanged.
@@ -336,27 +352,35 @@ class Covariances:
         Args:
             number: index of the permutation.
         """
-        other = copy(self)
-        other._cross = self._by_pair(self._null[number])
-        return other
+        permuted = copy(self)
+        permuted._cross = self._by_pair(self._null[number])
+        return permuted
 
     def transposed(self) -> Covariances:
         """The covariances with rows and columns exchanged."""
-        other = copy(self)
-        other.rows, other.columns, other._sizes = self.columns, self.rows, self._sizes[::-1]
+        transposed = copy(self)
+        transposed.rows = self.columns
+        transposed.columns = self.rows
+        transposed._sizes = self._sizes[::-1]
         if self.two_models:
-            other._cross = self._cross.permute(1, 0, 3, 2)
-        return other
+            transposed._cross = self._cross.permute(1, 0, 3, 2)
+        return transposed
 
-    def pairs(self, *, itself: bool = False) -> list[tuple[int, list[int]]]:
+    def pairs(self, *, with_diagonal: bool = False) -> list[tuple[int, list[int]]]:
         """The pairs of sites to compare, grouped by the first site. Within one model, each pair occurs once.
 
         Args:
-            itself: within one model, whether to include the pair of each site with itself.
+            with_diagonal: within one model, whether to include the pair of each site with itself.
         """
         rows, columns = self._sizes
-        start = [0 if self.two_models else row + (not itself) for row in range(rows)]
-        return [(row, list(range(first, columns))) for row, first in enumerate(start) if first < columns]
+        pairs = []
+        for row in range(rows):
+            first = 0
+            if not self.two_models:
+                first = row if with_diagonal else row + 1
+            if first < columns:
+                pairs.append((row, list(range(first, columns))))
+        return pairs
 
     def between(self, row: int, columns: list[int]) -> Tensor:
         """Covariances of the site `row` with the sites `columns` (`column row_width column_width`)."""
@@ -406,21 +430,28 @@ class CrossProductAnalyzer(SampleAnalyzer):
         return None
 
     def sum_numbers(self, *models: Model) -> float:
-        shapes = [(len(a.layers), a.widest or 0, len(b.layers), b.widest or 0) for a, b in compared(models, self.symmetric)]
+        cross = 0
+        with_itself = 0
         if len(models) == 1:
-            [(sites, width, *_)] = shapes
-            cross, own = sites * (sites + 1) // 2 * width**2, 0
+            [model] = models
+            sites = len(model.layers)
+            cross = sites * (sites + 1) // 2 * (model.widest or 0) ** 2
         else:
-            cross = sum(a * b * d * e for a, d, b, e in shapes)
-            own = sum(a * d**2 + b * e**2 for a, d, b, e in shapes)
-        return self.groups * (own + cross * (1 + self.permutations))
+            for a, b in compared(models, self.symmetric):
+                a_width = a.widest or 0
+                b_width = b.widest or 0
+                cross += len(a.layers) * len(b.layers) * a_width * b_width
+                with_itself += len(a.layers) * a_width**2 + len(b.layers) * b_width**2
+        return self.groups * (with_itself + cross * (1 + self.permutations))
 
     def compute_seconds(self, model: Model) -> float:
         pairs = len(model.layers) * (len(model.layers) + 1) // 2
         return pairs * (1 + self.permutations) * self.seconds_per_pair * ((model.widest or 0) / 576) ** 3
 
     def pool_need(self, density: float) -> int:
-        return pool_texts(EXCHANGED, 1 if self.whole_rows else density) if self.permutations else 0
+        if not self.permutations:
+            return 0
+        return pool_texts(EXCHANGED, 1 if self.whole_rows else density)
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(cross_product_kernel, rows=self.read, split=self.split)
@@ -440,24 +471,27 @@ class CrossProductAnalyzer(SampleAnalyzer):
             sides: whether the samples of each row site differ, and those of each column site.
             count: number of samples.
         """
-        why = (
+        reason = (
             f"all {count} {self.samples_in_words} are equal up to rounding, like [CLS] tokens before the first attention. If "
             'a large mean hides their spread, CKA(estimator="minibatch") measures it'
         )
-        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), why)
+        refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), reason)
         return sides[0][:, None] & sides[1]
 
     def null(
-        self, run: Run, known: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
+        self, run: Run, defined: Tensor, parts: Sequence[Covariances], values: Callable[[Sequence[Covariances], bool], Tensor]
     ) -> dict[str, Any]:
         """The fields of the result that describe the permutation null.
 
         Args:
             run: the finished run.
-            known: whether each pair of sites has a value, `row column`.
+            defined: whether each pair of sites has a value, `row column`.
             parts: covariances of the samples that the null exchanges, by part of the data ("", "train" or "test").
             values: function that takes covariances and whether they are permuted, and returns the value of each pair.
         """
-        each = [values([part.permuted(i) for part in parts], True) for i in range(parts[0].permutations)]
-        observed = values(parts, False).where(known, math.nan)
-        return null_fields(observed, torch.stack(each), one_model=is_one_model(run.models), symmetric=self.symmetric)
+        null = []
+        for number in range(parts[0].permutations):
+            permuted_parts = [part.permuted(number) for part in parts]
+            null.append(values(permuted_parts, True))
+        observed = values(parts, False).where(defined, math.nan)
+        return null_fields(observed, torch.stack(null), one_model=is_one_model(run.models), symmetric=self.symmetric)

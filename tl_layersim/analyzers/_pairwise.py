@@ -50,9 +50,10 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
         x = x - x.mean(1, keepdim=True)
         norm = x.square().sum(-1)
         gram = torch.bmm(x, x.transpose(1, 2))
-        both = norm[:, :, None] + norm[:, None, :]
-        squared = both - 2 * gram
-        distance = squared.where(squared > 64 * torch.finfo(x.dtype).eps * both, 0).sqrt()
+        norm_sums = norm[:, :, None] + norm[:, None, :]
+        squared = norm_sums - 2 * gram
+        # Below this, the difference is rounding error: the samples are equal.
+        distance = squared.where(squared > 64 * torch.finfo(x.dtype).eps * norm_sums, 0).sqrt()
         return _without_diagonal(distance)
     mean = torch.zeros_like(x[..., :1])
     if kind == "correlation":
@@ -60,10 +61,10 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
         mean = x.sum(-1, keepdim=True) / width
         inside = torch.arange(x.shape[-1], device=x.device) < width
         x = (x - mean) * inside
-    known = beyond_rounding(x, mean)
-    unit = unit_vectors(x)[0] * known[..., None]
-    apart = 1 - torch.bmm(unit, unit.transpose(1, 2))
-    return _without_diagonal(apart.where(apart > 64 * torch.finfo(x.dtype).eps, 0))
+    has_direction = beyond_rounding(x, mean)
+    unit = unit_vectors(x)[0] * has_direction[..., None]
+    dissimilarity = 1 - torch.bmm(unit, unit.transpose(1, 2))
+    return _without_diagonal(dissimilarity.where(dissimilarity > 64 * torch.finfo(x.dtype).eps, 0))
 
 
 def _without_diagonal(matrix: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class PairRelation:
         numbers: numbers by layer that are summed over minibatches; {} in a name stands for the side, x or y.
         by_text: `layer text text term`, the terms by pair of texts, for samples on a grid `text position`; None if not asked
             for.
-        own_signs: signs of the terms on the diagonal of `by_text`, which pair a text with itself.
+        diagonal_signs: signs of the terms on the diagonal of `by_text`, which pair a text with itself.
         ratios: whether the similarities of each minibatch are summed too, divided by those of each layer with itself.
     """
 
@@ -109,14 +110,14 @@ class PairRelation:
     signs: Tensor
     numbers: Mapping[str, Tensor]
     by_text: Tensor | None = None
-    own_signs: Tensor | None = None
+    diagonal_signs: Tensor | None = None
     ratios: bool = False
 
 
 # Takes the matrix of each layer, `layer n n`; the text of each sample, or None if no two are of one text; the number of texts;
 # and whether the terms are wanted by text.
-Relate = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
-Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
+RelationFunction = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
+MatrixFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 def draw_pool(samples: Samples, *, size: int, seed: int, least: int, unit: str, permuted: bool) -> Draws:
@@ -145,8 +146,8 @@ def pool_sums(
     samples: Samples,
     draws: Draws,
     *,
-    matrix: Matrix,
-    relate: Relate,
+    matrix: MatrixFunction,
+    relate: RelationFunction,
     unit: str,
     permutations: int,
     seed: int,
@@ -160,19 +161,25 @@ def pool_sums(
         draws: output of `draw_pool`.
         matrix: function that takes the samples of a minibatch and the widths of the layers, and returns a matrix for each
             layer, `layer n n`.
-        relate: function that turns the matrices into a `PairRelation`, see `Relate`.
+        relate: function that turns the matrices into a `PairRelation`, see `RelationFunction`.
         unit: see `draw_pool`.
         permutations: number of permutations of the null.
         seed: random seed of the permutations.
     """
-    own = partial(pair_statistics, matrix=matrix, unit=unit, seed=seed, triangles=False)
+    statistics_of = partial(pair_statistics, matrix=matrix, unit=unit, seed=seed, triangles=False)
     total: dict[str, Tensor] = {}
     # One minibatch after the other: the matrices of a whole pool may not fit in memory.
-    for number, one in enumerate(draws["minibatches"]):
-        drawn = {"minibatches": [one], "grid": [] if number else draws.get("grid", ())}
-        known = [own([x], [wide], samples, drawn) for x, wide in zip(sides, widths, strict=True)]
-        related = [relations_of_pairs(each, relate=relate) for each in known]
-        for name, value in products_of_pairs(related[0], related[-1], permutations=permutations).items():
+    for number, minibatch in enumerate(draws["minibatches"]):
+        # The pool has one grid for the null; it goes with the first minibatch.
+        grid = [] if number else draws.get("grid", ())
+        draws_of_minibatch = {"minibatches": [minibatch], "grid": grid}
+        statistics = [
+            statistics_of([x], [layer_widths], samples, draws_of_minibatch)
+            for x, layer_widths in zip(sides, widths, strict=True)
+        ]
+        relations = [minibatch_relations(model_statistics, relate=relate) for model_statistics in statistics]
+        similarities = minibatch_similarities(relations[0], relations[-1], permutations=permutations)
+        for name, value in similarities.items():
             total[name] = value if name not in total else total[name] + value
     return total
 
@@ -183,7 +190,7 @@ def pair_statistics(
     samples: Samples,
     draws: Draws,
     *,
-    matrix: Matrix,
+    matrix: MatrixFunction,
     unit: str,
     seed: int,
     triangles: bool = True,
@@ -207,21 +214,22 @@ def pair_statistics(
     """
     if not draws["minibatches"]:
         return {}
-    [x], [wide] = sides, widths
+    [x] = sides
+    [layer_widths] = widths
     # Independent samples are texts of their own.
     text = torch.unique_consecutive(with_unit(samples, unit).text, return_inverse=True)[1]
     texts = int(text[-1]) + 1
-    drawn = torch.stack(list(draws["minibatches"]))
+    minibatches = torch.stack(list(draws["minibatches"]))
 
     def matrices(chosen: Tensor) -> Tensor:
-        whole = matrix(x[:, chosen.to(x.device)], wide)
-        return upper_triangles(whole) if triangles else whole
+        square = matrix(x[:, chosen.to(x.device)], layer_widths)
+        return upper_triangles(square) if triangles else square
 
     # Without pairs of one text, no text has to be told from another.
-    own = text[drawn] if texts < len(text) else torch.full(drawn.shape, -1)
-    distinct = torch.tensor([len(torch.unique(text[one])) for one in drawn])
-    pairs = torch.stack([matrices(one) for one in drawn])
-    out = {"pairs": pairs, "text": own, "texts": torch.tensor(texts), "distinct": distinct}
+    text_of_sample = text[minibatches] if texts < len(text) else torch.full(minibatches.shape, -1)
+    distinct = torch.tensor([len(torch.unique(text[minibatch])) for minibatch in minibatches])
+    pairs = torch.stack([matrices(minibatch) for minibatch in minibatches])
+    out = {"pairs": pairs, "text": text_of_sample, "texts": torch.tensor(texts), "distinct": distinct}
     for grid in draws.get("grid", ()):
         out |= {
             "grid": matrices(grid.flatten()),
@@ -231,51 +239,62 @@ def pair_statistics(
     return out
 
 
-Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
+# The statistics of one model, and its relations for the minibatches and for the null.
+MinibatchRelations = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
-def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
+def minibatch_relations(statistics: Mapping[str, Tensor], *, relate: RelationFunction) -> MinibatchRelations:
     """Turn the sample-by-sample matrices of one model into `PairRelation`s, for each minibatch and for the null.
 
     Args:
         statistics: output of `pair_statistics`.
-        relate: see `Relate`.
+        relate: see `RelationFunction`.
     """
-    texts, own, pairs = int(statistics["texts"]), statistics["text"], statistics["pairs"]
-    each = zip(symmetric_matrices(pairs) if pairs.dim() == 3 else pairs, own, strict=True)
-    related: dict[str, list[PairRelation]] = {
-        "minibatches": [relate(one, None if int(text[0]) < 0 else text, texts, False) for one, text in each]
-    }
+    texts = int(statistics["texts"])
+    pairs = statistics["pairs"]
+    # Three axes, `minibatch layer pair`, are upper triangles.
+    matrices = symmetric_matrices(pairs) if pairs.dim() == 3 else pairs
+    relations: dict[str, list[PairRelation]] = {"minibatches": []}
+    for minibatch, text in zip(matrices, statistics["text"], strict=True):
+        text_of_sample = None if int(text[0]) < 0 else text
+        relations["minibatches"].append(relate(minibatch, text_of_sample, texts, False))
     if "grid" in statistics:
-        grid, height = statistics["grid"], int(statistics["height"])
-        whole = symmetric_matrices(grid) if grid.dim() == 2 else grid
-        width = whole.shape[-1] // height
-        text = torch.arange(height).repeat_interleave(width) if width > 1 else None
-        related["grid"] = [relate(whole, text, height, True)]
-        statistics = {**statistics, "grid samples": torch.tensor(whole.shape[-1])}
-    return statistics, related
+        grid = statistics["grid"]
+        height = int(statistics["height"])
+        grid_matrices = symmetric_matrices(grid) if grid.dim() == 2 else grid
+        samples = grid_matrices.shape[-1]
+        width = samples // height
+        text_of_grid = torch.arange(height).repeat_interleave(width) if width > 1 else None
+        relations["grid"] = [relate(grid_matrices, text_of_grid, height, True)]
+        statistics = {**statistics, "grid samples": torch.tensor(samples)}
+    return statistics, relations
 
 
-def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
+def minibatch_similarities(a: MinibatchRelations, b: MinibatchRelations, *, permutations: int) -> dict[str, Tensor]:
     """Sum the unnormalised similarities between layers of two models over minibatches.
 
     The sums are those of `pool_sums`, from statistics of each model instead of activations.
 
     Args:
-        a: output of `relations_of_pairs` for the first model.
-        b: output of `relations_of_pairs` for the second model.
+        a: output of `minibatch_relations` for the first model.
+        b: output of `minibatch_relations` for the second model.
         permutations: number of permutations of the null.
     """
-    (known, x), (_, y) = a, b
+    statistics, a_relations = a
+    _, b_relations = b
     total: dict[str, Tensor] = {}
-    size = known["text"].shape[1]
-    for one, other, distinct in zip(x["minibatches"], y["minibatches"], known["distinct"].tolist(), strict=True):
-        for name, value in products(one, other, distinct, size).items():
+    size = statistics["text"].shape[1]
+    distinct_texts = statistics["distinct"].tolist()
+    for x, y, texts in zip(a_relations["minibatches"], b_relations["minibatches"], distinct_texts, strict=True):
+        for name, value in products(x, y, texts, size).items():
             total[name] = value if name not in total else total[name] + value
-    for one, other in zip(x.get("grid", ()), y.get("grid", ()), strict=True):
-        orders = draw_orders(permutations, int(known["height"]), int(known["key"]))
-        null = _similarities(one, other) | {"permuted": permuted_products(one, other, orders)[:permutations]}
-        total |= {f"null {name}": value for name, value in null.items()} | {"null samples": known["grid samples"]}
+    for x, y in zip(a_relations.get("grid", ()), b_relations.get("grid", ()), strict=True):
+        orders = draw_orders(permutations, int(statistics["height"]), int(statistics["key"]))
+        null = _similarities(x, y)
+        null["permuted"] = permuted_products(x, y, orders)[:permutations]
+        for name, value in null.items():
+            total[f"null {name}"] = value
+        total["null samples"] = statistics["grid samples"]
     return total
 
 
@@ -294,19 +313,34 @@ def products(x: PairRelation, y: PairRelation, texts: int, samples: int) -> dict
         `ratios`, if they are summed, NaN where one is not defined; `minibatches`, `samples` and `texts`.
     """
     out = _similarities(x, y)
-    out |= {"ratios": out["xy"] / torch.outer(out["xx"].sqrt(), out["yy"].sqrt())} if x.ratios else {}
-    counts = {"minibatches": 1, "samples": samples, "texts": texts}
-    return out | {name: torch.tensor(count) for name, count in counts.items()}
+    if x.ratios:
+        out["ratios"] = out["xy"] / torch.outer(out["xx"].sqrt(), out["yy"].sqrt())
+    out["minibatches"] = torch.tensor(1)
+    out["samples"] = torch.tensor(samples)
+    out["texts"] = torch.tensor(texts)
+    return out
 
 
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
-    a, b = x.terms, y.terms.to(x.terms.device)
-    norms = a.norm(dim=1), b.norm(dim=1)
-    own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
-    out = {"xy": (a * x.signs) @ b.T, "xx": own[0], "yy": own[1], "norms": torch.outer(*norms)}
-    for side, one, terms, norm in (("x", x, a, norms[0]), ("y", y, b, norms[1])):
-        out |= {f"{side}0": (terms * one.signs.to(terms.device)) @ terms[0], f"{side}0 norms": norm * norm[0]}
-        out |= {name.format(side): number for name, number in one.numbers.items()}
+    device = x.terms.device
+    x_terms = x.terms
+    y_terms = y.terms.to(device)
+    x_signs = x.signs.to(device)
+    y_signs = y.signs.to(device)
+    x_norms = x_terms.norm(dim=1)
+    y_norms = y_terms.norm(dim=1)
+    out = {
+        "xy": (x_terms * x_signs) @ y_terms.T,
+        "xx": x_terms.square() @ x_signs,
+        "yy": y_terms.square() @ y_signs,
+        "norms": torch.outer(x_norms, y_norms),
+    }
+    sides = (("x", x, x_terms, x_signs, x_norms), ("y", y, y_terms, y_signs, y_norms))
+    for side, relation, terms, signs, norms in sides:
+        out[f"{side}0"] = (terms * signs) @ terms[0]
+        out[f"{side}0 norms"] = norms * norms[0]
+        for name, number in relation.numbers.items():
+            out[name.format(side)] = number
     return out
 
 
@@ -323,17 +357,17 @@ def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tenso
     """
     assert x.by_text is not None
     assert y.by_text is not None
-    assert x.own_signs is not None
+    assert x.diagonal_signs is not None
     rows = orders.shape[1]
     signed = x.by_text.clone()
-    own = torch.arange(rows, device=signed.device)
-    signed[:, own, own] *= x.own_signs
-    left = shift_spectra(signed, own)
-    each = []
+    text = torch.arange(rows, device=signed.device)
+    signed[:, text, text] *= x.diagonal_signs
+    x_spectra = shift_spectra(signed, text)
+    products_of_orders = []
     for order in orders:
-        right = shift_spectra(y.by_text.to(signed.device), order.to(signed.device))
-        each.append(torch.fft.irfft(left.conj() @ right.transpose(1, 2), n=rows, dim=0))
-    return torch.cat(each)
+        y_spectra = shift_spectra(y.by_text.to(signed.device), order.to(signed.device))
+        products_of_orders.append(torch.fft.irfft(x_spectra.conj() @ y_spectra.transpose(1, 2), n=rows, dim=0))
+    return torch.cat(products_of_orders)
 
 
 def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
@@ -374,7 +408,7 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
     return matrices
 
 
-def relation_of_pairs(terms: Tensor, texts: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
+def relation_of_matrices(terms: Tensor, texts: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
     """Make a `PairRelation` from flattened sample-by-sample matrices.
 
     Args:
@@ -382,12 +416,12 @@ def relation_of_pairs(terms: Tensor, texts: int | None, numbers: Mapping[str, Te
         texts: number of texts, if terms by text are wanted; the samples are then a grid `text position`. None if not.
         numbers: see `PairRelation`.
     """
-    ones = terms.new_ones(terms.shape[1])
+    signs = terms.new_ones(terms.shape[1])
     if texts is None:
-        return PairRelation(terms, ones, numbers or {})
-    each = math.isqrt(terms.shape[1]) // texts
-    by_text = terms.view(-1, texts, each, texts, each).permute(0, 1, 3, 2, 4).flatten(3)
-    return PairRelation(terms, ones, numbers or {}, by_text, by_text.new_ones(each**2))
+        return PairRelation(terms, signs, numbers or {})
+    positions = math.isqrt(terms.shape[1]) // texts
+    by_text = terms.view(-1, texts, positions, texts, positions).permute(0, 1, 3, 2, 4).flatten(3)
+    return PairRelation(terms, signs, numbers or {}, by_text, by_text.new_ones(positions**2))
 
 
 def arccos_distance(result: LayerMatrix) -> float:
@@ -402,15 +436,15 @@ def arccos_distance(result: LayerMatrix) -> float:
         LayersimError: the models have different numbers of sites.
     """
     # The input of the first block is not the output of one.
-    rows, columns = (
-        len(names) - names[0].endswith((".hook_resid_pre", ".input")) for names in (result.layers, result.column_layers)
-    )
+    inputs = (".hook_resid_pre", ".input")
+    rows = len(result.layers) - result.layers[0].endswith(inputs)
+    columns = len(result.column_layers) - result.column_layers[0].endswith(inputs)
     if rows != columns or result.values.shape[0] != result.values.shape[1]:
         raise LayersimError(
             f"The distance is defined for models with equally many layers; these models have {rows} and {columns}."
         )
-    equal: Tensor = result.values.diagonal()[-rows:]
-    return float(equal.clamp(-1, 1).arccos().square().sum().sqrt())
+    equal_depth: Tensor = result.values.diagonal()[-rows:]
+    return float(equal_depth.clamp(-1, 1).arccos().square().sum().sqrt())
 
 
 @result_class
@@ -443,10 +477,11 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
     Source:
         Cui, Kumar, Marttinen and Kaski 2022 (arXiv 2202.00095), section 3, without the projection to positive eigenvalues.
     """
-    rest = values - row[:, None] * values[..., :1, :] - values[..., :, :1] * column
-    rest = rest + torch.outer(row, column) * values[..., :1, :1]
-    left = torch.outer(1 - row.square(), 1 - column.square())
-    return (rest / left.clamp(min=0).sqrt()).where(left > 1e-12, float("nan"))
+    residual = values - row[:, None] * values[..., :1, :] - values[..., :, :1] * column
+    residual = residual + torch.outer(row, column) * values[..., :1, :1]
+    residual_variance = torch.outer(1 - row.square(), 1 - column.square())
+    # A layer that equals the embedding has no residual but rounding error.
+    return (residual / residual_variance.clamp(min=0).sqrt()).where(residual_variance > 1e-12, float("nan"))
 
 
 @typed
@@ -473,7 +508,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
 
     @property
     @abstractmethod
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         """Two functions: from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
 
     @property
@@ -503,19 +538,19 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def kernel(self, first: Sums) -> AnyKernel:
         matrix, relate = self.formula
         options: dict[str, Any] = {"unit": self.unit, "permutations": self.permutations, "seed": self.seed}
-        return self._pools(partial(pool_sums, matrix=matrix, relate=relate, **options))
+        return self._pool_kernel(partial(pool_sums, matrix=matrix, relate=relate, **options))
 
     def exchange(self) -> Exchange | None:
         matrix, relate = self.formula
         statistics = partial(pair_statistics, matrix=matrix, unit=self.unit, seed=self.seed)
         return Exchange(
-            self._pools(statistics),
-            partial(products_of_pairs, permutations=self.permutations),
-            self._crossing,
-            partial(relations_of_pairs, relate=relate),
+            self._pool_kernel(statistics),
+            partial(minibatch_similarities, permutations=self.permutations),
+            self._statistics_bytes,
+            partial(minibatch_relations, relate=relate),
         )
 
-    def _pools(self, sums: Any) -> PoolKernel:
+    def _pool_kernel(self, sums: Any) -> PoolKernel:
         draw = partial(
             draw_pool,
             size=self.minibatch,
@@ -526,9 +561,9 @@ class MinibatchAnalyzer(SampleAnalyzer):
         )
         return PoolKernel(self.read, self.whole_rows, self.minibatch, draw, sums)
 
-    def _crossing(self, texts: int, density: float, layers: int) -> int:
+    def _statistics_bytes(self, texts: int, density: float, layers: int) -> int:
         pools = -(-texts // self.pool_need(density))
-        kernel = self._pools(None)
+        kernel = self._pool_kernel(None)
         drawn = kernel.samples_in(texts // pools, density)
         n = min(self.minibatch, drawn)
         if n < self.least:
@@ -551,13 +586,14 @@ class MinibatchAnalyzer(SampleAnalyzer):
             inputs: similarity of each layer with the embedding, for the rows and for the columns, to be regressed out; None not
                 to.
         """
-        minibatches, each = 1, float(run.provenance.texts)
+        minibatches = 1
+        texts = float(run.provenance.texts)
         if "minibatches" in sums.fields:
             minibatches = int(sums["minibatches"])
-            each = float(sums["texts"]) / minibatches
-            if self.unit != "token" and each < FEW_TEXTS:
+            texts = float(sums["texts"]) / minibatches
+            if self.unit != "token" and texts < FEW_TEXTS:
                 warn(
-                    f"A minibatch of {type(self).__name__} has samples of {each:.3g} {self.unit}s on average; with fewer "
+                    f"A minibatch of {type(self).__name__} has samples of {texts:.3g} {self.unit}s on average; with fewer "
                     f"than {FEW_TEXTS} {self.unit}s, values scatter widely. "
                     f"Pass more {self.unit}s, or a larger minibatch=."
                 )
@@ -565,9 +601,11 @@ class MinibatchAnalyzer(SampleAnalyzer):
             values = without_inputs(values, *inputs)
         null: dict[str, Any] = {}
         if "null xy" in sums.fields:
-            observed, permuted = sums["null xy"] / null_scale, sums["null permuted"] / null_scale
+            observed = sums["null xy"] / null_scale
+            permuted = sums["null permuted"] / null_scale
             if inputs is not None:
-                observed, permuted = without_inputs(observed, *inputs), without_inputs(permuted, *inputs)
+                observed = without_inputs(observed, *inputs)
+                permuted = without_inputs(permuted, *inputs)
             null = null_fields(observed.where(~values.isnan(), math.nan), permuted, one_model=is_one_model(run.models))
         elif self.permutations:
             warn(
@@ -579,7 +617,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             "values": values,
             "samples": int(sums["samples"]),
             "minibatches": minibatches,
-            "texts": each,
+            "texts": texts,
             "layers": run.layers,
             "column_layers": run.column_layers,
             "provenance": run.provenance,
@@ -599,10 +637,14 @@ class MinibatchAnalyzer(SampleAnalyzer):
         if enough:
             return
         unit = self.unit
-        why = f" from 4 {unit}s, because pairs of tokens from one {unit} are left out" if unit != "token" else ""
-        tokens, given = amount(run.provenance.tokens, "token"), amount(run.provenance.sequences, "row")
-        of = f" of {amount(run.provenance.texts, 'text')}" if run.provenance.texts < run.provenance.sequences else ""
+        reason = ""
+        remedy = ""
+        if unit != "token":
+            reason = f" from 4 {unit}s, because pairs of tokens from one {unit} are left out"
+            remedy = f' Pass more {unit}s, or unit="token", which treats tokens of one text as independent.'
+        data = f"{amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}"
+        if run.provenance.texts < run.provenance.sequences:
+            data += f" of {amount(run.provenance.texts, 'text')}"
         raise LayersimError(
-            f"{type(self).__name__} needs {self.least} {self.samples_in_words}{why}; the data has {tokens} in {given}{of}."
-            + (f' Pass more {unit}s, or unit="token", which treats tokens of one text as independent.' if why else "")
+            f"{type(self).__name__} needs {self.least} {self.samples_in_words}{reason}; the data has {data}.{remedy}"
         )

@@ -127,49 +127,54 @@ class CalibratedMatrix(LayerMatrix):
         super().__post_init__()
 
     def with_halves(self, first: Any, second: Any) -> Any:
-        both = torch.stack([one.values.flatten() for one in (first, second)])
-        both = both[:, both.isfinite().all(0)]
-        if both.shape[1] < 3:
+        halves = torch.stack([first.values.flatten(), second.values.flatten()])
+        halves = halves[:, halves.isfinite().all(0)]
+        if halves.shape[1] < 3:
             return self
-        half = torch.corrcoef(both)[0, 1]
-        whole = 2 * half / (1 + half)
-        return replace(self, split_half=whole, noise_ceiling=whole.clamp(min=0).sqrt())
+        correlation = torch.corrcoef(halves)[0, 1]
+        # Spearman and Brown: from the reliability of a half to that of all the data.
+        reliability = 2 * correlation / (1 + correlation)
+        return replace(self, split_half=reliability, noise_ceiling=reliability.clamp(min=0).sqrt())
 
     def transposed(self) -> Any:
         """The same comparison with the models exchanged: rows become columns in every field."""
-        other = {"row": "column", "column": "row"}
+        swapped_axis = {"row": "column", "column": "row"}
         sides = {"residual": "column", "column": "residual"}
         swapped: dict[str, Any] = {}
         for name, names in self.tensor_fields().items():
             if {"row", "column"} <= set(names):
-                order = [names.index(other.get(axis, axis)) for axis in names]
+                order = [names.index(swapped_axis.get(axis, axis)) for axis in names]
                 swapped[name] = getattr(self, self.partners.get(name, name)).permute(order)
             elif len(names) == 1 and names[0] in sides:
                 partner = name.removeprefix("column_") if names[0] == "column" else f"column_{name}"
                 swapped[name] = getattr(self, partner)
-        own: dict[str, Any] = {"layers": self.column_layers, "column_layers": self.layers}
-        own |= {"provenance": self.provenance.swapped(), "replicates": tuple(one.transposed() for one in self.replicates)}
-        return replace(self, **swapped, **own)
+        swapped["layers"] = self.column_layers
+        swapped["column_layers"] = self.layers
+        swapped["provenance"] = self.provenance.swapped()
+        swapped["replicates"] = tuple(replicate.transposed() for replicate in self.replicates)
+        return replace(self, **swapped)
 
     def headline(self) -> dict[str, float]:
-        null = {
-            "calibrated maximum over pairs of layers": float(self.max_calibrated),
-            "p-value of the maximum over pairs of layers": float(self.max_p_value),
-        }
-        return self._similarity_headline() | (null if self.permutations else {})
+        headline = self._similarity_headline()
+        if self.permutations:
+            headline["calibrated maximum over pairs of layers"] = float(self.max_calibrated)
+            headline["p-value of the maximum over pairs of layers"] = float(self.max_p_value)
+        return headline
 
     def _similarity_headline(self) -> dict[str, float]:
         to_last = self.values[:, -1]
-        two = JOINT in self.provenance.model
+        two_models = JOINT in self.provenance.model
         if len(to_last) == 1:
-            return {f"{self.measure} of the two models": float(to_last[0])} if two else {}
-        name = f"{self.measure}(first model's {{}}, second's last)" if two else f"{self.measure}({{}}, last)"
-        same = {} if self.split_half.isnan() else {f"split-half reliability of {self.measure}": float(self.split_half)}
-        if two and self.layers == self.coordinates("column"):
-            same |= {f"{self.measure} of the same layers, mean": float(self.values.diagonal().mean())}
+            return {f"{self.measure} of the two models": float(to_last[0])} if two_models else {}
+        name = f"{self.measure}(first model's {{}}, second's last)" if two_models else f"{self.measure}({{}}, last)"
+        headline: dict[str, float] = {}
+        if not self.split_half.isnan():
+            headline[f"split-half reliability of {self.measure}"] = float(self.split_half)
+        if two_models and self.layers == self.coordinates("column"):
+            headline[f"{self.measure} of the same layers, mean"] = float(self.values.diagonal().mean())
         if not self.in_depth_order:
-            return same | self.sites_headline(self.measure)
-        return same | {
+            return headline | self.sites_headline(self.measure)
+        return headline | {
             name.format(self.first_layer()): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
@@ -198,9 +203,12 @@ def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: boo
     elif one_model:
         null = null.triu() + null.triu(1).transpose(1, 2)
         pairs = pairs.triu(1)
-    some = bool(pairs.any())
-    largest = values[pairs].max() if some else NOT_MEASURED.clone()
-    max_null = null[:, pairs].amax(1) if some else null.new_full((len(null),), math.nan)
+    if bool(pairs.any()):
+        largest = values[pairs].max()
+        max_null = null[:, pairs].amax(1)
+    else:
+        largest = NOT_MEASURED.clone()
+        max_null = null.new_full((len(null),), math.nan)
     thresholds = null_threshold(values, null).masked_fill(undefined, math.nan)
     return {
         "permutations": len(null),

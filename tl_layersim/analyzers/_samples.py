@@ -50,7 +50,9 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     if pool == "first":
         return view.activations[:, ends - lengths + 1]
     if pool == "flat":
-        if (least := int(lengths.min())) < (most := int(lengths.max())):
+        least = int(lengths.min())
+        most = int(lengths.max())
+        if least < most:
             raise LayersimError(f"`pool` is 'flat', but rows have {least} to {most} tokens; all rows must have equally many.")
         return view.activations.reshape(len(view.activations), len(ends), -1)
     return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)
@@ -67,8 +69,11 @@ def check_classes(classes: Tensor, limit: float, remedy: str = "") -> None:
     Raises:
         LayersimError: a class is not allowed.
     """
-    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < limit:
-        least, most = int(classes.min()), int(classes.max())
+    if not len(classes):
+        return
+    least = int(classes.min())
+    most = int(classes.max())
+    if not 0 <= least <= most < limit:
         allowed = f"from 0 to {limit - 1}" if limit < math.inf else "0 or more"
         raise LayersimError(
             f"`labels` are classes from {least} to {most}; they must be {allowed}, or {NO_LABEL} for no class."
@@ -86,8 +91,9 @@ def check_finite(name: str, values: Tensor) -> None:
     Raises:
         LayersimError: a value is not finite.
     """
-    if wrong := int((~values.isfinite()).sum()):
-        raise LayersimError(f"`{name}` has {wrong} values that are NaN or infinite; all values must be finite.")
+    not_finite = int((~values.isfinite()).sum())
+    if not_finite:
+        raise LayersimError(f"`{name}` has {not_finite} values that are NaN or infinite; all values must be finite.")
 
 
 def text_of(view: View) -> Tensor:
@@ -120,7 +126,8 @@ def with_unit(samples: Samples, unit: str) -> Samples:
     """
     if unit == "text":
         return samples
-    return replace(samples, text=samples.row if unit == "row" else torch.arange(len(samples.row)), neighbours=False)
+    text = samples.row if unit == "row" else torch.arange(len(samples.row))
+    return replace(samples, text=text, neighbours=False)
 
 
 def independent_parts(samples: Samples) -> list[Tensor]:
@@ -151,12 +158,12 @@ def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_text
     Examples:
         >>> rows = torch.arange(4).repeat_interleave(3)
         >>> pool = Samples(rows, torch.arange(3).repeat(4), rows, rows)
-        >>> [len(one) for one in draw_minibatches(pool, size=6, seed=0, least=4, by_text=False)]
+        >>> [len(minibatch) for minibatch in draw_minibatches(pool, size=6, seed=0, least=4, by_text=False)]
         [6, 6]
     """
     minibatches = []
     for part in independent_parts(samples):
-        drawn = _draw_of_part(samples.some(part), size, seed, least, by_text)
+        drawn = _draw_of_part(samples.select(part), size, seed, least, by_text)
         minibatches += [part[index] for index in drawn]
     return minibatches
 
@@ -168,20 +175,21 @@ def _draw_of_part(samples: Samples, size: int, seed: int, least: int, by_text: b
     order = order[samples.row[order].argsort(stable=True)]
     counts: Tensor = torch.unique_consecutive(samples.row[order], return_counts=True)[1]
     place = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    chosen = _some_of_each_text(samples, order[place < SAMPLES_OF_ROW], key)
+    chosen = _limit_per_text(samples, order[place < SAMPLES_OF_ROW], key)
     size = min(size, len(chosen))
     if size < least:
         return []
     chosen = chosen[mixed(key[chosen]).argsort()]
     minibatches = []
-    for one in torch.split(chosen[: len(chosen) // size * size], size):
-        each: Tensor = torch.unique(samples.text[one], return_counts=True)[1]
-        if not by_text or (len(each) >= LEAST_TEXTS and size - int(each.max()) >= least - 1):
-            minibatches.append(one)
+    for minibatch in torch.split(chosen[: len(chosen) // size * size], size):
+        samples_of_text: Tensor = torch.unique(samples.text[minibatch], return_counts=True)[1]
+        enough_texts = len(samples_of_text) >= LEAST_TEXTS and size - int(samples_of_text.max()) >= least - 1
+        if not by_text or enough_texts:
+            minibatches.append(minibatch)
     return minibatches
 
 
-def _some_of_each_text(samples: Samples, chosen: Tensor, key: Tensor) -> Tensor:
+def _limit_per_text(samples: Samples, chosen: Tensor, key: Tensor) -> Tensor:
     """At most as many samples of each text as keep a pool within `SAMPLES_OF_POOL`, drawn at random from all its rows.
 
     Args:
@@ -223,7 +231,7 @@ def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_text
                 [7, 8, 9]])
     """
     part = independent_parts(samples)[0]
-    samples = samples.some(part)
+    samples = samples.select(part)
     if not len(part):
         return part.new_zeros(0, 0)
     starts, counts = _rows_of_texts(samples)
@@ -232,20 +240,20 @@ def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_text
     common = counts[order].cummin(0).values
     texts = torch.arange(1, min(len(counts), size) + 1)
     most = SAMPLES_OF_ROW if counts.shape[1] == 1 else max(SAMPLES_OF_ROW, SAMPLES_OF_POOL // len(counts))
-    each = torch.minimum(common.sum(1)[: len(texts)], size // texts).clamp(max=most)
-    area = (texts * each)[(len(texts) - 1) // 2 :]
+    widths = torch.minimum(common.sum(1)[: len(texts)], size // texts).clamp(max=most)
+    area = (texts * widths)[(len(texts) - 1) // 2 :]
     # The most texts among equal areas.
-    taken = len(texts) - int(area.flip(0).argmax())
-    width = int(each[taken - 1])
-    if taken < least_texts or (taken - 1) * width < least - 1 or not width:
+    height = len(texts) - int(area.flip(0).argmax())
+    width = int(widths[height - 1])
+    if height < least_texts or (height - 1) * width < least - 1 or not width:
         return part.new_zeros(0, 0)
-    chosen = order[:taken].sort().values
-    in_row = common[taken - 1]
+    chosen = order[:height].sort().values
+    in_row = common[height - 1]
     row = torch.arange(len(in_row)).repeat_interleave(in_row)
     place = torch.arange(len(row)) - (in_row.cumsum(0) - in_row)[row]
     key = samples.key[starts[:, 0]].sum() + seed * 131071
-    shared = mixed(torch.arange(len(row)) * 1000003 + key).argsort()[:width]
-    return part[starts[chosen][:, row[shared]] + place[shared]]
+    positions = mixed(torch.arange(len(row)) * 1000003 + key).argsort()[:width]
+    return part[starts[chosen][:, row[positions]] + place[positions]]
 
 
 def _rows_of_texts(samples: Samples) -> tuple[Tensor, Tensor]:
@@ -262,8 +270,10 @@ def _rows_of_texts(samples: Samples) -> tuple[Tensor, Tensor]:
     first_row = row[of_text.cumsum(0) - of_text]
     rows = row - first_row[text]
     shape = (len(first_row), int(rows.max()) + 1)
-    starts, sizes = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    starts[text, rows], sizes[text, rows] = start, counts
+    starts = torch.zeros(shape, dtype=torch.int64)
+    starts[text, rows] = start
+    sizes = torch.zeros(shape, dtype=torch.int64)
+    sizes[text, rows] = counts
     return starts, sizes
 
 
@@ -276,8 +286,11 @@ def draw_orders(count: int, rows: int, key: int) -> Tensor:
         key: random seed, see `pool_key`.
     """
     generator = torch.Generator().manual_seed(key)
-    drawn = [torch.randperm(rows, generator=generator) for _ in range(-(-count // rows))]
-    return torch.stack(drawn) if drawn else torch.zeros(0, rows, dtype=torch.int64)
+    # Each order has as many cyclic shifts as there are rows. The division rounds up.
+    order_count = -(-count // rows)
+    if not order_count:
+        return torch.zeros(0, rows, dtype=torch.int64)
+    return torch.stack([torch.randperm(rows, generator=generator) for _ in range(order_count)])
 
 
 def draw_permutations(count: int, rows: int, key: int) -> Tensor:
@@ -335,10 +348,12 @@ def prompt_fields(name: str, sums: Sums, first: Sums) -> dict[str, Any]:
         sums: sums of the main pass over the data.
         first: sums of `row_counts_kernel`; empty without values by row.
     """
-    none = torch.zeros(0, dtype=torch.float64)
+    if not first:
+        empty = torch.zeros(0, dtype=torch.float64)
+        return {f"prompt_{name}": empty, "prompt_tokens": empty, "prompt_rows": ()}
     return {
-        f"prompt_{name}": sums[f"prompt {name}"] / sums[f"prompt {name} known"] if first else none,
-        "prompt_tokens": sums["prompt tokens"] if first else none,
+        f"prompt_{name}": sums[f"prompt {name}"] / sums[f"prompt {name} known"],
+        "prompt_tokens": sums["prompt tokens"],
         "prompt_rows": tuple(counted_rows(first).tolist()),
     }
 
@@ -352,9 +367,8 @@ def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
         rows: indices of all rows, ascending.
     """
     index = torch.searchsorted(rows.to(row.device), row).to(values.device)
-    return torch.zeros(len(rows), *values.shape[1:], dtype=torch.float64, device=values.device).index_add(
-        0, index, values.double()
-    )
+    zeros = torch.zeros(len(rows), *values.shape[1:], dtype=torch.float64, device=values.device)
+    return zeros.index_add(0, index, values.double())
 
 
 def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
@@ -370,5 +384,4 @@ def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict
     """
     if not rows:
         raise LayersimError(f"This result has no values by prompt; {analyzer}(per_prompt=True) measures them.")
-    known = (~values.isnan()).tolist()
-    return {f"row {row}": value for row, value, one in zip(rows, values.tolist(), known, strict=True) if one}
+    return {f"row {row}": value for row, value in zip(rows, values.tolist(), strict=True) if not math.isnan(value)}

@@ -240,13 +240,12 @@ class Analyzer(ABC):
             if self.needs_sites == "equal_width":
                 need_equal_width(model, type(self).__name__)
         # The sums of the batch, the running sums, and the new sums while the two are added.
-        if need := 3 * 8 * self.sum_numbers(*models) / 1e9:
-            fewer = (
-                "Fewer sites (at=) or permutations take less."
-                if getattr(self, "permutations", 0)
-                else "Fewer sites (at=) take less."
-            )
-            need_memory(f"The sums of {type(self).__name__}", need, getattr(self, "max_memory_gb", math.inf), fewer)
+        gigabytes = 3 * 8 * self.sum_numbers(*models) / 1e9
+        if gigabytes:
+            remedy = "Fewer sites (at=) take less."
+            if getattr(self, "permutations", 0):
+                remedy = "Fewer sites (at=) or permutations take less."
+            need_memory(f"The sums of {type(self).__name__}", gigabytes, getattr(self, "max_memory_gb", math.inf), remedy)
 
     def sum_numbers(self, *models: Model) -> float:
         """Number of float64 values in the sums, for `max_memory_gb`; 0 if few or not known.
@@ -389,10 +388,10 @@ def sites_where(sites: Sequence[str], chosen: Tensor) -> str:
         sites: all sites.
         chosen: `site`.
     """
-    return listed(name for name, one in zip(sites, chosen, strict=True) if one)
+    return listed(name for name, is_chosen in zip(sites, chosen, strict=True) if is_chosen)
 
 
-def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
+def omitted_at(sites: Sequence[str], omitted: Tensor, total: int | Tensor) -> str:
     """Text with the number of omitted samples at each site, such as "blocks.0: 3 of 90"; "" if none are omitted.
 
     It names the first four sites with omitted samples.
@@ -400,29 +399,38 @@ def omitted_at(sites: Sequence[str], omitted: Tensor, of: int | Tensor) -> str:
     Args:
         sites: all sites.
         omitted: `site`, number of omitted samples.
-        of: `site`, number of all samples; or a single number for all sites.
+        total: `site`, number of all samples; or a single number for all sites.
     """
-    counts = torch.as_tensor(of).expand(len(sites))
-    return listed(f"{name}: {int(n)} of {int(k)}" for name, n, k in zip(sites, omitted, counts, strict=True) if n)
+    totals = torch.as_tensor(total).expand(len(sites))
+    return listed(
+        f"{name}: {int(count)} of {int(site_total)}"
+        for name, count, site_total in zip(sites, omitted, totals, strict=True)
+        if count
+    )
 
 
-def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], why: str) -> None:
+def refuse_undefined(measure: str, sides: Iterable[tuple[tuple[str, ...], Tensor]], reason: str) -> None:
     """Warn of sites at which a measure is not defined; raise an error if no row site or no column site is left.
 
     Args:
         measure: name of the measure.
         sides: for the rows and the columns: names of the sites, and whether the measure is defined at each.
-        why: the reason, which holds at all these sites.
+        reason: the reason, which holds at all these sites.
 
     Raises:
         LayersimError: no site of a side is defined.
     """
     sides = list(sides)
-    sites = dict.fromkeys(name for names, known in sides for name, one in zip(names, known, strict=True) if not one)
-    if not all(bool(known.any()) for _, known in sides):
-        raise LayersimError(f"{measure} is not defined at any site ({listed(sites)}): {why}.")
-    if sites:
-        warn(f"{measure} is not defined at {listed(sites)}, and NaN there: {why}.")
+    # A site of one model is a row and a column, but named once. A dict keeps the order.
+    undefined_sites: dict[str, None] = {}
+    for names, defined in sides:
+        for name, is_defined in zip(names, defined, strict=True):
+            if not is_defined:
+                undefined_sites[name] = None
+    if not all(bool(defined.any()) for _, defined in sides):
+        raise LayersimError(f"{measure} is not defined at any site ({listed(undefined_sites)}): {reason}.")
+    if undefined_sites:
+        warn(f"{measure} is not defined at {listed(undefined_sites)}, and NaN there: {reason}.")
 
 
 def code_digest(analyzer: Analyzer) -> str:
@@ -505,10 +513,10 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         LayersimError: the unembedding is not known, or the head classifies rows and the targets are next tokens.
     """
     if model.head is None:
-        why = NO_HEAD.get(model.source)
+        reason = NO_HEAD.get(model.source)
         raise LayersimError(
             f"{analyzer} needs an unembedding, but none is known for {model.name} ({model.source}): "
-            f"{why or f'load it by {CLASSES_WITH_HEAD}, or name its norm and head in unembed= of open_model'}."
+            f"{reason or f'load it by {CLASSES_WITH_HEAD}, or name its norm and head in unembed= of open_model'}."
         )
     if targets and not own_labels and "MaskedLM" in model.source:
         warn(

@@ -237,8 +237,10 @@ class BlockCouplingResult(Result):
             if k not in self.ks or not by_k:
                 allowed = " or ".join(map(str, self.ks)) if by_k else "None"
                 raise LayersimError(f"`k` is {k}; for {field!r} of this result, it must be {allowed}.")
-            matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
-            matrix = float(self.normalize) - matrix if "coupling" in field else matrix
+            matrices = self.null_by_k if "null" in field else self.by_k
+            matrix = matrices[self.ks.index(k)]
+            if "coupling" in field:
+                matrix = float(self.normalize) - matrix
         chosen = torch.full(matrix.shape, diagonal) | ~torch.eye(len(matrix), dtype=torch.bool)
         return float(matrix[chosen].nanmean())
 
@@ -349,7 +351,8 @@ class BlockCoupling(Analyzer):
         need_calls(model, "BlockCoupling", self.method == "finite-difference", max(self.ks))
 
     def check_batch(self, batch: Batch, model: Model) -> None:
-        needed = max(p + 1 if p >= 0 else -p for p in self.token_indices)
+        # Token i needs i + 1 tokens, token -i needs i.
+        needed = max(index + 1 if index >= 0 else -index for index in self.token_indices)
         lengths = batch.counted.sum(1)
         short = int((lengths < needed).sum())
         if short and needed > 1:
@@ -375,20 +378,24 @@ class BlockCoupling(Analyzer):
         refuse_failed_replay(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
         count = sums["count"].double()
         # The coupling of a block with itself is defined if it has k singular vectors above rounding error.
-        if undefined := sites_where(run.layers[1:], sums["count"][0].diagonal() == 0):
+        undefined = sites_where(run.layers[1:], sums["count"][0].diagonal() == 0)
+        if undefined:
             warn(
                 f"Coupling is not defined for {undefined}, and NaN there: on every prompt, the Jacobian has fewer than "
                 f"{self.ks[0]} singular values above rounding error."
             )
-        by_k, null = (sums[name] / count for name in ("total", "null"))
+        by_k = sums["total"] / count
+        null = sums["null"] / count
         square = sums["square"] / count[0]
         lengths = sums["length_count"].nonzero()[:, 0]
-        many = sums["length_count"][lengths].double()
+        length_count = sums["length_count"][lengths].double()
         d_model = int(sums["width"]) // samples
         ks = tuple(min(k, d_model) for k in self.ks)
-        coupling, by_chance = (float(self.normalize) - matrix for matrix in (by_k[0], null[0]))
+        coupling = float(self.normalize) - by_k[0]
+        by_chance = float(self.normalize) - null[0]
         different = ~torch.eye(len(coupling), dtype=torch.bool)
         neighbours = torch.cat([coupling.diagonal(1), coupling.diagonal(-1)])
+        mean_coupling = torch.stack([coupling[different].nanmean(), neighbours.nanmean(), by_chance[different].nanmean()])
         means: dict[str, Any] = {name: sums[name] / sums[f"{name} count"] for name in (*ALIGNMENTS, *LINEAR)}
         return BlockCouplingResult(
             values=by_k[0],
@@ -399,9 +406,9 @@ class BlockCoupling(Analyzer):
             by_k=by_k,
             null_by_k=null,
             singular_values=sums["spectrum"] / samples,
-            by_length=sums["length_total"][lengths] / many,
-            length_count=many,
-            mean_coupling=torch.stack([own.nanmean() for own in (coupling[different], neighbours, by_chance[different])]),
+            by_length=sums["length_total"][lengths] / length_count,
+            length_count=length_count,
+            mean_coupling=mean_coupling,
             **means,
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
@@ -430,28 +437,42 @@ def block_coupling_kernel(
         rows: indices of all rows of the data, to sum by row; None not to sum by row.
     """
     calls = view.calls
-    blocks, d_model = len(calls), view.activations.shape[-1]
+    blocks = len(calls)
+    d_model = view.activations.shape[-1]
     ends = row_ends(view)
     starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
-    at = torch.cat([ends + 1 + p if p < 0 else starts + p for p in positions]).to(calls[0].hidden.device)
-    row, token = view.sequence[at], view.position[at]
-    where = token[:, None].expand(-1, blocks)
+    tokens = []
+    for position in positions:
+        tokens.append(ends + 1 + position if position < 0 else starts + position)
+    index = torch.cat(tokens).to(calls[0].hidden.device)
+    row = view.sequence[index]
+    # Each block's Jacobian at the same token, from input to output.
+    token = view.position[index][:, None].expand(-1, blocks)
+    connections = Connections(row, tuple(range(blocks)), token, token)
     if options.method == "auto":
         options = replace(options, method=pick_method(d_model, blocks, min(max(options.ks), d_model)))
-    found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options, path=True)
-    assert found.path is not None
-    defined = found.defined
-    kept = defined.double()
-    values, random = (miscoupling(found.off, found.norm), found.null_miscoupling) if normalize else (found.off, found.null_off)
-    values, random = values * kept, random * kept
-    other = ~torch.eye(blocks, dtype=torch.bool, device=values.device) & defined[0]
+    coupled = couple(calls, connections, options, path=True)
+    assert coupled.path is not None
+    defined = coupled.defined
+    if normalize:
+        values = miscoupling(coupled.off, coupled.norm)
+        null = coupled.null_miscoupling
+    else:
+        values = coupled.off
+        null = coupled.null_off
+    weight = defined.double()
+    values = values * weight
+    null = null * weight
+    pairs = ~torch.eye(blocks, dtype=torch.bool, device=values.device) & defined[0]
     # Mean coupling of each prompt; a single block has no pairs.
-    score = (float(normalize) - values[0]).where(other, 0.0).sum((1, 2)) / other.sum((1, 2)).clamp(min=1)
+    score = (float(normalize) - values[0]).where(pairs, 0.0).sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
     length = (view.position[ends] + 1).repeat(len(positions)).to(values.device)
     octave = length.double().log2().floor().long().clamp(0, OCTAVES - 1)
     by_length = partial(sums_by_row, row=octave, rows=torch.arange(OCTAVES))
-    with_pairs = other.any(-1).any(-1).double()
-    means = dict(zip(ALIGNMENTS, found.alignment, strict=True)) | {name: getattr(found.path, name) for name in LINEAR}
+    with_pairs = pairs.any(-1).any(-1).double()
+    means = dict(zip(ALIGNMENTS, coupled.alignment, strict=True))
+    for name in LINEAR:
+        means[name] = getattr(coupled.path, name)
     out = {
         "samples": torch.tensor(len(row)),
         "batches": torch.tensor(1),
@@ -459,23 +480,24 @@ def block_coupling_kernel(
         "count": defined.sum(1),
         "total": values.sum(1),
         "square": values[0].square().sum(0),
-        "null": random.sum(1),
-        "spectrum": found.singular_values.double().sum(0),
-        "residual": found.residual.sum(0),
-        "step_error": found.step_error.sum(0),
-        "general": found.whole_rows.long(),
-        "differs": found.failures & 1,
-        "no_skip": found.failures & 2,
+        "null": null.sum(1),
+        "spectrum": coupled.singular_values.double().sum(0),
+        "residual": coupled.residual.sum(0),
+        "step_error": coupled.step_error.sum(0),
+        "general": coupled.whole_rows.long(),
+        "differs": coupled.failures & 1,
+        "no_skip": coupled.failures & 2,
         "length_count": by_length(with_pairs).long(),
         "length_total": by_length(score * with_pairs),
     }
-    for name, each in means.items():
-        finite = each.isfinite()
-        out |= {name: each.where(finite, 0).sum(0), f"{name} count": finite.sum(0)}
+    for name, quantity in means.items():
+        finite = quantity.isfinite()
+        out[name] = quantity.where(finite, 0).sum(0)
+        out[f"{name} count"] = finite.sum(0)
     if rows is not None:
         assert view.row is not None
-        of = view.row[at.to(view.row.device)]
-        out["prompt coupling"] = sums_by_row(score * with_pairs, of, rows)
-        out["prompt coupling known"] = sums_by_row(with_pairs, of, rows)
+        row_in_data = view.row[index.to(view.row.device)]
+        out["prompt coupling"] = sums_by_row(score * with_pairs, row_in_data, rows)
+        out["prompt coupling known"] = sums_by_row(with_pairs, row_in_data, rows)
         out["prompt tokens"] = sums_by_row(torch.ones(len(view.row)), view.row, rows)
     return out

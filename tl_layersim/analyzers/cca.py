@@ -179,8 +179,8 @@ class CCA(CrossProductAnalyzer):
     def compute(self, sums: Sums, run: Run) -> CCAResult:
         count = int(sums["samples"])
         products = Covariances(sums)
-        defined = products.rows.defined, products.columns.defined
-        known = self.defined_pairs(run, defined, count)
+        defined = (products.rows.defined, products.columns.defined)
+        defined_pairs = self.defined_pairs(run, defined, count)
         rows, columns = self._whitened_sites(products)
         largest = max(site.whiten.shape[1] for site in (*rows, *columns))
         # Few samples for each dimension make values of unrelated sites large.
@@ -192,12 +192,14 @@ class CCA(CrossProductAnalyzer):
                 f"mean squared correlation of about {share:.2f}.{trivial} Pass more data, or measure this "
                 "baseline with permutations=200 at a few sites."
             )
-        fields: dict[str, Any] = {name: one.where(known, math.nan) for name, one in _summaries(products, rows, columns).items()}
+        fields: dict[str, Any] = {}
+        for name, values in _summaries(products, rows, columns).items():
+            fields[name] = values.where(defined_pairs, math.nan)
         null: dict[str, Any] = {}
         if "null.samples" in sums.fields:
             exchanged = Covariances(sums, "null.")
             sites = self._whitened_sites(exchanged)
-            null = self.null(run, known, [exchanged], lambda parts, _: _means(parts[0], *sites))
+            null = self.null(run, defined_pairs, [exchanged], lambda parts, _: _means(parts[0], *sites))
         return CCAResult(
             **fields,
             **null,
@@ -215,21 +217,23 @@ class CCA(CrossProductAnalyzer):
         rows = [self._whitened(products.rows, site, products.samples) for site in range(len(products.rows.mean))]
         if not products.two_models:
             return rows, rows
-        return rows, [self._whitened(products.columns, site, products.samples) for site in range(len(products.columns.mean))]
+        columns = [self._whitened(products.columns, site, products.samples) for site in range(len(products.columns.mean))]
+        return rows, columns
 
     def _whitened(self, sites: Sites, site: int, count: int) -> WhitenedSite:
         """Whiten a site; the direction of largest variance comes first."""
         eigenvalues, vectors = torch.linalg.eigh(sites.covariance(site))
-        eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
-        floor = max(
-            SMALLEST_EIGENVALUE * float(eigenvalues[0]), 100 * torch.finfo(torch.float64).eps * float(sites.square[site])
-        )
+        eigenvalues = eigenvalues.flip(0)
+        vectors = vectors.flip(1)
+        rounding_error = 100 * torch.finfo(torch.float64).eps * float(sites.square[site])
+        floor = max(SMALLEST_EIGENVALUE * float(eigenvalues[0]), rounding_error)
         # n samples span n - 1 dimensions about their mean.
-        kept = min(int((eigenvalues > floor).sum()), count - 1) if sites.defined[site] else 0
-        eigenvalues, vectors = eigenvalues[:kept], vectors[:, :kept]
+        dimensions = min(int((eigenvalues > floor).sum()), count - 1) if sites.defined[site] else 0
+        eigenvalues = eigenvalues[:dimensions]
+        vectors = vectors[:, :dimensions]
         explained = eigenvalues.cumsum(0) / eigenvalues.sum()
         # As many directions as are needed for the fraction; a rounding error below it is none.
-        directions = min(int((explained < self.variance - 1e-12).sum()) + 1, kept)
+        directions = min(int((explained < self.variance - 1e-12).sum()) + 1, dimensions)
         return WhitenedSite(vectors / eigenvalues.sqrt(), vectors * eigenvalues.sqrt(), directions)
 
 
@@ -238,40 +242,46 @@ def _dimension_counts(numbers: list[int], defined: Tensor) -> Tensor:
 
 
 def _whitened_covariances(
-    products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, itself: bool
+    products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, with_diagonal: bool
 ) -> dict[tuple[int, int], Tensor]:
     """A dict of the cross-covariance of each pair of whitened sites. Sites without dimensions are left out."""
-    return {
-        (row, column): rows[row].whiten.T @ covariance @ columns[column].whiten
-        for row, others in products.pairs(itself=itself)
-        for column, covariance in zip(others, products.between(row, others), strict=True)
-        if rows[row].directions and columns[column].directions
-    }
+    whitened = {}
+    for row, partners in products.pairs(with_diagonal=with_diagonal):
+        for column, covariance in zip(partners, products.between(row, partners), strict=True):
+            if rows[row].directions and columns[column].directions:
+                whitened[row, column] = rows[row].whiten.T @ covariance @ columns[column].whiten
+    return whitened
 
 
 def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> dict[str, Tensor]:
     """A dict of mean CCA, SVCCA and PWCCA, each `row column`. Within one model, a site has 1 with itself."""
-    out = {
-        name: torch.eye(len(rows), len(columns), dtype=torch.float64)
-        for name in ("values", "squared", "svcca", "pwcca", "column_pwcca")
-    }
-    for (row, column), matrix in _whitened_covariances(products, rows, columns, itself=False).items():
-        left, rho, right = torch.linalg.svd(matrix, full_matrices=False)
+    out = {}
+    for name in ("values", "squared", "svcca", "pwcca", "column_pwcca"):
+        out[name] = torch.eye(len(rows), len(columns), dtype=torch.float64)
+    for (row, column), matrix in _whitened_covariances(products, rows, columns, with_diagonal=False).items():
+        u, rho, vh = torch.linalg.svd(matrix, full_matrices=False)
         # Rounding can yield correlations above 1.
         rho = rho.clamp(max=1)
         leading = torch.linalg.svdvals(matrix[: rows[row].directions, : columns[column].directions]).clamp(max=1)
-        pairs = [(row, column)] if products.two_models else [(row, column), (column, row)]
-        weights = (rows[row].spread @ left).abs().sum(0), (columns[column].spread @ right.T).abs().sum(0)
-        for (a, b), (own, other) in zip(pairs, (weights, weights[::-1]), strict=False):
-            out["values"][a, b], out["squared"][a, b], out["svcca"][a, b] = rho.mean(), rho.square().mean(), leading.mean()
-            out["pwcca"][a, b], out["column_pwcca"][a, b] = own @ rho / own.sum(), other @ rho / other.sum()
+        row_weights = (rows[row].spread @ u).abs().sum(0)
+        column_weights = (columns[column].spread @ vh.T).abs().sum(0)
+        entries = [(row, column, row_weights, column_weights)]
+        if not products.two_models:
+            # Within one model, the same pair of sites in the other order.
+            entries.append((column, row, column_weights, row_weights))
+        for a, b, a_weights, b_weights in entries:
+            out["values"][a, b] = rho.mean()
+            out["squared"][a, b] = rho.square().mean()
+            out["svcca"][a, b] = leading.mean()
+            out["pwcca"][a, b] = a_weights @ rho / a_weights.sum()
+            out["column_pwcca"][a, b] = b_weights @ rho / b_weights.sum()
     return out
 
 
 def _means(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> Tensor:
     """Mean canonical correlation of all pairs (`row column`)."""
     out = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
-    for (row, column), matrix in _whitened_covariances(products, rows, columns, itself=True).items():
+    for (row, column), matrix in _whitened_covariances(products, rows, columns, with_diagonal=True).items():
         out[row, column] = torch.linalg.svdvals(matrix).clamp(max=1).mean()
         if not products.two_models:
             out[column, row] = out[row, column]

@@ -22,7 +22,15 @@ from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import Model
-from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, arccos_distance, relation_of_pairs
+from ._pairwise import (
+    MatrixFunction,
+    MinibatchAnalyzer,
+    MinibatchMatrix,
+    PairRelation,
+    RelationFunction,
+    arccos_distance,
+    relation_of_matrices,
+)
 from .analyzer import Exchange, Run, Weight, compared, refuse_undefined
 
 # Rows of a Gram matrix that are one product; smaller products are slower by the FLOP.
@@ -182,15 +190,17 @@ class CKA(MinibatchAnalyzer):
     average: Literal["hsic", "cka"] = "hsic"
 
     @property
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         return gram_matrices, partial(centred_relations, biased=self.estimator == "biased", ratios=self.average == "cka")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         of_grams = [name for name in ("permutations", "deconfound") if getattr(self, name)]
-        of_minibatches = of_grams + [
-            name for name, value in (("pool", "flat"), ("average", "cka")) if getattr(self, name) == value
-        ]
+        of_minibatches = list(of_grams)
+        if self.pool == "flat":
+            of_minibatches.append("pool")
+        if self.average == "cka":
+            of_minibatches.append("average")
         if self.estimator == "exact" and of_minibatches:
             raise LayersimError(
                 f'`{of_minibatches[0]}` is {getattr(self, of_minibatches[0])!r}; it needs estimator="minibatch" or '
@@ -226,12 +236,20 @@ class CKA(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         exact = self.estimator == "exact"
-        self.need_rows(tuples_of_texts(*sums["tuples"].tolist())[2] > 0 if exact else "samples" in sums.fields, run)
-        cross, own_x, own_y = exact_hsic(sums) if exact else (sums["xy"], sums["xx"], sums["yy"])
-        defined_x, defined_y = own_x > 0, own_y > 0
+        if exact:
+            _, _, quadruples = tuples_of_texts(*sums["tuples"].tolist())
+            self.need_rows(quadruples > 0, run)
+            hsic_xy, hsic_xx, hsic_yy = exact_hsic(sums)
+        else:
+            self.need_rows("samples" in sums.fields, run)
+            hsic_xy = sums["xy"]
+            hsic_xx = sums["xx"]
+            hsic_yy = sums["yy"]
+        defined_x = hsic_xx > 0
+        defined_y = hsic_yy > 0
         count = int(sums["samples"])
-        why = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
-        refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], why)
+        reason = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
+        refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], reason)
         if exact and self.unit == "text" and run.provenance.options.get("rows_as_texts"):
             warn(
                 "CKA treats rows as independent that share a text with their neighbours, because the data is packed or has few "
@@ -243,13 +261,14 @@ class CKA(MinibatchAnalyzer):
                 "Pass more data."
             )
         r = "xy.r" if exact else "r"
-        values = sums["ratios"] / sums["minibatches"] if self.average == "cka" else cross / _scale(own_x, own_y)
+        values = sums["ratios"] / sums["minibatches"] if self.average == "cka" else hsic_xy / _scale(hsic_xx, hsic_yy)
         values = values.where(defined_x[:, None] & defined_y, math.nan)
         null_scale = _scale(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
         inputs = None
         if self.deconfound is not None:
-            x0, y0 = (sums[f"{z}0"] / (sums[2 * z] * sums[2 * z][0]).sqrt() for z in "xy")
-            inputs = x0, y0
+            row_inputs = sums["x0"] / (sums["xx"] * sums["xx"][0]).sqrt()
+            column_inputs = sums["y0"] / (sums["yy"] * sums["yy"][0]).sqrt()
+            inputs = (row_inputs, column_inputs)
         biased = exact_biased_cka(sums) if exact else torch.full_like(values, math.nan)
         return CKAResult(
             biased=biased.where(~values.isnan(), math.nan),
@@ -259,9 +278,9 @@ class CKA(MinibatchAnalyzer):
         )
 
 
-def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
+def _scale(hsic_xx: Tensor, hsic_yy: Tensor) -> Tensor:
     """Denominator of CKA (`row column`): sqrt(HSIC(x, x) HSIC(y, y))."""
-    return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
+    return torch.outer(hsic_xx.clamp(min=0).sqrt(), hsic_yy.clamp(min=0).sqrt())
 
 
 def centred_relations(
@@ -283,12 +302,14 @@ def centred_relations(
         ratios: see `PairRelation`.
     """
     if biased or text is None:
-        relation, r = centred(gram, biased)
-        found = relation_of_pairs(relation, texts if by_text else None)
+        centred_gram, r = centred(gram, biased)
+        relation = relation_of_matrices(centred_gram, texts if by_text else None)
     else:
         terms, r = terms_between_texts(gram, text)
-        found = PairRelation(*terms.flat(), {}, *(terms.by_text(texts) if by_text else (None, None)))
-    return replace(found, numbers={"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, ratios=ratios)
+        flat_terms, signs = terms.flat()
+        terms_by_text, diagonal_signs = terms.by_text(texts) if by_text else (None, None)
+        relation = PairRelation(flat_terms, signs, {}, terms_by_text, diagonal_signs)
+    return replace(relation, numbers={"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, ratios=ratios)
 
 
 def gram_matrices(x: Tensor, widths: tuple[int, ...] = ()) -> Tensor:
@@ -303,12 +324,14 @@ def gram_matrices(x: Tensor, widths: tuple[int, ...] = ()) -> Tensor:
     # Centring does not change HSIC. Without it, a large common vector would use up the digits of float32.
     mean = x.mean(1, keepdim=True)
     x = x - mean
-    same = ~beyond_rounding(x, mean).any(1)
-    if bool(same.any()):
-        x = x.masked_fill(same[:, None, None], 0)
+    equal_samples = ~beyond_rounding(x, mean).any(1)
+    if bool(equal_samples.any()):
+        x = x.masked_fill(equal_samples[:, None, None], 0)
     # Entries are squares: in float32 they overflow from norms of 2e19 on, and vanish below 1e-19.
     largest = x.abs().amax((1, 2))
-    if bool(((largest > 1 / SMALLEST) | ((largest < SMALLEST) & (largest > 0))).any()):
+    overflows = largest > 1 / SMALLEST
+    vanishes = (largest < SMALLEST) & (largest > 0)
+    if bool((overflows | vanishes).any()):
         x = x.double()
     samples = x.shape[1]
     gram = x.new_empty(len(x), samples, samples)
@@ -375,8 +398,8 @@ class TextTerms:
         """All terms of each layer as one vector (`layer term`) and the signs of the terms (`term`)."""
         parts = (self.pairs, self.with_text, self.of_sample, self.between, self.of_text, self.total[:, None])
         signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
-        ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
-        return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
+        term_signs = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
+        return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(term_signs)
 
     def by_text(self, texts: int) -> tuple[Tensor, Tensor]:
         """All terms grouped by pair of texts (`layer text text term`).
@@ -386,17 +409,19 @@ class TextTerms:
         The samples must be `text position`, with as many positions in each text. Pairs of one text are left out of the first
         three terms, so that there is place for those of single texts.
         """
-        layers, each = len(self.pairs), self.pairs.shape[1] // texts
-        pairs = self.pairs.view(layers, texts, each, texts, each).permute(0, 1, 3, 2, 4).flatten(3)
-        with_text = self.with_text.view(layers, texts, each, texts).transpose(2, 3)
+        layers = len(self.pairs)
+        positions = self.pairs.shape[1] // texts
+        pairs = self.pairs.view(layers, texts, positions, texts, positions).permute(0, 1, 3, 2, 4).flatten(3)
+        with_text = self.with_text.view(layers, texts, positions, texts).transpose(2, 3)
         terms = torch.cat([pairs, with_text, self.between[..., None]], -1)
-        own = torch.arange(texts, device=terms.device)
-        terms[:, own, own] = 0
-        terms[:, own, own, 0] = (self.total / texts**0.5)[:, None]
-        terms[:, own, own, each**2 : -1] = self.of_sample.view(layers, texts, each)
-        terms[:, own, own, -1] = self.of_text
+        text = torch.arange(texts, device=terms.device)
+        terms[:, text, text] = 0
+        # The product of two layers counts the total once for each text.
+        terms[:, text, text, 0] = (self.total / texts**0.5)[:, None]
+        terms[:, text, text, positions**2 : -1] = self.of_sample.view(layers, texts, positions)
+        terms[:, text, text, -1] = self.of_text
         signs = terms.new_ones(terms.shape[-1])
-        signs[each**2 :] = -1
+        signs[positions**2 :] = -1
         return terms, signs
 
 
@@ -423,19 +448,22 @@ def terms_between_texts(gram: Tensor, text: Tensor) -> tuple[TextTerms, Tensor]:
     text = text.to(gram.device)
     pairs = gram.masked_fill(text[:, None] == text, 0)
     member = torch.nn.functional.one_hot(text, len(counts)).double()
-    with_text, of_sample = pairs @ member, pairs.sum(2)
+    with_text = pairs @ member
+    of_sample = pairs.sum(2)
     between = member.T @ with_text
     of_text = between.sum(2)
     powers = [float(counts.pow(power).sum()) for power in range(1, 5)]
-    two, three, four = tuples_of_texts(*powers)
-    quadruple, triple = (two / four) ** 0.5, (2 * two / three) ** 0.5
+    pair_count, triple_count, quadruple_count = tuples_of_texts(*powers)
+    # Roots, because a term occurs in both factors of a product.
+    quadruple_factor = (pair_count / quadruple_count) ** 0.5
+    triple_factor = (2 * pair_count / triple_count) ** 0.5
     terms = TextTerms(
         pairs,
-        triple * with_text,
-        triple * of_sample,
-        2**0.5 * quadruple * between,
-        2 * quadruple * of_text,
-        quadruple * of_text.sum(1),
+        triple_factor * with_text,
+        triple_factor * of_sample,
+        2**0.5 * quadruple_factor * between,
+        2 * quadruple_factor * of_text,
+        quadruple_factor * of_text.sum(1),
     )
     return terms, squares
 
@@ -468,7 +496,9 @@ def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
         *views: the view of one model, or the views of two models on the same tokens.
         rows: function that takes a view and returns its samples, `layer sample d_model`.
     """
-    totals = [torch.stack([layer.sum(0, dtype=torch.float64) for layer in rows(view)]) for view in views]
+    totals = []
+    for view in views:
+        totals.append(torch.stack([layer.sum(0, dtype=torch.float64) for layer in rows(view)]))
     return {"x": totals[0], "y": totals[-1], "count": torch.tensor(rows(views[0]).shape[1])}
 
 
@@ -494,11 +524,14 @@ def exact_kernel(*views: View, rows: partial[Tensor], means: tuple[Tensor, Tenso
         row = torch.unique_consecutive(of_token, return_inverse=True)[1].to(x.device)
     out = {f"xy.{name}": value for name, value in _products(x, y, row).items()}
     if len(views) == 2:
-        for own, z in (("xx", x), ("yy", y)):
-            per_layer = [_products(layer[None], layer[None], row) for layer in z]
-            out |= {f"{own}.{name}": torch.stack([m[name] for m in per_layer]) for name in per_layer[0]}
-    members = torch.bincount(row).double()
-    return out | {"samples": torch.tensor(x.shape[1]), "tuples": torch.stack([members.pow(k).sum() for k in range(1, 5)])}
+        for prefix, side in (("xx", x), ("yy", y)):
+            products_of_layers = [_products(layer[None], layer[None], row) for layer in side]
+            for name in products_of_layers[0]:
+                out[f"{prefix}.{name}"] = torch.stack([products[name] for products in products_of_layers])
+    samples_of_row = torch.bincount(row).double()
+    out["samples"] = torch.tensor(x.shape[1])
+    out["tuples"] = torch.stack([samples_of_row.pow(power).sum() for power in range(1, 5)])
+    return out
 
 
 def _centred(x: Tensor, mean: Tensor) -> Tensor:
@@ -522,15 +555,22 @@ def _products(x: Tensor, y: Tensor, row: Tensor) -> dict[str, Tensor]:
         norms of samples and of their squares.
     """
     rows = int(row[-1]) + 1
-    s, t = (z.new_zeros(len(z), rows, z.shape[-1]).index_add(1, row, z) for z in (x, y))
-    r_x, r_y = x.square().sum(-1), y.square().sum(-1)
+    s = x.new_zeros(len(x), rows, x.shape[-1]).index_add(1, row, x)
+    t = y.new_zeros(len(y), rows, y.shape[-1]).index_add(1, row, y)
+    r_x = x.square().sum(-1)
+    r_y = y.square().sum(-1)
     if rows == len(row):
         within = r_x @ r_y.T
     else:
         counts = torch.bincount(row).tolist()
-        grams = zip(*((torch.bmm(part, part.mT).flatten(1) for part in torch.split(z, counts, 1)) for z in (x, y)), strict=True)
-        within = torch.stack([a @ b.T for a, b in grams]).sum(0)
-    row_x, row_y = s.square().sum(-1), t.square().sum(-1)
+        products_of_rows = []
+        for x_of_row, y_of_row in zip(torch.split(x, counts, 1), torch.split(y, counts, 1), strict=True):
+            x_gram = torch.bmm(x_of_row, x_of_row.mT).flatten(1)
+            y_gram = torch.bmm(y_of_row, y_of_row.mT).flatten(1)
+            products_of_rows.append(x_gram @ y_gram.T)
+        within = torch.stack(products_of_rows).sum(0)
+    row_x = s.square().sum(-1)
+    row_y = t.square().sum(-1)
     return {
         "cross": _stacked(x).T @ _stacked(y),
         "between": _stacked(s).T @ _stacked(t),
@@ -560,15 +600,25 @@ def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
         HSIC of all pairs of layers, `row column`; of each row layer with itself, `row`; of each column layer with itself,
         `column`.
     """
-    cross = _hsic_of({name.removeprefix("xy."): value for name, value in sums.fields.items() if name.startswith("xy.")}, sums)
+    hsic_xy = _hsic_of(_products_named(sums, "xy."), sums)
     if "xx.cross" not in sums.fields:
-        return cross, cross.diagonal(), cross.diagonal()
-    own = []
-    for which in ("xx", "yy"):
-        fields = {name.removeprefix(f"{which}."): v for name, v in sums.fields.items() if name.startswith(f"{which}.")}
-        layers = range(len(fields["cross"]))
-        own.append(torch.stack([_hsic_of({name: v[layer] for name, v in fields.items()}, sums)[0, 0] for layer in layers]))
-    return cross, own[0], own[1]
+        return hsic_xy, hsic_xy.diagonal(), hsic_xy.diagonal()
+    return hsic_xy, _hsic_of_layers(sums, "xx."), _hsic_of_layers(sums, "yy.")
+
+
+def _products_named(sums: Sums, prefix: str) -> dict[str, Tensor]:
+    """The output of `_products` whose names in the sums have a prefix."""
+    return {name.removeprefix(prefix): value for name, value in sums.fields.items() if name.startswith(prefix)}
+
+
+def _hsic_of_layers(sums: Sums, prefix: str) -> Tensor:
+    """HSIC of each layer with itself (`layer`)."""
+    products = _products_named(sums, prefix)
+    hsic = []
+    for layer in range(len(products["cross"])):
+        products_of_layer = {name: value[layer] for name, value in products.items()}
+        hsic.append(_hsic_of(products_of_layer, sums)[0, 0])
+    return torch.stack(hsic)
 
 
 def exact_biased_cka(sums: Sums) -> Tensor:
@@ -581,17 +631,23 @@ def exact_biased_cka(sums: Sums) -> Tensor:
     """
     a, b = sums["xy.within"].shape
     cross = rearrange(sums["xy.cross"], "(a d) (b e) -> a b (d e)", a=a, b=b).square().sum(-1)
-    own = (
-        [sums[f"{z}.cross"].square().sum((1, 2)) for z in ("xx", "yy")] if "xx.cross" in sums.fields else [cross.diagonal()] * 2
-    )
-    return cross / torch.outer(own[0].sqrt(), own[1].sqrt())
+    if "xx.cross" in sums.fields:
+        x_square = sums["xx.cross"].square().sum((1, 2))
+        y_square = sums["yy.cross"].square().sum((1, 2))
+    else:
+        x_square = cross.diagonal()
+        y_square = cross.diagonal()
+    return cross / torch.outer(x_square.sqrt(), y_square.sqrt())
 
 
-def _hsic_of(m: dict[str, Tensor], sums: Sums) -> Tensor:
+def _hsic_of(products: dict[str, Tensor], sums: Sums) -> Tensor:
+    """HSIC of all pairs of layers from the output of `_products`."""
     pairs, triples, quadruples = tuples_of_texts(*sums["tuples"].tolist())
-    a, b = m["within"].shape
-    cross, between = (rearrange(m[name], "(a d) (b e) -> a b (d e)", a=a, b=b) for name in ("cross", "between"))
-    two = cross.square().sum(-1) - m["within"]
-    four = torch.outer(m["row_x"], m["row_y"]) - 6 * m["squares"] + 2 * between.square().sum(-1)
-    three = 2 * m["inner"] - (cross * between).sum(-1)
-    return two / pairs + four / quadruples - 2 * three / triples
+    a, b = products["within"].shape
+    cross = rearrange(products["cross"], "(a d) (b e) -> a b (d e)", a=a, b=b)
+    between = rearrange(products["between"], "(a d) (b e) -> a b (d e)", a=a, b=b)
+    pair_sum = cross.square().sum(-1) - products["within"]
+    quadruple_sum = torch.outer(products["row_x"], products["row_y"])
+    quadruple_sum = quadruple_sum - 6 * products["squares"] + 2 * between.square().sum(-1)
+    triple_sum = 2 * products["inner"] - (cross * between).sum(-1)
+    return pair_sum / pairs + quadruple_sum / quadruples - 2 * triple_sum / triples

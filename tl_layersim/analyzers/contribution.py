@@ -76,23 +76,23 @@ class ContributionResult(Result):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Their numbers of blocks are read below; a file may hold other names.
-        if wrong := [name for name in self.sublayers if not SUBLAYER.fullmatch(name)]:
-            raise LayersimError(f"`sublayers` has {brief(wrong[0])}; it must have outputs of attention and of MLP.")
+        for name in self.sublayers:
+            if not SUBLAYER.fullmatch(name):
+                raise LayersimError(f"`sublayers` has {brief(name)}; it must have outputs of attention and of MLP.")
 
     def headline(self) -> dict[str, float]:
-        blocks = [stack_and_block(name) for name in self.sublayers]
-        first = torch.tensor([block < (1 + max(n for stack, n in blocks if stack == own)) / 2 for own, block in blocks])
-        return without_nan(
-            {
-                f"{what}, {half} half of the blocks": field[chosen].nanquantile(0.5)
-                for what, field in (
-                    ("relative norm", self.values),
-                    ("cosine with the stream", self.cosine),
-                )
-                for half, chosen in (("first", first), ("second", ~first))
-                if bool(chosen.any())
-            }
-        )
+        last_block = _last_blocks(self.sublayers)
+        in_first_half = []
+        for name in self.sublayers:
+            stack, block = stack_and_block(name)
+            in_first_half.append(block < (1 + last_block[stack]) / 2)
+        first = torch.tensor(in_first_half)
+        numbers = {}
+        for quantity, field in (("relative norm", self.values), ("cosine with the stream", self.cosine)):
+            for half, sublayers in (("first", first), ("second", ~first)):
+                if bool(sublayers.any()):
+                    numbers[f"{quantity}, {half} half of the blocks"] = field[sublayers].nanquantile(0.5)
+        return without_nan(numbers)
 
 
 @typed
@@ -137,16 +137,16 @@ class Contribution(Analyzer):
     def compute(self, sums: Sums, run: Run) -> ContributionResult:
         count = int(sums["count"])
         sublayers = sublayer_sites(run.layers)
-        if zero := omitted_at(sublayers, count - sums["cosine known"], count):
+        omitted = omitted_at(sublayers, count - sums["cosine known"], count)
+        if omitted:
             warn(
                 "The cosine is not defined for tokens at which a sublayer's output or the residual stream is zero. These "
-                f"tokens are omitted: {zero}. Relative norms omit tokens whose residual stream is zero."
+                f"tokens are omitted: {omitted}. Relative norms omit tokens whose residual stream is zero."
             )
-        ratio, cosine, final = (sums[name] / sums[f"{name} known"] for name in ("ratio", "cosine", "final"))
         return ContributionResult(
-            values=ratio,
-            cosine=cosine,
-            cosine_to_final=final,
+            values=sums["ratio"] / sums["ratio known"],
+            cosine=sums["cosine"] / sums["cosine known"],
+            cosine_to_final=sums["final"] / sums["final known"],
             sublayers=sublayers,
             layers=tuple(name for name in run.layers if name.endswith((".hook_resid_pre", ".hook_resid_post"))),
             provenance=run.provenance,
@@ -159,9 +159,14 @@ def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
     Args:
         names: names of sites, in any order. The stacks of an encoder-decoder keep the order in which they are named.
     """
-    found = [match for name in names if (match := SUBLAYER.fullmatch(name))]
-    stacks = list(dict.fromkeys(match[1] for match in found))
-    return tuple(match[0] for match in sorted(found, key=lambda match: (stacks.index(match[1]), int(match[2]), match[3])))
+    matches = []
+    for name in names:
+        match = SUBLAYER.fullmatch(name)
+        if match is not None:
+            matches.append(match)
+    stacks = list(dict.fromkeys(match[1] for match in matches))
+    matches.sort(key=lambda match: (stacks.index(match[1]), int(match[2]), match[3]))
+    return tuple(match[0] for match in matches)
 
 
 def stack_and_block(sublayer: str) -> tuple[str, int]:
@@ -169,6 +174,15 @@ def stack_and_block(sublayer: str) -> tuple[str, int]:
     match = SUBLAYER.fullmatch(sublayer)
     assert match is not None
     return match[1], int(match[2])
+
+
+def _last_blocks(sublayers: Sequence[str]) -> dict[str, int]:
+    """Index of the last block of each stack that has a sublayer, by the stack's prefix."""
+    last: dict[str, int] = {}
+    for name in sublayers:
+        stack, block = stack_and_block(name)
+        last[stack] = max(block, last.get(stack, block))
+    return last
 
 
 def contribution_kernel(view: View) -> dict[str, Tensor]:
@@ -181,29 +195,34 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
     """
     sublayers = sublayer_sites(view.sites)
     streams = _streams(view.sites, sublayers)
-    none = torch.zeros(len(streams), dtype=torch.float64, device=view.activations.device)
-    names = [f"{quantity}{part}" for quantity in ("ratio", "cosine", "final") for part in ("", " known")]
-    out = {name: none.clone() for name in names}
+    zeros = torch.zeros(len(streams), dtype=torch.float64, device=view.activations.device)
+    out = {"count": torch.tensor(view.activations.shape[1])}
+    for quantity in ("ratio", "cosine", "final"):
+        out[quantity] = zeros.clone()
+        out[f"{quantity} known"] = zeros.clone()
     for start in range(0, view.activations.shape[1], CHUNK):
         x = view.activations[:, start : start + CHUNK]
-        for number, places in enumerate(streams):
-            for quantity, values in _quantities(*(x[place].double() for place in places)).items():
-                known = ~values.isnan()
-                out[quantity][number] += values.where(known, 0.0).sum()
-                out[f"{quantity} known"][number] += known.sum()
-    return {"count": torch.tensor(view.activations.shape[1])} | out
+        for number, (output, stream, final) in enumerate(streams):
+            quantities = _quantities(x[output].double(), x[stream].double(), x[final].double())
+            for quantity, values in quantities.items():
+                defined = ~values.isnan()
+                out[quantity][number] += values.where(defined, 0.0).sum()
+                out[f"{quantity} known"][number] += defined.sum()
+    return out
 
 
 def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, int, int]]:
     """Indices of three sites for each sublayer: its output, the residual stream before it, and the final stream."""
+    last_block = _last_blocks(sublayers)
     streams = []
     for name in sublayers:
         stack, block = stack_and_block(name)
-        last = max(number for other, number in map(stack_and_block, sublayers) if other == stack)
         # The stream in the middle of the block; or its input, which is also the output of the block before it.
-        inside = [f"{stack}{block}.{own}" for own in (*MIDDLE[name.rpartition("hook_")[2]], "hook_resid_pre")]
-        before = next(place for place in (*inside, f"{stack}{block - 1}.hook_resid_post") if place in sites)
-        streams.append((sites.index(name), sites.index(before), sites.index(f"{stack}{last}.hook_resid_post")))
+        candidates = [f"{stack}{block}.{hook}" for hook in MIDDLE[name.rpartition("hook_")[2]]]
+        candidates += [f"{stack}{block}.hook_resid_pre", f"{stack}{block - 1}.hook_resid_post"]
+        before = next(site for site in candidates if site in sites)
+        final = f"{stack}{last_block[stack]}.hook_resid_post"
+        streams.append((sites.index(name), sites.index(before), sites.index(final)))
     return streams
 
 
@@ -215,7 +234,9 @@ def _quantities(added: Tensor, stream: Tensor, final: Tensor) -> dict[str, Tenso
         stream: `token d_model`, residual stream to which the output is added.
         final: `token d_model`, output of the last block.
     """
-    size, stream_size, final_size = (vector.norm(dim=-1) for vector in (added, stream, final))
+    size = added.norm(dim=-1)
+    stream_size = stream.norm(dim=-1)
+    final_size = final.norm(dim=-1)
 
     def divided(values: Tensor, divisor: Tensor) -> Tensor:
         return values / divisor.where(divisor > 0, torch.nan)

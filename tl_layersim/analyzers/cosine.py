@@ -305,7 +305,7 @@ class Cosine(Analyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         # A mean that is given does not depend on the tokens of this run.
-        return partial(cosine_kernel, mean=self._mean(first), of_these_tokens=bool(first))
+        return partial(cosine_kernel, mean=self._mean(first), mean_of_tokens=bool(first))
 
     def _mean(self, first: Sums) -> Tensor | None:
         if isinstance(self.center, Tensor):
@@ -317,42 +317,45 @@ class Cosine(Analyzer):
         offset = self._mean(run.first)
         # Number of tokens that have a cosine at both layers; 0 / 0 is NaN.
         pairs = sums["pairs"].double()
-        what = "is zero" if offset is None else "equals the mean"
+        condition = "is zero" if offset is None else "equals the mean"
         if not bool(sums["pairs"].any()):
             raise LayersimError(
-                f"The cosine is not defined at any layer: at every layer, the residual of all {count} tokens {what}."
+                f"The cosine is not defined at any layer: at every layer, the residual of all {count} tokens {condition}."
             )
-        if affected := omitted_at(run.layers, count - sums["pairs"].diagonal(), count):
+        omitted = omitted_at(run.layers, count - sums["pairs"].diagonal(), count)
+        if omitted:
             warn(
-                f"The cosine is not defined for tokens whose residual {what} up to rounding. These tokens are omitted: "
-                f"{affected}. A layer is NaN if all tokens are omitted."
+                f"The cosine is not defined for tokens whose residual {condition} up to rounding. These tokens are omitted: "
+                f"{omitted}. A layer is NaN if all tokens are omitted."
             )
-        if "place count" in sums.fields and (text := moved_mean(sums, run)):
-            warn(text)
+        if "place count" in sums.fields:
+            text = moved_mean(sums, run)
+            if text:
+                warn(text)
         mean = sums["sum"] / pairs
-        itself = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
+        diagonal = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
         # Rounding can yield cosines above 1 and variances below 0. The cosine of a layer with itself is exactly 1.
-        std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(itself, 0)
+        std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(diagonal, 0)
         to_last = quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES)
-        to_last[:, -1] = to_last[:, -1].masked_fill(itself[-1, -1], 1)
+        to_last[:, -1] = to_last[:, -1].masked_fill(diagonal[-1, -1], 1)
         minimum, outliers = _minimum_and_outliers(sums["to_last"])
-        minimum[-1] = minimum[-1].masked_fill(itself[-1, -1], 1)
+        minimum[-1] = minimum[-1].masked_fill(diagonal[-1, -1], 1)
         raw = sums["raw_pairs"].double()
-        next_to = adjacent_sites(run.layers, run.models[0].stream)
+        adjacent = adjacent_sites(run.layers, run.models[0].stream)
         return CosineResult(
-            values=mean.clamp(-1, 1).masked_fill(itself, 1),
+            values=mean.clamp(-1, 1).masked_fill(diagonal, 1),
             std=std,
             below_zero=sums["negative"].double() / pairs,
             to_last=to_last,
             to_last_minimum=minimum,
             to_last_outliers=outliers,
             adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
-            norm_ratio=(sums["norm_ratio"] / count).where(next_to, math.nan),
-            norm_ratio_quantiles=quantiles_of_logs(sums["norm_ratio bins"]).where(next_to, math.nan),
+            norm_ratio=(sums["norm_ratio"] / count).where(adjacent, math.nan),
+            norm_ratio_quantiles=quantiles_of_logs(sums["norm_ratio bins"]).where(adjacent, math.nan),
             step_share=sums["steps"][0].double() / sums["steps"][1],
             triple_share=sums["triples"][0].double() / sums["triples"][1],
             angular=(sums["angle"] / (math.pi * raw)).masked_fill(torch.eye(len(raw), dtype=torch.bool) & (raw > 0), 0),
-            block_influence=(1 - sums["raw_adjacent"] / raw.diagonal(1)).clamp(0, 2).where(next_to, math.nan),
+            block_influence=(1 - sums["raw_adjacent"] / raw.diagonal(1)).clamp(0, 2).where(adjacent, math.nan),
             monotone_share=sums["monotone"].double() / sums["whole"],
             mean=torch.zeros(len(run.layers), 0, dtype=torch.float64) if offset is None else offset,
             layers=run.layers,
@@ -387,7 +390,9 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
     adjacent = []
     for before, after in itertools.pairwise(layers):
         stack, _, number = after.removesuffix(".hook_resid_post").rpartition(".")
-        inputs = (f"{stack}.{number}.hook_resid_pre", f"{stack}.{int(number) - 1}.hook_resid_post") if number.isdigit() else ()
+        inputs: tuple[str, ...] = ()
+        if number.isdigit():
+            inputs = (f"{stack}.{number}.hook_resid_pre", f"{stack}.{int(number) - 1}.hook_resid_post")
         adjacent.append(before in inputs)
     return torch.tensor(adjacent, dtype=torch.bool)
 
@@ -411,35 +416,39 @@ def moved_mean(sums: Sums, run: Run) -> str:
         sums: sums of `cosine_kernel`.
         run: the finished run.
     """
-    count, total, power = sums["place count"].double(), sums["place sum"], sums["place power"]
+    count = sums["place count"].double()
+    total = sums["place sum"]
+    power = sums["place power"]
     if int(count.sum()) < LEAST_TOKENS:
         return ""
     moved = []
     for start in range(1, MEAN_PLACES + 1):
-        others = count[start:].sum()
+        later_tokens = count[start:].sum()
         # All centred tokens sum to 0.
-        shift = total[:, :start].sum(1).norm(dim=-1) / others
-        spread = (power[:, start:].sum(1) / others - shift.square()).clamp(min=0).sqrt()
-        moved.append(torch.stack([shift / spread, (power[:, :start] / count[:start]).amax(1).sqrt() / spread]))
+        shift = total[:, :start].sum(1).norm(dim=-1) / later_tokens
+        spread = (power[:, start:].sum(1) / later_tokens - shift.square()).clamp(min=0).sqrt()
+        size = (power[:, :start] / count[:start]).amax(1).sqrt()
+        moved.append(torch.stack([shift / spread, size / spread]))
     shifts, sizes = torch.stack(moved, 1).nan_to_num(nan=0.0, posinf=0.0)
     # Numbers of first tokens at which the shift has reached three quarters of its largest value.
-    most = shifts.amax(0)
-    large = (most > LARGEST_SHIFT).nonzero()[:, 0].tolist()
-    if not large:
+    largest = shifts.amax(0)
+    moved_sites = (largest > LARGEST_SHIFT).nonzero()[:, 0].tolist()
+    if not moved_sites:
         return ""
-    needed = max(int((shifts[:, site] >= 0.75 * most[site]).int().argmax()) + 1 for site in large)
-    site = max(large, key=lambda number: float(most[number]))
+    needed = max(int((shifts[:, site] >= 0.75 * largest[site]).int().argmax()) + 1 for site in moved_sites)
+    site = max(moved_sites, key=lambda number: float(largest[number]))
     remedy = f"skip_first={needed} leaves out these tokens."
     if run.provenance.options.get("positions", "all") != "all":
         remedy = f"Leave the first {needed} out of positions=."
     return (
-        f"The first tokens of rows decide the mean that Cosine subtracts at {len(large)} site{'s' * (len(large) > 1)}. At "
+        f"The first tokens of rows decide the mean that Cosine subtracts at {len(moved_sites)} "
+        f"site{'s' * (len(moved_sites) > 1)}. At "
         f"{site_in_words(run.layers[site])}, they are up to {float(sizes[needed - 1, site]):.3g} times as long as the others, "
-        f"and move the mean by {float(most[site]):.2g} times the length of the others. {remedy}"
+        f"and move the mean by {float(largest[site]):.2g} times the length of the others. {remedy}"
     )
 
 
-def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = False) -> dict[str, Tensor]:
+def cosine_kernel(view: View, *, mean: Tensor | None, mean_of_tokens: bool = False) -> dict[str, Tensor]:
     """Sums, counts and histograms of the cosines between layers, over the tokens of a batch.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
@@ -447,15 +456,15 @@ def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = Fa
     Args:
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
-        of_these_tokens: whether `mean` is the mean of all tokens; sums over first tokens, by their place, then show its causes.
+        mean_of_tokens: whether `mean` is the mean of all tokens; sums over first tokens, by their place, then show its causes.
     """
     # The widths may be known only now, and a view pads narrower sites with zeros.
-    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
-    if odd:
-        raise LayersimError(
-            f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]}, and {view.sites[odd[0]]} "
-            f"has width {view.widths[odd[0]]}."
-        )
+    for number, width in enumerate(view.widths):
+        if width != view.widths[0]:
+            raise LayersimError(
+                f"Cosine needs sites of equal width; {view.sites[0]} has width {view.widths[0]}, and {view.sites[number]} "
+                f"has width {width}."
+            )
     x = view.activations
     layers, tokens, _ = x.shape
     device = x.device
@@ -478,7 +487,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = Fa
     }
     offset = None if mean is None else mean.to(x)[:, None]
     place = view.position.to(device).clamp(max=MEAN_PLACES)
-    if of_these_tokens:
+    if mean_of_tokens:
         out["place count"] = torch.bincount(place, minlength=MEAN_PLACES + 1)
         out["place power"] = torch.zeros(layers, MEAN_PLACES + 1, dtype=torch.float64, device=device)
         out["place sum"] = torch.zeros(layers, MEAN_PLACES + 1, x.shape[-1], dtype=torch.float64, device=device)
@@ -489,69 +498,72 @@ def cosine_kernel(view: View, *, mean: Tensor | None, of_these_tokens: bool = Fa
         ratios.append(norm[:-1] / norms(chunk[1:] - chunk[:-1]))
         out["norm_ratio"] += ratios[-1].sum(1)
         if offset is None:
-            known = (norm > 0).T
-            cosine = _cosines(raw, known)
+            defined = (norm > 0).T
+            cosine = _cosines(raw, defined)
         else:
             centred = chunk - offset
-            known = beyond_rounding(centred, offset).T
-            if of_these_tokens:
-                own = place[start : start + 256]
-                out["place power"].index_add_(1, own, norms(centred).square())
-                out["place sum"].index_add_(1, own, centred.double())
-            cosine = _cosines(unit_vectors(centred)[0], known)
-        counted = known.double()
+            defined = beyond_rounding(centred, offset).T
+            if mean_of_tokens:
+                place_of_token = place[start : start + 256]
+                out["place power"].index_add_(1, place_of_token, norms(centred).square())
+                out["place sum"].index_add_(1, place_of_token, centred.double())
+            cosine = _cosines(unit_vectors(centred)[0], defined)
+        counted = defined.double()
         out["pairs"] += (counted.T @ counted).long()
-        out["whole"] += known.all(1).sum()
+        out["whole"] += defined.all(1).sum()
         out["sum"] += cosine.sum(0, dtype=torch.float64)
         # Squared in float64: near 1, rounding of float32 squares would exceed the spread.
         out["square"] += cosine.double().square().sum(0)
         out["negative"] += (cosine < 0).sum(0)
         last = cosine[:, :, -1]
-        rises, both = last[:, 1:] > last[:, :-1], known[:, 1:] & known[:, :-1] & known[:, -1:]
-        out["monotone"] += (rises.all(1) & known.all(1)).sum()
-        out["steps"] += torch.stack([(rises & both).sum(0), both.sum(0)])
-        out["triples"] += _ordered_triples(cosine, known)
-        out["to_last"] += _histogram(last, known & known[:, -1:])
-        out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1])
+        rises = last[:, 1:] > last[:, :-1]
+        defined_pair = defined[:, 1:] & defined[:, :-1]
+        defined_step = defined_pair & defined[:, -1:]
+        out["monotone"] += (rises.all(1) & defined.all(1)).sum()
+        out["steps"] += torch.stack([(rises & defined_step).sum(0), defined_step.sum(0)])
+        out["triples"] += _ordered_triples(cosine, defined)
+        out["to_last"] += _histogram(last, defined & defined[:, -1:])
+        out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), defined_pair)
+        # From here on without centring.
         if mean is not None:
-            known = (norm > 0).T
-            cosine = _cosines(raw, known)
-            counted = known.double()
+            defined = (norm > 0).T
+            cosine = _cosines(raw, defined)
+            counted = defined.double()
         out["raw_pairs"] += (counted.T @ counted).long()
         out["raw_adjacent"] += cosine.diagonal(offset=1, dim1=1, dim2=2).sum(0, dtype=torch.float64)
         angle = cosine.arccos()
-        if not bool(known.all()):
-            angle = angle * (known[:, :, None] & known[:, None, :])
+        if not bool(defined.all()):
+            angle = angle * (defined[:, :, None] & defined[:, None, :])
         out["angle"] += angle.sum(0, dtype=torch.float64)
     ratio = torch.cat(ratios, 1)
     return out | {"norm_ratio bins": log_histogram(ratio, ~ratio.isnan())}
 
 
-def _cosines(unit: Tensor, known: Tensor) -> Tensor:
+def _cosines(unit: Tensor, defined: Tensor) -> Tensor:
     """Cosines between the layers of each token (`token layer layer`); 0 if a vector has no direction.
 
     Args:
         unit: `layer token d_model`, vectors of norm 1.
-        known: `token layer`, whether the vector has a direction.
+        defined: `token layer`, whether the vector has a direction.
     """
     unit = unit.transpose(0, 1)
     cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
-    return cosine if bool(known.all()) else cosine * (known[:, :, None] & known[:, None, :])
+    return cosine if bool(defined.all()) else cosine * (defined[:, :, None] & defined[:, None, :])
 
 
-def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
+def _ordered_triples(cosine: Tensor, defined: Tensor) -> Tensor:
     """Numbers of ordered triples of layers and of all triples, for each last layer of a triple (`2 layer`).
 
     A triple l1 < l2 < l3 is ordered if COS(l1, l3) < COS(l2, l3).
 
     Args:
         cosine: `token layer layer`.
-        known: `token layer`, whether the vector has a direction.
+        defined: `token layer`, whether the vector has a direction.
     """
-    layers_below = known.long().cumsum(1)[:, :-1]
-    pairs = (layers_below * (layers_below - 1) // 2 * known[:, 1:]).sum(0)
-    # A cosine that is not known is NaN, which is neither smaller nor larger than another. Tokens last: adjacent in memory.
-    c = cosine.where(known[:, :, None] & known[:, None, :], torch.nan).permute(1, 2, 0).contiguous()
+    layers_below = defined.long().cumsum(1)[:, :-1]
+    pairs = (layers_below * (layers_below - 1) // 2 * defined[:, 1:]).sum(0)
+    # A cosine that is not defined is NaN, which is neither smaller nor larger than another. Tokens last: adjacent in memory.
+    c = cosine.where(defined[:, :, None] & defined[:, None, :], torch.nan).permute(1, 2, 0).contiguous()
     # By l2, l3 and token, the number of l1; one gap l2 - l1 at a time.
     smaller = torch.zeros(c.shape, dtype=torch.int16, device=c.device)
     for gap in range(1, len(c) - 1):
@@ -560,9 +572,9 @@ def _ordered_triples(cosine: Tensor, known: Tensor) -> Tensor:
     return torch.stack([ordered, pairs])
 
 
-def _histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Histogram of each column over [-1, 1], from `token series` to `series bin`. Values that are not `known` are left out."""
+def _histogram(values: Tensor, defined: Tensor) -> Tensor:
+    """Histogram over [-1, 1] of the `defined` values of each column, from `token series` to `series bin`."""
     index = ((values + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
     series = values.shape[1]
     index = index + BINS * torch.arange(series, device=values.device)
-    return torch.bincount(index[known], minlength=series * BINS).reshape(series, BINS)
+    return torch.bincount(index[defined], minlength=series * BINS).reshape(series, BINS)

@@ -85,21 +85,23 @@ class EffectiveRankResult(Result):
     widths: tuple[int, ...]
 
     def headline(self) -> dict[str, float]:
-        known = ~self.values.isnan()
-        if not bool(known.any()):
+        defined = ~self.values.isnan()
+        if not bool(defined.any()):
             return {}
-        low = int(self.values.where(known, math.inf).argmin())
-        return super().headline() | {f"lowest effective rank, at {self.layers[low]}": float(self.values[low])}
+        lowest_site = int(self.values.where(defined, math.inf).argmin())
+        return super().headline() | {f"lowest effective rank, at {self.layers[lowest_site]}": float(self.values[lowest_site])}
 
     def finding(self) -> str:
-        known = (~self.values.isnan()).nonzero()[:, 0]
-        if len(known) < 2:
+        defined = (~self.values.isnan()).nonzero()[:, 0]
+        if len(defined) < 2:
             return ""
-        low, last = int(known[self.values[known].argmin()]), int(known[-1])
-        lowest = number_text(float(self.values[low]))
-        at_last = with_margin(self, lambda one: one.values[last])
+        lowest_site = int(defined[self.values[defined].argmin()])
+        last = int(defined[-1])
+        lowest = number_text(float(self.values[lowest_site]))
+        width = self.widths[lowest_site]
+        at_last = with_margin(self, lambda result: result.values[last])
         return (
-            f"The effective rank is lowest at {site_in_words(self.layers[low])} ({lowest} of {self.widths[low]} dimensions) "
+            f"The effective rank is lowest at {site_in_words(self.layers[lowest_site])} ({lowest} of {width} dimensions) "
             f"and {at_last} at {site_in_words(self.layers[last])}."
         )
 
@@ -156,19 +158,24 @@ class EffectiveRank(SampleAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> EffectiveRankResult:
         unit = self.samples_in_words
-        n, centred = int(sums["samples"]), self.center == "dataset"
+        n = int(sums["samples"])
+        centred = self.center == "dataset"
         widths = tuple((sums["width"] // n).tolist())
         top = min(self.top, sums["second"].shape[-1])
         by_site = []
         for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
-            by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
-        ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
-        why = f"all {n} {unit} are equal up to rounding, like [CLS] tokens before the first attention"
-        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], why)
-        most = n - centred
-        if most < max(widths):
+            mean = total if centred else torch.zeros_like(total)
+            by_site.append(_ranks(spectrum_of(second, mean), top))
+        ranks: dict[str, Any] = {}
+        for name in by_site[0]:
+            ranks[name] = torch.stack([site_ranks[name] for site_ranks in by_site])
+        reason = f"all {n} {unit} are equal up to rounding, like [CLS] tokens before the first attention"
+        refuse_undefined("The effective rank", [(run.layers, ~ranks["values"].isnan())], reason)
+        highest_rank = n - centred
+        width = max(widths)
+        if highest_rank < width:
             warn(
-                f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
+                f"Effective ranks rest on {n} {unit}, fewer than the width of {width}: no rank can exceed {highest_rank}, and "
                 "all are biased downwards. Pass more data."
             )
         return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)
@@ -220,11 +227,12 @@ def second_moments_kernel(view: View, *, rows: partial[Tensor]) -> dict[str, Ten
         rows: function that takes a view and returns its samples, `site sample width`.
     """
     x = rows(view)
-    total, second = [], []
+    total = []
+    second = []
     for site in x:
-        wide = site.double()
-        total.append(wide.sum(0))
-        second.append(wide.T @ wide)
+        samples = site.double()
+        total.append(samples.sum(0))
+        second.append(samples.T @ samples)
     count = x.shape[1]
     return {
         "samples": torch.tensor(count),

@@ -191,8 +191,8 @@ class ExitCurveResult(Result):
         Raises:
             LayersimError: the threshold was not measured.
         """
-        near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
-        if abs(self.thresholds[near] - threshold) > 1e-9:
+        nearest = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
+        if abs(self.thresholds[nearest] - threshold) > 1e-9:
             raise LayersimError(
                 f"`threshold` is {threshold:g}; the measured thresholds are {', '.join(f'{t:g}' for t in self.thresholds)}."
             )
@@ -202,20 +202,30 @@ class ExitCurveResult(Result):
                 f"rows stay together, {'is' if self.provenance.texts == 1 else 'are'} in one half. Pass more texts, or groups "
                 "of fewer rows."
             )
-        return self._point(near, held_out)
+        return self._point(nearest, held_out)
 
     @property
     def _in_one_half(self) -> bool:
         """Whether one half of the texts is empty. Thresholds are then chosen on all rows, and none are held out."""
         return bool(self.part_agreement.isnan().any())
 
-    def _point(self, near: int, held_out: bool) -> ExitPoint:
+    def _point(self, threshold_index: int, held_out: bool) -> ExitPoint:
         """What `at` returns, by the index of the threshold."""
-        known = math.nan if held_out and self._in_one_half else 1.0
-        own, part = ("part_", (1, near)) if held_out else ("", (near,))
-        exits = self.part_exits[part] if held_out else self.values[part]
-        rates = {name: known * float(getattr(self, own + name)[part]) for name in ("accuracy", "agreement", "perplexity")}
-        return ExitPoint(threshold=self.thresholds[near], exits=exits, speedup=known * float(_speedup(exits)), **rates)
+        # Without a held-out half, its numbers are NaN.
+        factor = math.nan if held_out and self._in_one_half else 1.0
+        if held_out:
+            prefix = "part_"
+            index: tuple[int, ...] = (1, threshold_index)
+            exits = self.part_exits[index]
+        else:
+            prefix = ""
+            index = (threshold_index,)
+            exits = self.values[index]
+        rates = {}
+        for name in ("accuracy", "agreement", "perplexity"):
+            rates[name] = factor * float(getattr(self, prefix + name)[index])
+        speedup = factor * float(_speedup(exits))
+        return ExitPoint(threshold=self.thresholds[threshold_index], exits=exits, speedup=speedup, **rates)
 
     @typed
     def threshold_for(self, *, agreement: Probability | None = None, accuracy: Probability | None = None) -> float:
@@ -236,16 +246,16 @@ class ExitCurveResult(Result):
         """
         if agreement is None and accuracy is None:
             raise LayersimError("`agreement` and `accuracy` are None; at least one must be a number from 0 to 1.")
-        found = self.lowest_threshold(agreement, accuracy)
-        if found is None:
-            wanted = {"agreement": agreement, "accuracy": accuracy}
-            given = " and ".join(f"{name} {least:g}" for name, least in wanted.items() if least is not None)
-            last = [float(values[-1]) for values in self._choice()]
+        threshold = self.lowest_threshold(agreement, accuracy)
+        if threshold is None:
+            requirements = {"agreement": agreement, "accuracy": accuracy}
+            required = " and ".join(f"{name} {least:g}" for name, least in requirements.items() if least is not None)
+            agreements, accuracies = self._choice()
             raise LayersimError(
-                f"No measured threshold reaches {given}; the highest threshold, {self.thresholds[-1]:g}, has agreement "
-                f"{last[0]:.4g} and accuracy {last[1]:.4g}."
+                f"No measured threshold reaches {required}; the highest threshold, {self.thresholds[-1]:g}, has agreement "
+                f"{float(agreements[-1]):.4g} and accuracy {float(accuracies[-1]):.4g}."
             )
-        return found
+        return threshold
 
     @typed
     def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
@@ -287,8 +297,8 @@ class ExitCurveResult(Result):
 
     def with_replicates(self, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> Result:
         # Intervals are those at the threshold of all rows.
-        fixed = tuple(replace(one, chosen=self._threshold()) for one in replicates)
-        return super().with_replicates(fixed, block_tokens)
+        at_this_threshold = tuple(replace(replicate, chosen=self._threshold()) for replicate in replicates)
+        return super().with_replicates(at_this_threshold, block_tokens)
 
     def headline(self) -> dict[str, float]:
         threshold = self._threshold()
@@ -309,9 +319,9 @@ class ExitCurveResult(Result):
         threshold = self._threshold()
         if threshold is None or self._in_one_half:
             return ""
-        near = self.thresholds.index(threshold)
-        agreement = with_margin(self, lambda result: result._point(near, held_out=True).agreement, percent=True)
-        speedup = with_margin(self, lambda result: result._point(near, held_out=True).speedup)
+        index = self.thresholds.index(threshold)
+        agreement = with_margin(self, lambda result: result._point(index, held_out=True).agreement, percent=True)
+        speedup = with_margin(self, lambda result: result._point(index, held_out=True).speedup)
         return (
             f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
             f"with a speed-up in blocks of {speedup}, on the half of the texts that was not used to choose the threshold."
@@ -359,13 +369,14 @@ class ExitCurve(LensAnalyzer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = (self.thresholds,) if isinstance(self.thresholds, float | int) else self.thresholds
-        several = tuple(sorted({float(value) for value in given}))
-        object.__setattr__(self, "thresholds", several)
-        wrong = [value for value in several if not 0 <= value <= 1]
-        if wrong or not 0 < len(several) <= MOST_THRESHOLDS:
+        option = (self.thresholds,) if isinstance(self.thresholds, float | int) else self.thresholds
+        thresholds = tuple(sorted({float(value) for value in option}))
+        object.__setattr__(self, "thresholds", thresholds)
+        outside = [value for value in thresholds if not 0 <= value <= 1]
+        if outside or not 0 < len(thresholds) <= MOST_THRESHOLDS:
             raise LayersimError(
-                f"`thresholds` holds {brief(wrong[:4] or several)}; it must hold 1 to {MOST_THRESHOLDS} numbers from 0 to 1."
+                f"`thresholds` holds {brief(outside[:4] or thresholds)}; it must hold 1 to {MOST_THRESHOLDS} numbers from 0 to "
+                "1."
             )
 
     def kernel(self, first: Sums) -> Kernel:
@@ -373,20 +384,23 @@ class ExitCurve(LensAnalyzer):
         return partial(exit_kernel, thresholds=levels, labels=self.labels, **self.lens)
 
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
-        count, targets = int(sums["count"].sum()), int(sums["targets"].sum())
+        count = int(sums["count"].sum())
+        targets = int(sums["targets"].sum())
         self.check_sums(sums, run, targets)
-        parts = sums["exits"].double()
-        exits, counts, known = parts.sum(0), sums["count"][:, None], sums["targets"][:, None]
+        part_exits = sums["exits"].double()
+        exits = part_exits.sum(0)
+        part_counts = sums["count"][:, None]
+        part_targets = sums["targets"][:, None]
         return ExitCurveResult(
             values=exits,
             accuracy=sums["correct"].sum(0).double() / targets,
             agreement=sums["agree"].sum(0).double() / count,
             perplexity=(-sums["log_prob"].sum(0) / targets).exp(),
             speedup=_speedup(exits),
-            part_exits=parts,
-            part_accuracy=sums["correct"].double() / known,
-            part_agreement=sums["agree"].double() / counts,
-            part_perplexity=(-sums["log_prob"] / known).exp(),
+            part_exits=part_exits,
+            part_accuracy=sums["correct"].double() / part_targets,
+            part_agreement=sums["agree"].double() / part_counts,
+            part_perplexity=(-sums["log_prob"] / part_targets).exp(),
             thresholds=cast(tuple[float, ...], self.thresholds),
             positions=count,
             targets=targets,
@@ -417,12 +431,17 @@ def exit_kernel(
         memory_mb: megabytes for logits.
         heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
-    index, part = read_positions(view), _part_of_row(view)
-    target, part = targets(view, labels, index), part if index is None else part[index.to(part.device)]
+    index = read_positions(view)
+    part = _part_of_row(view)
+    target = targets(view, labels, index)
+    if index is not None:
+        part = part[index.to(part.device)]
     lens = read_lens(view, target, normed, memory_mb, RANKED, label_key(labels), heads)
-    top, best = lens["best_prob"], lens["best"]
-    layers, part = len(top), part.to(top.device)
-    known = target != NO_LABEL
+    top = lens["best_prob"]
+    best = lens["best"]
+    layers = len(top)
+    part = part.to(top.device)
+    has_target = target != NO_LABEL
 
     def by_part(values: Tensor, part: Tensor) -> Tensor:
         return torch.stack([values[part == number].sum() for number in (0, 1)])
@@ -434,25 +453,28 @@ def exit_kernel(
         layer = confident.int().argmax(0, keepdim=True)
         prediction = best.gather(0, layer)[0]
         out["exits"].append(torch.bincount(part * layers + layer[0], minlength=2 * layers).view(2, layers))
-        out["correct"].append(by_part(lens["before"].gather(0, layer)[0][known] == 0, part[known]))
+        before = lens["before"].gather(0, layer)[0]
+        out["correct"].append(by_part(before[has_target] == 0, part[has_target]))
         out["agree"].append(by_part(prediction == best[-1], part))
-        out["log_prob"].append(by_part(lens["target_log_prob"].gather(0, layer)[0][known], part[known]))
-    return {
-        **{name: torch.stack(values, dim=1) for name, values in out.items()},
-        "count": torch.bincount(part, minlength=2),
-        "targets": by_part(known.to(part.device), part),
-        "bad": bad_logits(lens),
-    }
+        log_prob = lens["target_log_prob"].gather(0, layer)[0]
+        out["log_prob"].append(by_part(log_prob[has_target], part[has_target]))
+    sums = {name: torch.stack(values, dim=1) for name, values in out.items()}
+    sums["count"] = torch.bincount(part, minlength=2)
+    sums["targets"] = by_part(has_target.to(part.device), part)
+    sums["bad"] = bad_logits(lens)
+    return sums
 
 
 def _part_of_row(view: View) -> Tensor:
     """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
-    by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
+    row_of_token = torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]
+    # By a hash of the row's token ids, for rows whose text is not known.
+    by_hash = (rows.key % 2 == 1)[row_of_token]
     if view.row is None:
-        return by_tokens.long()
-    number = text_of(view).cpu()
-    return torch.where(number >= 0, held_out(number, 0.5, 0), by_tokens).long()
+        return by_hash.long()
+    text = text_of(view).cpu()
+    return torch.where(text >= 0, held_out(text, 0.5, 0), by_hash).long()
 
 
 def _speedup(exits: Tensor) -> Tensor:

@@ -167,15 +167,16 @@ class InterventionEffect(Analyzer):
         object.__setattr__(self, "needs_sites", "every_block" if self.lens else "any")
 
     def check(self, *models: Model) -> None:
-        clean, edited = models[0], models[-1]
-        for own, other, what in (
+        clean = models[0]
+        edited = models[-1]
+        for clean_value, edited_value, noun in (
             (clean.layers, edited.layers, "sites"),
             (clean.widest, edited.widest, "widths"),
             (clean.vocabulary, edited.vocabulary, "vocabularies"),
         ):
-            if None not in (own, other) and own != other:
+            if None not in (clean_value, edited_value) and clean_value != edited_value:
                 raise LayersimError(
-                    f"`model_b` is {edited.name}, whose {what} differ from those of {clean.name}; InterventionEffect compares "
+                    f"`model_b` is {edited.name}, whose {noun} differ from those of {clean.name}; InterventionEffect compares "
                     "two runs of one model."
                 )
         if self.lens:
@@ -187,10 +188,11 @@ class InterventionEffect(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> InterventionEffectResult:
         count = int(sums["count"])
-        if zero := omitted_at(run.layers, count - sums["cosine known"], count):
+        omitted = omitted_at(run.layers, count - sums["cosine known"], count)
+        if omitted:
             warn(
                 "The cosine is not defined for tokens whose clean or edited activation is zero. These tokens are omitted: "
-                f"{zero}."
+                f"{omitted}."
             )
         positions = int(sums["positions"])
         if self.lens:
@@ -220,26 +222,37 @@ def effect_kernel(clean: View, edited: View, *, memory_mb: float | None) -> dict
     sites, tokens = clean.activations.shape[:2]
     sums: dict[str, list[Tensor]] = {name: [] for name in ("cosine", "cosine known", "change", "change known")}
     # One site at a time, because its float64 copies are large.
-    for own, other in zip(clean.activations, edited.activations, strict=True):
-        x = on_float64_device(own).double()
-        y = other.to(x)
-        (unit_x, norm_x), (unit_y, norm_y) = unit_vectors(x), unit_vectors(y)
-        nonzero, known = norm_x > 0, (norm_x > 0) & (norm_y > 0)
+    for clean_site, edited_site in zip(clean.activations, edited.activations, strict=True):
+        x = on_float64_device(clean_site).double()
+        y = edited_site.to(x)
+        unit_x, norm_x = unit_vectors(x)
+        unit_y, norm_y = unit_vectors(y)
+        has_change = norm_x > 0
+        has_cosine = (norm_x > 0) & (norm_y > 0)
         # Equal to the product of unit vectors, but exactly 1 for equal vectors, and exact to 1e-16 near 1.
         cosine = 1 - (unit_x - unit_y).square().sum(-1) / 2
         change = norms(y - x) / norm_x
-        for name, one in zip(sums, (cosine[known], known, change[nonzero], nonzero), strict=True):
-            sums[name].append(one.sum())
-    out = {name: torch.stack(values) for name, values in sums.items()} | {"count": torch.tensor(tokens)}
+        sums["cosine"].append(cosine[has_cosine].sum())
+        sums["cosine known"].append(has_cosine.sum())
+        sums["change"].append(change[has_change].sum())
+        sums["change known"].append(has_change.sum())
+    out = {name: torch.stack(values) for name, values in sums.items()}
+    out["count"] = torch.tensor(tokens)
     if memory_mb is None:
-        none = torch.zeros(sites - 1, dtype=torch.int64)
-        return out | {"positions": torch.tensor(0), "kl": none.double(), "changed": none, "shift": torch.tensor(0), "bad": none}
+        zeros = torch.zeros(sites - 1, dtype=torch.int64)
+        return out | {
+            "positions": torch.tensor(0),
+            "kl": zeros.double(),
+            "changed": zeros,
+            "shift": torch.tensor(0),
+            "bad": zeros,
+        }
     lens = compare_lenses(clean, edited, memory_mb)
-    ids, other_ids = lens["best"]
+    clean_ids, edited_ids = lens["best"]
     return out | {
-        "positions": torch.tensor(ids.shape[1]),
+        "positions": torch.tensor(clean_ids.shape[1]),
         "kl": lens["kl"].sum(1),
-        "changed": (ids != other_ids).sum(1),
-        "shift": (first_final(other_ids) - first_final(ids)).sum(),
+        "changed": (clean_ids != edited_ids).sum(1),
+        "shift": (first_final(edited_ids) - first_final(clean_ids)).sum(),
         "bad": lens["bad"],
     }

@@ -132,7 +132,8 @@ class LinearPredictivity(CrossProductAnalyzer):
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed)
 
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
-        train, test = Covariances(sums, "train."), Covariances(sums, "test.")
+        train = Covariances(sums, "train.")
+        test = Covariances(sums, "test.")
         count = train.samples + test.samples
         if train.samples < 2 or test.samples < 2:
             raise LayersimError(
@@ -142,16 +143,17 @@ class LinearPredictivity(CrossProductAnalyzer):
             )
         warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
         warn_of_few_texts("LinearPredictivity", int(sums["test.texts"]))
-        sides = train.rows.defined & test.rows.defined, train.columns.defined & test.columns.defined
-        known = self.defined_pairs(run, sides, count)
-        values = self._r2(train, test, sides[0]).where(known, math.nan)
+        defined_rows = train.rows.defined & test.rows.defined
+        defined_columns = train.columns.defined & test.columns.defined
+        defined = self.defined_pairs(run, (defined_rows, defined_columns), count)
+        values = self._r2(train, test, defined_rows).where(defined, math.nan)
         reverse = values.T
         if train.two_models:
-            reverse = self._r2(train.transposed(), test.transposed(), sides[1]).T.where(known, math.nan)
+            reverse = self._r2(train.transposed(), test.transposed(), defined_columns).T.where(defined, math.nan)
         null: dict[str, Any] = {}
         if {"null.train.samples", "null.test.samples"} <= sums.fields.keys():
             parts = [Covariances(sums, "null.train."), Covariances(sums, "null.test.")]
-            null = self.null(run, known, parts, lambda both, _: self._r2(both[0], both[1], sides[0]))
+            null = self.null(run, defined, parts, lambda pair, _: self._r2(pair[0], pair[1], defined_rows))
         return LinearPredictivityResult(
             values=values,
             reverse=reverse,

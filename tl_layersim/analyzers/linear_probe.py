@@ -123,15 +123,17 @@ class LinearProbeResult(Result):
         return {"most frequent class in training": float(self.majority)} if field == "values" else {}
 
     def measured_on(self, field: str) -> str:
-        train, test, classes = int(self.samples.sum()), int(self.test_samples.sum()), len(self.labels)
+        train = int(self.samples.sum())
+        test = int(self.test_samples.sum())
+        classes = len(self.labels)
         return f"{train:,} training and {amount(test, 'held-out sample')}, {classes} classes (chance:\u00a0{1 / classes:.3g})"
 
     def headline(self) -> dict[str, float]:
         best = int(self.values.argmax())
-        chosen = {f"highest accuracy, at {self.layers[best]}": float(self.values[best])}
+        at_best = {f"highest accuracy, at {self.layers[best]}": float(self.values[best])}
         if not bool(self.selectivity.isnan().any()):
-            chosen[f"selectivity at {self.layers[best]}"] = float(self.selectivity[best])
-        return super().headline() | chosen
+            at_best[f"selectivity at {self.layers[best]}"] = float(self.selectivity[best])
+        return super().headline() | at_best
 
 
 @typed
@@ -178,8 +180,8 @@ class ProbeAnalyzer(LabelledAnalyzer):
     def check_batch(self, batch: Batch, model: Model) -> None:
         super().check_batch(batch, model)
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
-            why = "means of rows have no token" if batch.pooled else "samples have no token ids"
-            raise LayersimError(f"`control` is 'token'; it must be 'row' or None, because {why}.")
+            reason = "means of rows have no token" if batch.pooled else "samples have no token ids"
+            raise LayersimError(f"`control` is 'token'; it must be 'row' or None, because {reason}.")
         classes = targets(tokens_alone(batch), self.labels)
         remedy = "Pass a larger max_classes=."
         if isinstance(self.labels, str) and self.labels == "next_token":
@@ -206,19 +208,19 @@ class ProbeAnalyzer(LabelledAnalyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         train, test = self.counts(first)
-        known = train.nonzero()[:, 0].tolist()
-        many = amount(len(known), "class", "classes")
-        given = f"{int(train.sum())} training samples of {many} and {int(test.sum())} held-out samples"
-        if not known and int(test.sum()):
+        trained_classes = train.nonzero()[:, 0].tolist()
+        class_count = amount(len(trained_classes), "class", "classes")
+        samples = f"{int(train.sum())} training samples of {class_count} and {int(test.sum())} held-out samples"
+        if not trained_classes and int(test.sum()):
             raise LayersimError(
                 f"A linear probe needs training samples, but all {int(test.sum())} samples are of held-out texts: rows of one "
                 "text or group stay together. Pass more texts or groups, or test_data=."
             )
-        if len(known) < 2:
-            raise LayersimError(f"A linear probe needs training samples of two classes; the data has {given}.")
+        if len(trained_classes) < 2:
+            raise LayersimError(f"A linear probe needs training samples of two classes; the data has {samples}.")
         if not int(test.sum()):
             raise LayersimError(
-                f"A linear probe needs held-out samples; the data has {given}. Rows of one text or group stay together: pass "
+                f"A linear probe needs held-out samples; the data has {samples}. Rows of one text or group stay together: pass "
                 "more texts, a larger test_fraction=, or test_data=."
             )
         classes = (train + test).nonzero()[:, 0]
@@ -341,27 +343,29 @@ class LinearProbe(ProbeAnalyzer):
         return first["train"], first["test"]
 
     def fit(self, first: Sums, control: bool = False) -> ProbeWeights:
-        totals, counts = first["total"], first["train"]
+        totals = first["total"]
+        counts = first["train"]
         if control:
             part = control_classes(counts)
             totals = torch.zeros_like(totals).index_add_(1, part, first["parts"])
             counts = torch.zeros_like(counts).index_add_(0, part, first["part_samples"])
-        each = [
-            ridge_probe(second, total, counts, float(self.ridge)) for second, total in zip(first["second"], totals, strict=True)
-        ]
-        weight, offset = zip(*each, strict=True)
-        return torch.stack(weight), torch.stack(offset)
+        weights = []
+        offsets = []
+        for second, total in zip(first["second"], totals, strict=True):
+            weight, offset = ridge_probe(second, total, counts, float(self.ridge))
+            weights.append(weight)
+            offsets.append(offset)
+        return torch.stack(weights), torch.stack(offsets)
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        second, train = run.first["second"], run.first["train"].sum()
+        second = run.first["second"]
+        train = run.first["train"].sum()
         means = run.first["total"].sum(1) / train
-        warn_of_constant(
-            [
-                name
-                for name, moments, mean in zip(run.layers, second, means, strict=True)
-                if not samples_differ(moments / train, mean)
-            ]
-        )
+        constant_sites = []
+        for name, moments, mean in zip(run.layers, second, means, strict=True):
+            if not samples_differ(moments / train, mean):
+                constant_sites.append(name)
+        warn_of_constant(constant_sites)
         return self.result(sums, run, "ridge", second.shape[-1])
 
 
@@ -390,8 +394,9 @@ def labelled(view: View, labels: str | Tensor, split: partial[Tensor]) -> tuple[
     """
     target = targets(view, labels)
     unit = unit_of_split(view, split)
-    known, out = target != NO_LABEL, split(unit.to(target.device))
-    return target, known & ~out, known & out
+    has_label = target != NO_LABEL
+    test = split(unit.to(target.device))
+    return target, has_label & ~test, has_label & test
 
 
 def unit_of_split(view: View, split: partial[Tensor]) -> Tensor:
@@ -446,23 +451,25 @@ def probe_sums_kernel(
             are `parts` and `part_samples`.
     """
     target, train, test = labelled(view, labels, split)
-    device, width = view.activations.device, view.activations.shape[-1]
+    device = view.activations.device
+    width = view.activations.shape[-1]
+    # The group of each training sample, and the number of groups.
     groups = {"total": (target[train], classes)}
     if control is not None:
-        groups["parts"] = (control_part(view, control, split.keywords["seed"]).to(target.device)[train], CONTROL_PARTS)
+        part = control_part(view, control, split.keywords["seed"]).to(target.device)
+        groups["parts"] = (part[train], CONTROL_PARTS)
+    sums = {}
+    for name, (_, count) in groups.items():
+        sums[name] = torch.zeros(len(view.activations), count, width, dtype=torch.float64, device=device)
     second = []
-    sums = {
-        name: torch.zeros(len(view.activations), count, width, dtype=torch.float64, device=device)
-        for name, (_, count) in groups.items()
-    }
     for site, layer in enumerate(view.activations):
         rows = layer[train.to(device)].double()
         second.append(rows.T @ rows)
         for name, (group, _) in groups.items():
             # The groups of this batch alone, of which there are few.
-            own: Tensor = torch.unique(group)
-            member = (group[:, None] == own).double().to(device)
-            sums[name][site, own.to(device)] = member.T @ rows
+            groups_of_batch: Tensor = torch.unique(group)
+            member = (group[:, None] == groups_of_batch).double().to(device)
+            sums[name][site, groups_of_batch.to(device)] = member.T @ rows
     if control is not None:
         sums["part_samples"] = torch.bincount(groups["parts"][0], minlength=CONTROL_PARTS)
     return {
@@ -500,8 +507,11 @@ def probe_counts_kernel(
     out = {"train": train.sum(), "test_texts": torch.tensor(len(torch.unique(text[test])))}
     device = view.activations.device
     number = torch.searchsorted(classes.to(target.device), target).to(device)
-    train, test, k = train.to(device), test.to(device), len(classes)
-    confusion, correct = [], []
+    train = train.to(device)
+    test = test.to(device)
+    k = len(classes)
+    confusion = []
+    correct = []
     for layer, w, b in zip(view.activations, weight.to(device), offset.to(device), strict=True):
         # argmax takes the lowest class among equal scores.
         predicted = (layer.double() @ w + b).argmax(1)
@@ -511,10 +521,9 @@ def probe_counts_kernel(
     if control is not None:
         unit, class_of_part, weight, offset = control
         number = class_of_part[control_part(view, unit, split.keywords["seed"]).cpu()].to(device)
-        out["control_correct"] = torch.stack(
-            [
-                ((layer.double() @ w + b).argmax(1) == number)[test].sum()
-                for layer, w, b in zip(view.activations, weight.to(device), offset.to(device), strict=True)
-            ]
-        )
+        control_correct = []
+        for layer, w, b in zip(view.activations, weight.to(device), offset.to(device), strict=True):
+            predicted = (layer.double() @ w + b).argmax(1)
+            control_correct.append((predicted == number)[test].sum())
+        out["control_correct"] = torch.stack(control_correct)
     return out

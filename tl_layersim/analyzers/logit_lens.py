@@ -55,8 +55,7 @@ class LensAnalyzer(LabelledAnalyzer):
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     def check(self, *models: Model) -> None:
-        targets, own_labels = not is_none(self.labels), bool(self.label_source)
-        need_head(models[0], type(self).__name__, targets=targets, own_labels=own_labels)
+        need_head(models[0], type(self).__name__, targets=not is_none(self.labels), own_labels=bool(self.label_source))
         if self.norm == "none":
             need_known_norm(models[0])
         if isinstance(self.heads, ExitHeads):
@@ -268,8 +267,8 @@ class LogitLensResult(Result):
         )
 
     def finding(self) -> str:
-        others = (self.agreement < SETTLED).nonzero()[:, 0]
-        first = int(others[-1]) + 1 if len(others) else 0
+        not_settled = (self.agreement < SETTLED).nonzero()[:, 0]
+        first = int(not_settled[-1]) + 1 if len(not_settled) else 0
         if not 0 < first < len(self.values):
             return ""
         agreement = with_margin(self, lambda result: result.agreement[first], percent=True)
@@ -351,7 +350,8 @@ class LogitLens(LensAnalyzer):
         return partial(lens_kernel, ks=cast(tuple[int, ...], self.top_k), labels=self.labels, mean=mean, **self.lens)
 
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
-        count, targets = int(sums["count"]), int(sums["targets"])
+        count = int(sums["count"])
+        targets = int(sums["targets"])
         self.check_sums(sums, run, targets)
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
@@ -407,17 +407,21 @@ def lens_kernel(
     # Before the lens, whose logits are the most memory.
     closer = _closer_to_last(view, mean)
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)
-    known = target != NO_LABEL
-    log_prob, before = lens["target_log_prob"][:, known], lens["before"][:, known]
-    rises, correct = log_prob[1:] > log_prob[:-1], before == 0
-    closer = closer[:, known]
+    has_target = target != NO_LABEL
+    log_prob = lens["target_log_prob"][:, has_target]
+    # Number of tokens that are ranked before the target.
+    before = lens["before"][:, has_target]
+    rises = log_prob[1:] > log_prob[:-1]
+    correct = before == 0
+    wrong_from_here_on = (~correct).flip(0).cumsum(0).flip(0)
+    closer = closer[:, has_target]
     return {
         "steps": rises.sum(1),
         "steps closer": (rises & closer).sum(1),
         "closer": closer.sum(1),
-        "lost": (correct & ((~correct).flip(0).cumsum(0).flip(0) > 0)).sum(1),
+        "lost": (correct & (wrong_from_here_on > 0)).sum(1),
         "count": torch.tensor(len(target)),
-        "targets": known.sum(),
+        "targets": has_target.sum(),
         "log_prob": log_prob.sum(1),
         "prob": log_prob.exp().sum(1),
         "correct": correct.sum(1),
@@ -437,15 +441,22 @@ def _closer_to_last(view: View, mean: Tensor | None) -> Tensor:
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
     """
-    last, cosines, known = None, [], []
+    last = None
+    cosines = []
+    has_direction = []
     # Layer by layer from the last, because a copy of all of them would be large.
     for layer in reversed(range(1, len(view.activations))):
-        own = read_vectors(view, view.activations[layer : layer + 1])
-        offset = None if mean is None else mean[layer].to(own).repeat(own.shape[-1] // mean.shape[-1])
-        own = own if offset is None else own - offset
-        unit, norm = unit_vectors(own)
+        residual = read_vectors(view, view.activations[layer : layer + 1])
+        offset = None
+        if mean is not None:
+            # A head that reads several vectors of a row reads them as one long vector.
+            offset = mean[layer].to(residual).repeat(residual.shape[-1] // mean.shape[-1])
+            residual = residual - offset
+        unit, norm = unit_vectors(residual)
         last = unit if last is None else last
         cosines.append((unit * last).sum(-1)[0])
-        known.append((norm > 0 if offset is None else beyond_rounding(own, offset))[0])
-    cosine, defined = torch.stack(cosines[::-1]), torch.stack(known[::-1])
+        defined_here = norm > 0 if offset is None else beyond_rounding(residual, offset)
+        has_direction.append(defined_here[0])
+    cosine = torch.stack(cosines[::-1])
+    defined = torch.stack(has_direction[::-1])
     return (cosine[1:] > cosine[:-1]) & defined[1:] & defined[:-1] & defined[-1]

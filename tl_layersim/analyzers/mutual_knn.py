@@ -12,7 +12,15 @@ from torch import Tensor
 
 from ..core import Sums, axes, result_class, typed
 from ..core.arguments import PositiveInt
-from ._pairwise import Matrix, MinibatchAnalyzer, MinibatchMatrix, PairRelation, Relate, dissimilarities, relation_of_pairs
+from ._pairwise import (
+    MatrixFunction,
+    MinibatchAnalyzer,
+    MinibatchMatrix,
+    PairRelation,
+    RelationFunction,
+    dissimilarities,
+    relation_of_matrices,
+)
 from .analyzer import Run, Weight
 
 
@@ -96,7 +104,7 @@ class MutualKNN(MinibatchAnalyzer):
     metric: Literal["cosine", "euclidean"] = "cosine"
 
     @property
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         return partial(dissimilarities, kind=self.metric), partial(nearest_neighbours, k=self.k)
 
     @property
@@ -129,11 +137,13 @@ def nearest_neighbours(matrix: Tensor, text: Tensor | None, texts: int, by_text:
     """
     layers, n = matrix.shape[:2]
     text = torch.arange(n) if text is None else text
-    own = (text[:, None] == text).to(matrix.device)
-    apart = matrix.masked_fill(own, torch.inf)
-    furthest = apart.kthvalue(k, dim=-1, keepdim=True).values
-    nearer, tied = (apart < furthest).double(), (apart == furthest).double()
+    same_text = (text[:, None] == text).to(matrix.device)
+    between_texts = matrix.masked_fill(same_text, torch.inf)
+    furthest = between_texts.kthvalue(k, dim=-1, keepdim=True).values
+    nearer = (between_texts < furthest).double()
+    # Neighbours at the same distance as the k-th share the places that are free.
+    tied = (between_texts == furthest).double()
     places = k - nearer.sum(-1, keepdim=True)
     graph = nearer + tied * places / tied.sum(-1, keepdim=True)
-    chance = (k / (n - own.sum(1).double())).sum()
-    return relation_of_pairs(graph.flatten(1), texts if by_text else None, {"chance_{}": chance.expand(layers)})
+    chance = (k / (n - same_text.sum(1).double())).sum()
+    return relation_of_matrices(graph.flatten(1), texts if by_text else None, {"chance_{}": chance.expand(layers)})

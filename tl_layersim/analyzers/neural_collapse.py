@@ -229,7 +229,8 @@ class NeuralCollapse(LabelledAnalyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         # A default that no model has settled, as under `attach`, is that of a model without a head.
-        pool, level = self.pool or "last", "sequence" if self.whole_rows else "token"
+        pool = self.pool or "last"
+        level = "sequence" if self.whole_rows else "token"
         return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=level, pool=pool)
 
     def _classes(self, first: Sums) -> Tensor:
@@ -242,12 +243,13 @@ class NeuralCollapse(LabelledAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> NeuralCollapseResult:
         warn_of_unused(self.labels, run.provenance)
-        counts, classes = sums["samples"].double(), self._classes(run.first)
+        counts = sums["samples"].double()
+        classes = self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
-            given = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
+            class_sizes = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
             raise LayersimError(
                 "NeuralCollapse needs two classes or more, samples of each, and more samples than classes; the data has "
-                f"{', '.join(given) or 'no class'}."
+                f"{', '.join(class_sizes) or 'no class'}."
             )
         warn_of_few_samples("NeuralCollapse", int(counts.sum()), sums["second"].shape[-1], "samples")
         if self.classifier is not None and not 0 <= int(classes.min()) <= int(classes.max()) < len(self.classifier):
@@ -255,53 +257,61 @@ class NeuralCollapse(LabelledAnalyzer):
                 f"`classifier` has {len(self.classifier)} rows; it must have one for each class, and the data has classes from "
                 f"{int(classes.min())} to {int(classes.max())}."
             )
-        nc1, within, between = zip(
-            *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
-        )
-        if undefined := sites_where(run.layers, torch.stack(nc1).isnan()):
+        nc1_of_sites = []
+        within_of_sites = []
+        between_of_sites = []
+        for total, second in zip(sums["total"], sums["second"], strict=True):
+            nc1_of_site, within_of_site, between_of_site = collapse(counts, total, second)
+            nc1_of_sites.append(nc1_of_site)
+            within_of_sites.append(within_of_site)
+            between_of_sites.append(between_of_site)
+        nc1 = torch.stack(nc1_of_sites)
+        between = torch.stack(between_of_sites)
+        undefined = sites_where(run.layers, nc1.isnan())
+        if undefined:
             warn(
                 f"NC1 is not defined at {undefined}, and NaN there: all classes have the same mean, for example "
                 "because all samples are the same token."
             )
-        away = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
-        away = away.masked_fill(torch.stack(between).eq(0)[:, None, None], 0)
+        centred_means = sums["total"] / counts[:, None] - sums["total"].sum(1, keepdim=True) / counts.sum()
+        centred_means = centred_means.masked_fill(between.eq(0)[:, None, None], 0)
         return NeuralCollapseResult(
-            values=torch.stack(nc1),
-            nc2=simplex_gap(away),
-            equinorm=away.norm(dim=-1).std(-1, correction=0) / away.norm(dim=-1).mean(-1),
-            nc3=self._duality_gap(away, classes),
-            within=torch.stack(within),
-            between=torch.stack(between),
+            values=nc1,
+            nc2=simplex_gap(centred_means),
+            equinorm=centred_means.norm(dim=-1).std(-1, correction=0) / centred_means.norm(dim=-1).mean(-1),
+            nc3=self._duality_gap(centred_means, classes),
+            within=torch.stack(within_of_sites),
+            between=between,
             samples=counts,
             labels=tuple(classes.tolist()),
             layers=run.layers,
             provenance=run.provenance,
         )
 
-    def _duality_gap(self, away: Tensor, classes: Tensor) -> Tensor:
+    def _duality_gap(self, centred_means: Tensor, classes: Tensor) -> Tensor:
         """NC3 of each layer (`layer`); NaN without a classifier.
 
         Args:
-            away: class means minus the global mean, `layer class d_model`.
+            centred_means: class means minus the global mean, `layer class d_model`.
             classes: ids of the classes.
         """
         if self.classifier is None:
-            return torch.full((len(away),), math.nan, dtype=torch.float64)
+            return torch.full((len(centred_means),), math.nan, dtype=torch.float64)
         weight = self.classifier.detach().cpu().double()[classes]
         weight = weight - weight.mean(0)
-        means = away / away.flatten(1).norm(dim=1)[:, None, None]
+        means = centred_means / centred_means.flatten(1).norm(dim=1)[:, None, None]
         gap: Tensor = (weight / weight.norm() - means).square().sum((1, 2))
         return gap
 
 
-def simplex_gap(away: Tensor) -> Tensor:
+def simplex_gap(centred_means: Tensor) -> Tensor:
     """NC2 of each layer (`layer`): mean over pairs of classes of |cos + 1 / (K - 1)|.
 
     Args:
-        away: class means minus the global mean, `layer class d_model`.
+        centred_means: class means minus the global mean, `layer class d_model`.
     """
-    unit = away / away.norm(dim=-1, keepdim=True)
-    k = away.shape[1]
+    unit = centred_means / centred_means.norm(dim=-1, keepdim=True)
+    k = centred_means.shape[1]
     gap: Tensor = ((unit @ unit.mT).clamp(-1, 1) + 1 / (k - 1)).abs()
     gap = gap.masked_fill(torch.eye(k, dtype=torch.bool), 0).sum((1, 2)) / (k * (k - 1))
     return gap
@@ -315,23 +325,28 @@ def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Ten
         total: `class d_model`, sums over the samples of each class.
         second: `d_model d_model`, second moments of all samples.
     """
-    n, k = counts.sum(), len(counts)
+    n = counts.sum()
+    k = len(counts)
     means = total / counts[:, None]
-    away = means - total.sum(0) / n
+    centred_means = means - total.sum(0) / n
     within = (second - (means * counts[:, None]).T @ means) / n
-    # S_B = away' away / K, so its pseudo-inverse follows from a singular value decomposition of the small matrix `away`.
-    _, sigma, basis = torch.linalg.svd(away / math.sqrt(k), full_matrices=False)
+    within_trace = within.diagonal().sum().clamp(min=0)
+    # S_B = M'M / K with M = `centred_means`, so its pseudo-inverse follows from a singular value decomposition of this small
+    # matrix.
+    _, sigma, basis = torch.linalg.svd(centred_means / math.sqrt(k), full_matrices=False)
     # Class means minus the mean of all samples span k - 1 directions. Directions within the rounding error of the means are
     # not among them.
-    floor = max(float(sigma.max()), float(means.norm(dim=1).max())) * max(away.shape) * torch.finfo(torch.float64).eps
-    kept = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
-    if not bool(kept.any()):
+    scale = max(float(sigma.max()), float(means.norm(dim=1).max()))
+    floor = scale * max(centred_means.shape) * torch.finfo(torch.float64).eps
+    spanned = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
+    if not bool(spanned.any()):
         # All classes have the same mean.
         undefined = torch.tensor(math.nan, dtype=torch.float64)
-        return undefined, within.diagonal().sum().clamp(min=0), torch.zeros((), dtype=torch.float64)
-    basis, sigma = basis[kept], sigma[kept]
+        return undefined, within_trace, torch.zeros((), dtype=torch.float64)
+    basis = basis[spanned]
+    sigma = sigma[spanned]
     spread = torch.einsum("rd,de,re->r", basis, within, basis).clamp(min=0)
-    return (spread / sigma**2).sum() / k, within.diagonal().sum().clamp(min=0), (away**2).sum() / k
+    return (spread / sigma**2).sum() / k, within_trace, (centred_means**2).sum() / k
 
 
 def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> dict[str, Tensor]:
@@ -367,7 +382,8 @@ def collapse_kernel(view: View, *, labels: str | Tensor, classes: Tensor, level:
     member = match.any(1)
     x = samples(view, level=level, pool=pool)[:, member]
     match = match[member].double()
-    total, second = [], []
+    total = []
+    second = []
     for layer in x:
         rows = layer.double()
         total.append(match.T @ rows)

@@ -118,13 +118,16 @@ class Procrustes(CrossProductAnalyzer):
     def compute(self, sums: Sums, run: Run) -> ProcrustesResult:
         count = int(sums["samples"])
         products = Covariances(sums)
-        known = self.defined_pairs(run, (products.rows.defined, products.columns.defined), count)
+        defined = self.defined_pairs(run, (products.rows.defined, products.columns.defined), count)
         warn_of_few_samples("Procrustes", count, sums["x"].shape[-1], self.samples_in_words)
-        values = _similarities(products, products, itself=False).where(known, math.nan)
+        values = _similarities(products, products, with_diagonal=False).where(defined, math.nan)
         null: dict[str, Any] = {}
         if "null.samples" in sums.fields:
-            own = Covariances(sums, "null.")
-            null = self.null(run, known, [own], lambda parts, permuted: _similarities(parts[0], own, itself=permuted))
+            exchanged = Covariances(sums, "null.")
+            # Permuting the samples of a site changes its covariances with others, not its variance.
+            null = self.null(
+                run, defined, [exchanged], lambda parts, permuted: _similarities(parts[0], exchanged, with_diagonal=permuted)
+            )
         return ProcrustesResult(
             values=values,
             angle=values.arccos(),
@@ -136,22 +139,24 @@ class Procrustes(CrossProductAnalyzer):
         )
 
 
-def _similarities(products: Covariances, own: Covariances, *, itself: bool) -> Tensor:
+def _similarities(products: Covariances, with_itself: Covariances, *, with_diagonal: bool) -> Tensor:
     """Procrustes similarities (`row column`): nuclear norms of cross-covariances, divided by roots of variances.
 
     Args:
         products: covariances between the sites.
-        own: covariance of each site with itself.
-        itself: whether a site of one model is also compared with itself.
+        with_itself: covariance of each site with itself.
+        with_diagonal: whether a site of one model is also compared with itself.
     """
-    scale = torch.outer(*(sites.variance.clamp(min=0).sqrt() for sites in (own.rows, own.columns)))
+    row_scale = with_itself.rows.variance.clamp(min=0).sqrt()
+    column_scale = with_itself.columns.variance.clamp(min=0).sqrt()
+    scale = torch.outer(row_scale, column_scale)
     nuclear = torch.zeros_like(scale)
-    for row, columns in products.pairs(itself=itself):
+    for row, columns in products.pairs(with_diagonal=with_diagonal):
         nuclear[row, columns] = torch.linalg.svdvals(products.between(row, columns)).sum(-1)
         if not products.two_models:
             nuclear[columns, row] = nuclear[row, columns]
     # Rounding can yield similarities above 1.
     values = (nuclear / scale).clamp(max=1)
-    if not products.two_models and not itself:
+    if not products.two_models and not with_diagonal:
         values.fill_diagonal_(1)
     return values

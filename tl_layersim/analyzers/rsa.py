@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..core import Sums, axes, result_class, typed
 from ._pairwise import (
-    Matrix,
+    MatrixFunction,
     MinibatchAnalyzer,
     MinibatchMatrix,
     PairRelation,
-    Relate,
+    RelationFunction,
     average_ranks,
     dissimilarities,
-    relation_of_pairs,
+    relation_of_matrices,
 )
 from .analyzer import Run, Weight, refuse_undefined
 
@@ -99,17 +99,21 @@ class RSA(MinibatchAnalyzer):
     deconfound: Literal["input"] | None = None
 
     @property
-    def formula(self) -> tuple[Matrix, Relate]:
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
         relate = partial(centred_dissimilarities, ranked=self.compare == "spearman")
         return partial(dissimilarities, kind=self.dissimilarity), relate
 
     def compute(self, sums: Sums, run: Run) -> RSAResult:
         self.need_rows("samples" in sums.fields, run)
-        why = f"all {self.samples_in_words} of a minibatch are equally dissimilar, like [CLS] tokens before the first attention"
-        refuse_undefined("RSA", [(run.layers, sums["xx"] > 0), (run.column_layers, sums["yy"] > 0)], why)
+        reason = (
+            f"all {self.samples_in_words} of a minibatch are equally dissimilar, like [CLS] tokens before the first attention"
+        )
+        refuse_undefined("RSA", [(run.layers, sums["xx"] > 0), (run.column_layers, sums["yy"] > 0)], reason)
         # Pairs of samples of the minibatches in which both layers have unequal dissimilarities. 0 / 0 is NaN.
         values = (sums["xy"] / sums["norms"]).clamp(-1, 1)
-        inputs = None if self.deconfound is None else (sums["x0"] / sums["x0 norms"], sums["y0"] / sums["y0 norms"])
+        inputs = None
+        if self.deconfound is not None:
+            inputs = (sums["x0"] / sums["x0 norms"], sums["y0"] / sums["y0 norms"])
         return RSAResult(**self.similarities(sums, run, values, sums.fields.get("null norms", values), inputs))
 
 
@@ -128,8 +132,9 @@ def centred_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by_
     layers, n = matrix.shape[:2]
     first, second = torch.triu_indices(n, n, 1, device=matrix.device)
     if text is not None:
-        apart = (text[first.cpu()] != text[second.cpu()]).to(matrix.device)
-        first, second = first[apart], second[apart]
+        between_texts = (text[first.cpu()] != text[second.cpu()]).to(matrix.device)
+        first = first[between_texts]
+        second = second[between_texts]
     pairs = matrix[:, first, second]
     # The mean of equal float32 numbers, or of equal ranks, is exact in float64: pairs that do not vary become 0.
     pairs = average_ranks(pairs) if ranked else pairs.double()
@@ -139,4 +144,4 @@ def centred_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by_
     relation = pairs.new_zeros(layers, n, n)
     relation[:, first, second] = pairs
     relation[:, second, first] = pairs
-    return relation_of_pairs(relation.flatten(1), texts if by_text else None)
+    return relation_of_matrices(relation.flatten(1), texts if by_text else None)

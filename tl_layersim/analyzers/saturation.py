@@ -142,10 +142,11 @@ class Saturation(LensAnalyzer):
         counts = sums["counts"].double()
         total = int(sums["counts"].sum())
         self.check_sums(sums, run)
-        if affected := omitted_at(run.layers[1:], sums["counts"] - sums["known"], sums["counts"]):
+        omitted = omitted_at(run.layers[1:], sums["counts"] - sums["known"], sums["counts"])
+        if omitted:
             warn(
                 f"The cosine is not defined for tokens whose residual {'equals the mean' if run.first else 'is zero'} up to "
-                f"rounding. `cosine_to_last` omits these tokens: {affected}."
+                f"rounding. `cosine_to_last` omits these tokens: {omitted}."
             )
         # 0 / 0 is NaN, at blocks without tokens that have a cosine.
         cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)
@@ -168,8 +169,9 @@ def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
 
     NaN for fewer than three blocks or constant values.
     """
-    known = ~cosine.isnan()
-    x, y = counts[known], cosine[known]
+    defined = ~cosine.isnan()
+    x = counts[defined]
+    y = cosine[defined]
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return torch.tensor(math.nan, dtype=torch.float64)
     return torch.corrcoef(torch.stack([x, y]))[0, 1]
@@ -189,20 +191,22 @@ def saturation_kernel(
     """
     layer, bad = saturation_layers(view, normed, memory_mb, heads)
     x = read_vectors(view, view.activations)
-    blocks, width = len(x) - 1, x.shape[-1]
+    blocks = len(x) - 1
+    width = x.shape[-1]
     mean = torch.zeros(len(x), width, dtype=torch.float64) if mean is None else mean
     # A head that reads rows may read several vectors, one after the other, each of which has this mean.
     mean = mean.to(x.device).repeat(1, width // mean.shape[-1])
     index = torch.arange(len(layer), device=layer.device)
     # The mean at the saturation layer and at the last layer, `2 token d_model`.
     offset = torch.stack([mean[layer + 1], mean[-1].expand(len(layer), -1)])
-    both = torch.stack([x[layer + 1, index], x[-1, index]]).double() - offset
-    known = beyond_rounding(both.to(x), offset.to(x)).all(0)
-    saturated, last = both
-    cosine = ((saturated * last).sum(-1) / (saturated.norm(dim=-1) * last.norm(dim=-1)))[known]
+    centred = torch.stack([x[layer + 1, index], x[-1, index]]).double() - offset
+    has_cosine = beyond_rounding(centred.to(x), offset.to(x)).all(0)
+    saturated, last = centred
+    cosine = ((saturated * last).sum(-1) / (saturated.norm(dim=-1) * last.norm(dim=-1)))[has_cosine]
+    layer_with_cosine = layer[has_cosine]
     return {
         "counts": torch.bincount(layer, minlength=blocks),
-        "cosine": torch.zeros(blocks, dtype=torch.float64, device=layer.device).index_add(0, layer[known], cosine),
-        "known": torch.bincount(layer[known], minlength=blocks),
+        "cosine": torch.zeros(blocks, dtype=torch.float64, device=layer.device).index_add(0, layer_with_cosine, cosine),
+        "known": torch.bincount(layer_with_cosine, minlength=blocks),
         "bad": bad,
     }

@@ -121,11 +121,11 @@ class SkipEffectResult(Result):
         half = len(self.values) // 2
         if not half or bool(self.values.isnan().all()):
             return ""
-        every = with_margin(self, lambda one: one.values.nanmean())
-        first = with_margin(self, lambda one: one.values[:half].nanmean())
-        second = with_margin(self, lambda one: one.values[half:].nanmean())
+        mean = with_margin(self, lambda result: result.values.nanmean())
+        first = with_margin(self, lambda result: result.values[:half].nanmean())
+        second = with_margin(self, lambda result: result.values[half:].nanmean())
         return (
-            f"Skipping a block changes what later blocks add by a relative {every} on average: {first} in the first half of "
+            f"Skipping a block changes what later blocks add by a relative {mean} on average: {first} in the first half of "
             f"the blocks, {second} in the second."
         )
 
@@ -190,38 +190,44 @@ class SkipEffect(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> SkipEffectResult:
         blocks = len(run.layers) - 1
-        none = torch.zeros(blocks, dtype=torch.float64)
-        refuse_failed_replay(sums["differs"], none, none, run.layers)
+        # Blocks are not differentiated here: no skip connections and no step errors are measured.
+        zeros = torch.zeros(blocks, dtype=torch.float64)
+        refuse_failed_replay(sums["differs"], zeros, zeros, run.layers)
         pairs = torch.ones(blocks, blocks).triu(1).bool()
         # Without the last column, the output, unless a single block affects nothing else.
-        if not bool((sums["count"][:, :-1] if blocks > 1 else sums["count"]).any()):
+        measured = sums["count"][:, :-1] if blocks > 1 else sums["count"]
+        if not bool(measured.any()):
             raise LayersimError(
                 f"`keep_first` is {self.keep_first}; it must be smaller than the number of tokens in the longest row. "
                 f"The data has {amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}."
             )
         finite = (sums["total"] + sums["later total"]).isfinite().all(-1)
-        if bad := sites_where(run.layers[1:], ~finite):
+        not_finite = sites_where(run.layers[1:], ~finite)
+        if not_finite:
             raise LayersimError(
-                f"Activations are NaN or infinite when {bad} is skipped. Load the model in float32 or bfloat16."
+                f"Activations are NaN or infinite when {not_finite} is skipped. Load the model in float32 or bfloat16."
             )
         counts = sums["count"][:, :-1]
-        most = int(counts.amax())
-        for skipped, affected in ((counts < most) & pairs).nonzero()[:1].tolist():
+        tokens = int(counts.amax())
+        # The first pair with fewer tokens stands for all.
+        for skipped, affected in ((counts < tokens) & pairs).nonzero()[:1].tolist():
             warn(
                 "The relative change is not defined (division by zero) for tokens to which a block adds nothing. These tokens "
-                f"are omitted: {run.layers[affected + 1]} at {most - int(counts[skipped, affected])} of {most} tokens."
+                f"are omitted: {run.layers[affected + 1]} at {tokens - int(counts[skipped, affected])} of {tokens} tokens."
             )
         # 0 / 0 is NaN, for pairs and variants that were not measured.
-        mean, later = (sums[f"{part}total"] / sums[f"{part}count"] for part in ("", "later "))
-        peak, later_peak = (sums[f"{part}peak"] / sums[f"{part}rows"] for part in ("", "later "))
+        mean = sums["total"] / sums["count"]
+        later_mean = sums["later total"] / sums["later count"]
+        peak = sums["peak"] / sums["rows"]
+        later_peak = sums["later peak"] / sums["later rows"]
         return SkipEffectResult(
             values=mean[:, :-1],
             largest=peak[:, :-1],
-            later=later[:, :-1],
+            later=later_mean[:, :-1],
             later_largest=later_peak[:, :-1],
             probability_change=mean[:, -1],
             probability_change_largest=peak[:, -1],
-            later_probability_change=later[:, -1],
+            later_probability_change=later_mean[:, -1],
             later_probability_change_largest=later_peak[:, -1],
             layers=run.layers,
             provenance=run.provenance,
@@ -235,13 +241,13 @@ class Skip:
     Attributes:
         skipped: `batch pos`, whether a block's output is replaced by its input.
         tokens: `sample`, indices of the view's tokens at which contributions are compared.
-        read: `sample`, indices of the view's tokens at which output probabilities are compared; a subset of `tokens` for
-            language models.
+        output_tokens: `sample`, indices of the view's tokens at which output probabilities are compared; a subset of `tokens`
+            for language models.
     """
 
     skipped: Tensor
     tokens: Tensor
-    read: Tensor
+    output_tokens: Tensor
 
 
 def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
@@ -254,8 +260,11 @@ def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: f
         memory_mb: limit for the logits, in MB.
     """
     skips = {"": [_everywhere(view, keep_first)], "later ": _earlier(view, keep_first, splits)}
-    each = {name: _sums(view, parts, memory_mb) for name, parts in skips.items()}
-    return {"differs": _differs(view)} | {f"{name}{key}": value for name, own in each.items() for key, value in own.items()}
+    sums = {}
+    for prefix, skips_of_kind in skips.items():
+        for name, value in _sums(view, skips_of_kind, memory_mb).items():
+            sums[f"{prefix}{name}"] = value
+    return {"differs": _differs(view)} | sums
 
 
 def _everywhere(view: View, keep_first: int) -> Skip:
@@ -266,8 +275,8 @@ def _everywhere(view: View, keep_first: int) -> Skip:
     shape = view.calls[0].hidden.shape[:2]
     skipped = (torch.arange(shape[1], device=view.position.device) >= keep_first).expand(shape)
     tokens = view.position >= keep_first
-    read = tokens if read_positions(view) is None else torch.ones_like(tokens)
-    return Skip(skipped, tokens.nonzero()[:, 0], _read(view, read))
+    output_tokens = tokens if read_positions(view) is None else torch.ones_like(tokens)
+    return Skip(skipped, tokens.nonzero()[:, 0], _tokens_of_head(view, output_tokens))
 
 
 def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
@@ -283,12 +292,13 @@ def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
         skipped = (place >= keep_first) & (place < split[:, None])
         tokens = (view.position >= split[view.sequence]) & (split[view.sequence] > keep_first)
         # A head that makes one vector of a row reads the skipped positions too: its change is no effect on later positions.
-        alone = torch.zeros_like(tokens) if view.unembed is not None and view.unembed.pool is not None else tokens
-        skips.append(Skip(skipped, tokens.nonzero()[:, 0], _read(view, alone)))
+        pools_row = view.unembed is not None and view.unembed.pool is not None
+        output_tokens = torch.zeros_like(tokens) if pools_row else tokens
+        skips.append(Skip(skipped, tokens.nonzero()[:, 0], _tokens_of_head(view, output_tokens)))
     return skips
 
 
-def _read(view: View, tokens: Tensor) -> Tensor:
+def _tokens_of_head(view: View, tokens: Tensor) -> Tensor:
     """Indices of the tokens that are True in `tokens` and read by the model's head."""
     index = read_positions(view)
     if index is not None:
@@ -298,7 +308,9 @@ def _read(view: View, tokens: Tensor) -> Tensor:
 
 def _sums(view: View, skips: Sequence[Skip], memory_mb: float) -> dict[str, Tensor]:
     """Sums of effects over tokens, and of row maxima over rows (each `skipped affected`). The last column is the output."""
-    blocks, rows, device = len(view.calls), view.calls[0].hidden.shape[0], view.activations.device
+    blocks = len(view.calls)
+    rows = view.calls[0].hidden.shape[0]
+    device = view.activations.device
     total = torch.zeros(blocks, blocks + 1, dtype=torch.float64, device=device)
     count = torch.zeros(blocks, blocks + 1, dtype=torch.int64, device=device)
     peak = torch.zeros(blocks, blocks + 1, rows, dtype=torch.float64, device=device)
@@ -325,12 +337,13 @@ def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator
         memory_mb: limit for the logits, in MB.
     """
     calls = view.calls
-    if not len(skip.tokens) and not len(skip.read):
+    if not len(skip.tokens) and not len(skip.output_tokens):
         return
     x = view.activations[:, skip.tokens]
     row = view.sequence[skip.tokens].to(x.device)
     call = calls[skipped]
-    hidden = torch.where(skip.skipped.to(call.hidden.device)[..., None], call.hidden, call.output.to(call.hidden.device))
+    is_skipped = skip.skipped.to(call.hidden.device)[..., None]
+    hidden = torch.where(is_skipped, call.hidden, call.output.to(call.hidden.device))
     for affected in range(skipped + 1, len(calls)):
         call = calls[affected]
         hidden = hidden.to(call.hidden.device)
@@ -340,18 +353,19 @@ def _effects(view: View, skip: Skip, skipped: int, memory_mb: float) -> Iterator
         size = norms(contribution)
         # A block that adds nothing to a token has no relative change there.
         change = norms(contribution - changed) / size.where(size > 0, torch.nan)
-        known = ~change.isnan()
-        yield affected, change[known], row[known]
+        has_change = ~change.isnan()
+        yield affected, change[has_change], row[has_change]
         hidden = output
     if view.unembed is not None:
-        for tokens, change in _output_changes(view, hidden, skip.read, memory_mb):
+        for tokens, change in _output_changes(view, hidden, skip.output_tokens, memory_mb):
             yield -1, change, view.sequence[tokens].to(x.device)
 
 
 def _at(view: View, hidden: Tensor, tokens: Tensor) -> Tensor:
     """Select tokens from padded residuals: `batch pos d_model` to `sample d_model`, in the view's dtype."""
-    row, place = (index[tokens].to(hidden.device) for index in (view.sequence, view.position))
-    return hidden[row, place].to(view.activations)
+    row = view.sequence[tokens].to(hidden.device)
+    position = view.position[tokens].to(hidden.device)
+    return hidden[row, position].to(view.activations)
 
 
 def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
@@ -368,18 +382,23 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
         last = torch.stack([view.activations[-1, tokens], _at(view, hidden, tokens)])
         needs_norm = True
     else:
-        every = _at(view, hidden, torch.arange(len(view.position), device=view.position.device))
-        rows, needs_norm = head_input(view, torch.stack([view.activations[-1], every]), True)
+        all_tokens = torch.arange(len(view.position), device=view.position.device)
+        changed = _at(view, hidden, all_tokens)
+        rows, needs_norm = head_input(view, torch.stack([view.activations[-1], changed]), True)
         # The rows of these tokens, each of which is the last of its row.
-        last = rows[:, torch.isin(row_ends(view), tokens.to(view.sequence.device)).to(rows.device)]
-    start, step = 0, 1
+        is_read = torch.isin(row_ends(view), tokens.to(view.sequence.device))
+        last = rows[:, is_read.to(rows.device)]
+    start = 0
+    # The first chunk, of one token, shows the number of outputs.
+    step = 1
     while start < len(tokens):
-        some = slice(start, start + step)
-        before, after = (torch.softmax(view.unembed(x, needs_norm).to(last), -1) for x in last[:, some])
+        chunk = slice(start, start + step)
+        before = torch.softmax(view.unembed(last[0, chunk], needs_norm).to(last), -1)
+        after = torch.softmax(view.unembed(last[1, chunk], needs_norm).to(last), -1)
         # The probability of a single output is 1 whatever the output is.
         if before.shape[-1] == 1:
             return
-        yield tokens[some], (after - before).norm(dim=-1)
+        yield tokens[chunk], (after - before).norm(dim=-1)
         start += step
         # Logits and probabilities, of both runs, and their difference.
         step = max(1, int(memory_mb * 2**20 / (5 * before.shape[-1] * before.element_size())))
@@ -387,9 +406,10 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
 
 def _differs(view: View) -> Tensor:
     """Whether each block, run again on its input, gives another output than before (`layer`). Block 0 is never run again."""
-    every = torch.arange(len(view.position), device=view.position.device)
+    all_tokens = torch.arange(len(view.position), device=view.position.device)
     differs = [False]
     for call in view.calls[1:]:
-        replayed, own = (_at(view, hidden, every) for hidden in (again(call, call.hidden), call.output))
-        differs.append(not reproduces(replayed, own, call.output.dtype))
+        replayed = _at(view, again(call, call.hidden), all_tokens)
+        output = _at(view, call.output, all_tokens)
+        differs.append(not reproduces(replayed, output, call.output.dtype))
     return torch.tensor(differs).long()

@@ -34,14 +34,14 @@ def _samples_of_classes(result: TaskMetricsResult) -> Tensor:
     """
     confusion = result.confusion
     right = confusion.diagonal(dim1=1, dim2=2)
-    either = confusion.sum(2) + confusion.sum(1) - right
-    return either.clamp(max=result.provenance.texts).T / 2
+    label_or_prediction = confusion.sum(2) + confusion.sum(1) - right
+    return label_or_prediction.clamp(max=result.provenance.texts).T / 2
 
 
 def _samples_of_rarest_class(result: TaskMetricsResult) -> Tensor:
     """The same for the class with the fewest samples, on which macro F1 depends as much as on others (`layer`)."""
-    each = _samples_of_classes(result)
-    return each.where(each > 0, math.inf).amin(0)
+    samples = _samples_of_classes(result)
+    return samples.where(samples > 0, math.inf).amin(0)
 
 
 @result_class
@@ -236,12 +236,19 @@ class TaskMetrics(LensAnalyzer):
         confusion = sums["confusion"]
         count = int(confusion[0].sum())
         self.check_sums(sums, run, count)
-        f1, by_class, mcc = zip(*(_metrics(table) for table in confusion), strict=True)
+        f1 = []
+        f1_by_class = []
+        mcc = []
+        for table in confusion:
+            layer_f1, layer_f1_by_class, layer_mcc = _metrics(table)
+            f1.append(layer_f1)
+            f1_by_class.append(layer_f1_by_class)
+            mcc.append(layer_mcc)
         return TaskMetricsResult(
             values=torch.tensor(f1, dtype=torch.float64),
             accuracy=confusion.diagonal(dim1=1, dim2=2).sum(1).double() / count,
             mcc=torch.tensor(mcc, dtype=torch.float64),
-            f1_by_class=torch.stack(by_class, dim=1),
+            f1_by_class=torch.stack(f1_by_class, dim=1),
             confusion=confusion.double(),
             labels=tuple(range(confusion.shape[1])),
             layers=run.layers,
@@ -277,11 +284,13 @@ def _metrics(confusion: Tensor) -> tuple[float, Tensor, float]:
 
     # One line for each filled cell, weighted by its count.
     cells = confusion.nonzero().numpy()
-    label, predicted, weight = cells[:, 0], cells[:, 1], confusion[confusion != 0].numpy()
+    label = cells[:, 0]
+    predicted = cells[:, 1]
+    weight = confusion[confusion != 0].numpy()
     occurring = np.unique(cells)
     by_class = torch.full((len(confusion),), math.nan, dtype=torch.float64)
-    own = f1_score(label, predicted, labels=occurring, average=None, sample_weight=weight, zero_division=0.0)
-    by_class[torch.as_tensor(occurring)] = torch.as_tensor(own, dtype=torch.float64)
+    f1 = f1_score(label, predicted, labels=occurring, average=None, sample_weight=weight, zero_division=0.0)
+    by_class[torch.as_tensor(occurring)] = torch.as_tensor(f1, dtype=torch.float64)
     macro = f1_score(label, predicted, average="macro", sample_weight=weight, zero_division=0.0)
     return float(macro), by_class, float(matthews_corrcoef(label, predicted, sample_weight=weight))
 
@@ -305,26 +314,34 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
             f"`labels` holds one score for each text, but text {int(count.argmax())} is split into {int(count.max())} "
             "rows, each with a prediction. Pass a larger `seq_len` to Data."
         )
-    known = (count == 1) & ~labels.isnan()
-    need_tokens(int(known.sum()), 2, "A correlation", "rows with a score")
-    own = labels[known].numpy()
-    if not np.ptp(own):
-        raise LayersimError(f"`labels` are {own[0]:g} in all {len(own)} rows; a correlation needs scores that differ.")
+    scored = (count == 1) & ~labels.isnan()
+    need_tokens(int(scored.sum()), 2, "A correlation", "rows with a score")
+    row_scores = labels[scored].numpy()
+    if not np.ptp(row_scores):
+        raise LayersimError(
+            f"`labels` are {row_scores[0]:g} in all {len(row_scores)} rows; a correlation needs scores that differ."
+        )
 
     def by_layer(correlation: Callable[..., Any]) -> Tensor:
-        tables = scores[:, known].numpy()
-        numbers = [float(correlation(one, own).statistic) if np.ptp(one) else math.nan for one in tables]
-        return torch.tensor(numbers, dtype=torch.float64)
+        correlations = []
+        for predictions in scores[:, scored].numpy():
+            # Equal predictions have no correlation, and SciPy would warn.
+            if np.ptp(predictions):
+                correlations.append(float(correlation(predictions, row_scores).statistic))
+            else:
+                correlations.append(math.nan)
+        return torch.tensor(correlations, dtype=torch.float64)
 
     result = RegressionMetricsResult(
         values=by_layer(spearmanr),
         pearson=by_layer(pearsonr),
-        rows=len(own),
+        rows=len(row_scores),
         layers=run.layers,
         provenance=run.provenance,
     )
-    if equal := sites_where(run.layers[1:], result.values.isnan()):
-        warn(f"The correlation is NaN at {equal}, because all predictions are equal there.")
+    constant_sites = sites_where(run.layers[1:], result.values.isnan())
+    if constant_sites:
+        warn(f"The correlation is NaN at {constant_sites}, because all predictions are equal there.")
     return result
 
 
@@ -362,8 +379,8 @@ def confusion_kernel(
     # The batch's table, the running sum, and the new sum while the two are added.
     need_memory("The sums of TaskMetrics", 3 * 8 * layers * classes**2 / 1e9, max_memory_gb, "LogitLens takes less.")
     lens = read_lens(view, target, normed, memory_mb, 1, label_key(labels), heads)
-    known = target != NO_LABEL
-    cells = target[known].to(last.device) * classes + lens["best"][:, known]
+    has_label = target != NO_LABEL
+    cells = target[has_label].to(last.device) * classes + lens["best"][:, has_label]
     counts = [torch.bincount(row, minlength=classes**2).view(classes, classes) for row in cells]
     return {"confusion": torch.stack(counts), "bad": bad_logits(lens)}
 

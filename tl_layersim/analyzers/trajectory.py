@@ -333,12 +333,13 @@ class Trajectory(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> TrajectoryResult:
         count = int(sums["count"])
-        for measures, what, names in (
+        for measures, vector, names in (
             ("Growth and expodistance are", "residual", run.layers),
             ("The line-shape score is", "update", run.layers[1:]),
         ):
-            if zero := omitted_at(names, sums[f"zero_{what}"], count):
-                warn(f"{measures} not defined for tokens whose {what} is zero. These tokens are omitted: {zero}.")
+            omitted = omitted_at(names, sums[f"zero_{vector}"], count)
+            if omitted:
+                warn(f"{measures} not defined for tokens whose {vector} is zero. These tokens are omitted: {omitted}.")
         if int(sums["flat"]):
             warn(
                 f"{int(sums['flat'])} of {count} tokens have no expodistance, because their norm is the same at the first and "
@@ -346,11 +347,12 @@ class Trajectory(Analyzer):
             )
 
         mean = {name: sums[name] / sums[f"{name} known"] for name in QUANTITIES}
-        whole: dict[str, Any] = {}
+        distributions: dict[str, Any] = {}
         for name in PROMPT_FIELDS:
-            whole[f"{name}_mean"] = mean[name]
-            whole[f"{name}_std"] = (sums[f"{name}^2"] / sums[f"{name} known"] - mean[name] ** 2).clamp(min=0).sqrt()
-            whole[f"{name}_quantiles"] = quantiles_of_logs(sums[f"{name} bins"])
+            variance = sums[f"{name}^2"] / sums[f"{name} known"] - mean[name] ** 2
+            distributions[f"{name}_mean"] = mean[name]
+            distributions[f"{name}_std"] = variance.clamp(min=0).sqrt()
+            distributions[f"{name}_quantiles"] = quantiles_of_logs(sums[f"{name} bins"])
         prompts: dict[str, Any] = {}
         for name in PROMPT_FIELDS:
             prompts |= prompt_fields(name, sums, run.first)
@@ -373,7 +375,7 @@ class Trajectory(Analyzer):
             final_norm=self.final_norm,
             layers=layers,
             provenance=run.provenance,
-            **whole,
+            **distributions,
             **prompts,
         )
 
@@ -396,38 +398,40 @@ def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows
         rows: indices of all rows of the data, to sum by row; None not to sum by row.
     """
     x = view.activations
-    tokens, last = x.shape[1], x[-1]
+    tokens = x.shape[1]
+    last = x[-1]
     if final_norm:
         assert view.unembed is not None
         last = view.unembed.normed(last).to(x)
-    columns: dict[str, list[Tensor]] = {}
+    chunks: dict[str, list[Tensor]] = {}
     for start in range(0, tokens, 256):
         for name, value in _paths(_with_last(x, last, start, start + 256), window).items():
-            columns.setdefault(name, []).append(value)
-    of = {name: torch.cat(parts, -1) for name, parts in columns.items()}
-    of["curvature"] = _angles(view, last)
+            chunks.setdefault(name, []).append(value)
+    quantities = {name: torch.cat(values, -1) for name, values in chunks.items()}
+    quantities["curvature"] = _angles(view, last)
     out = {
         "count": torch.tensor(tokens),
-        "zero_residual": (of["norm"] == 0).sum(-1),
-        "zero_update": (of["update"] == 0).sum(-1),
-        "flat": (of["mean growth"] == 0).sum(),
-        "turns": torch.tensor(of["curvature"].shape[1]),
+        "zero_residual": (quantities["norm"] == 0).sum(-1),
+        "zero_update": (quantities["update"] == 0).sum(-1),
+        "flat": (quantities["mean growth"] == 0).sum(),
+        "turns": torch.tensor(quantities["curvature"].shape[1]),
     }
     for name in QUANTITIES:
-        known = ~of[name].isnan()
-        values = of[name].where(known, 0)
-        out |= {name: values.sum(-1), f"{name} known": known.sum(-1)}
+        defined = ~quantities[name].isnan()
+        values = quantities[name].where(defined, 0)
+        out[name] = values.sum(-1)
+        out[f"{name} known"] = defined.sum(-1)
         if name in PROMPT_FIELDS:
             out[f"{name}^2"] = values.square().sum(-1)
         if name not in ("growth", "windowed", "curvature", "deviation"):
-            out[f"{name} bins"] = log_histogram(of[name], known)
+            out[f"{name} bins"] = log_histogram(quantities[name], defined)
     if rows is not None:
         assert view.row is not None
         for name in PROMPT_FIELDS:
-            known = ~of[name].isnan()
-            out[f"prompt {name}"] = sums_by_row(of[name].where(known, 0), view.row, rows)
-            out[f"prompt {name} known"] = sums_by_row(known, view.row, rows)
-        out["prompt norm"] = sums_by_row(of["norm"].T, view.row, rows)
+            defined = ~quantities[name].isnan()
+            out[f"prompt {name}"] = sums_by_row(quantities[name].where(defined, 0), view.row, rows)
+            out[f"prompt {name} known"] = sums_by_row(defined, view.row, rows)
+        out["prompt norm"] = sums_by_row(quantities["norm"].T, view.row, rows)
         out["prompt tokens"] = sums_by_row(torch.ones(tokens, device=x.device), view.row, rows)
     return out
 
@@ -446,15 +450,19 @@ def _angles(view: View, last: Tensor) -> Tensor:
         view: activations of one batch.
         last: `token d_model`, residuals of the last layer.
     """
-    x, row, position = view.activations, view.sequence, view.position
-    triples = (row[2:] == row[:-2]) & (position.diff()[1:] == 1) & (position.diff()[:-1] == 1)
+    x = view.activations
+    row = view.sequence
+    step_length = view.position.diff()
+    triples = (row[2:] == row[:-2]) & (step_length[1:] == 1) & (step_length[:-1] == 1)
+    # The empty part makes a batch without triples an empty tensor.
     parts = [torch.zeros(len(x), 0, dtype=torch.float64, device=x.device)]
     for start in range(0, len(triples), 256):
         inside = triples[start : start + 256].to(x.device)
         step = _with_last(x, last, start, start + len(inside) + 2).diff(dim=1)
         unit, length = unit_vectors(step)
         unit = unit.where(length[..., None] > 0, torch.nan)
-        before, after = unit[:, :-1][:, inside], unit[:, 1:][:, inside]
+        before = unit[:, :-1][:, inside]
+        after = unit[:, 1:][:, inside]
         # Exact at small angles too, where an arccos is not.
         parts.append(2 * torch.atan2((after - before).double().norm(dim=-1), (after + before).double().norm(dim=-1)))
     return torch.cat(parts, 1)
@@ -481,8 +489,12 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     torch.cumsum(update == 0, 0, out=still[1:])
     blocks = len(step)
     length = norms(x[-1] - x[0])
-    share = torch.arange(len(x), device=x.device).to(x)[:, None, None] / blocks
-    away = torch.stack([norms(one - (1 - at) * x[0] - at * x[-1]) for one, at in zip(x, share, strict=True)])
+    depth = torch.arange(len(x), device=x.device).to(x)[:, None, None] / blocks
+    deviations = []
+    for residual, fraction in zip(x, depth, strict=True):
+        # Distance from the point of the straight path at the same depth.
+        deviations.append(norms(residual - (1 - fraction) * x[0] - fraction * x[-1]))
+    deviation = torch.stack(deviations)
 
     def score(steps: int) -> Tensor:
         """Line-shape score of each segment of `steps` steps; NaN if a step is zero."""
@@ -494,7 +506,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     return {
         "norm": norm,
         "update": update,
-        "deviation": away / length.where(length > 0, torch.nan),
+        "deviation": deviation / length.where(length > 0, torch.nan),
         "growth": growth,
         "mean growth": mean_growth,
         "lss": score(blocks)[0],
@@ -504,12 +516,13 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     }
 
 
-def log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Histograms with bins of a hundredth of a decade, `... token` to `... bin`, of the values that are `known`."""
+def log_histogram(values: Tensor, counted: Tensor) -> Tensor:
+    """Histograms with bins of a hundredth of a decade, `... token` to `... bin`, of the values that are `counted`."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.flatten(0, -2) if values.dim() > 1 else values[None]
-    index = ((flat.clamp(min=10**low).log10().nan_to_num(low, posinf=high) - low) * 100).long().clamp(0, bins - 1)
+    decades = flat.clamp(min=10**low).log10().nan_to_num(low, posinf=high) - low
+    index = (decades * 100).long().clamp(0, bins - 1)
     offset = bins * torch.arange(len(flat), device=values.device)[:, None]
-    counts = torch.bincount((index + offset)[known.reshape(flat.shape)], minlength=bins * len(flat))
+    counts = torch.bincount((index + offset)[counted.reshape(flat.shape)], minlength=bins * len(flat))
     return counts.reshape(*values.shape[:-1], bins)

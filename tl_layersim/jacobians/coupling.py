@@ -13,8 +13,10 @@ from torch import Tensor
 from ..activations.block_call import BlockCall
 from .jacobian_operator import Jacobian, computing_dtype
 
-# Krylov: largest error of the singular vectors relative to the largest singular value, and number of additional vectors.
-TOLERANCE, OVERSAMPLING = 1e-4, 6
+# Krylov: largest error of the singular vectors relative to the largest singular value.
+TOLERANCE = 1e-4
+# Krylov: number of additional vectors in a block.
+OVERSAMPLING = 6
 # Draws of random vectors behind the null: with eight, its mean scatters as little as a measured coupling.
 DRAWS = 8
 
@@ -61,28 +63,36 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
         k: number of triplets.
         seed: seed of the start vectors.
     """
-    samples, d = len(jacobian.row), jacobian.d_model
+    samples = len(jacobian.row)
+    d = jacobian.d_model
     width = min(k + OVERSAMPLING, d)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(samples, d, width, generator=generator, dtype=torch.float64)
     block = torch.linalg.qr(start.to(jacobian.row.device, jacobian.dtype))[0]
-    left, right, images, back = [list[Tensor]() for _ in range(4)]
+    # Blocks of the Krylov bases, of J times the right basis, and of J' times the left basis.
+    left_blocks: list[Tensor] = []
+    right_blocks: list[Tensor] = []
+    images: list[Tensor] = []
+    transposed_images: list[Tensor] = []
     products = 0
     while True:
-        right.append(block)
+        right_blocks.append(block)
         images.append(jacobian.forward(block))
-        left.append(orthogonal_to(images[-1], left, generator))
-        back.append(jacobian.transposed(left[-1]))
+        left_blocks.append(orthogonal_to(images[-1], left_blocks, generator))
+        transposed_images.append(jacobian.transposed(left_blocks[-1]))
         products += 2 * block.shape[-1]
-        u_all, v_all = torch.cat(left, -1), torch.cat(right, -1)
-        image, back_all = torch.cat(images, -1), torch.cat(back, -1)
-        x, s, yh = torch.linalg.svd(u_all.mT @ image)
-        u, v = u_all @ x[..., :k], v_all @ yh[..., :k, :].mT
-        off = (back_all @ x[..., :k] - v * s[..., None, :k]).norm(dim=-2).amax(-1) / s[..., 0].clamp(min=1e-30)
-        left_room = d - v_all.shape[-1]
-        if left_room == 0 or bool((off <= TOLERANCE).all()):
-            return Top(u, s[..., :k], v, off, products)
-        block = orthogonal_to(back[-1][..., : min(width, left_room)], right, generator)
+        left_basis = torch.cat(left_blocks, -1)
+        right_basis = torch.cat(right_blocks, -1)
+        x, s, yh = torch.linalg.svd(left_basis.mT @ torch.cat(images, -1))
+        u = left_basis @ x[..., :k]
+        v = right_basis @ yh[..., :k, :].mT
+        difference = torch.cat(transposed_images, -1) @ x[..., :k] - v * s[..., None, :k]
+        residual = difference.norm(dim=-2).amax(-1) / s[..., 0].clamp(min=1e-30)
+        remaining_dimensions = d - right_basis.shape[-1]
+        if remaining_dimensions == 0 or bool((residual <= TOLERANCE).all()):
+            return Top(u, s[..., :k], v, residual, products)
+        next_width = min(width, remaining_dimensions)
+        block = orthogonal_to(transposed_images[-1][..., :next_width], right_blocks, generator)
 
 
 def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
@@ -94,16 +104,16 @@ def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator
         generator: generator of the random directions.
     """
 
-    def without(x: Tensor) -> Tensor:
-        for known in basis:
-            x = x - known @ (known.mT @ x)
+    def without_basis(x: Tensor) -> Tensor:
+        for basis_block in basis:
+            x = x - basis_block @ (basis_block.mT @ x)
         return x
 
     # A column counts as dependent if less than this fraction of it remains, which is rounding error. Random ones lose little.
     remaining = 1e-4
     for _ in range(8):
         size = block.norm(dim=-2).clamp(min=1e-30)
-        block, r = torch.linalg.qr(without(block))
+        block, r = torch.linalg.qr(without_basis(block))
         dependent = r.diagonal(dim1=-2, dim2=-1).abs() <= remaining * size
         if not bool(dependent.any()):
             break
@@ -111,8 +121,8 @@ def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator
         block = torch.where(dependent[..., None, :], drawn / drawn.norm(dim=-2, keepdim=True), block)
         remaining = 1e-2
     # Twice more: the remainder of a column that lost nearly all of its length is not orthogonal up to rounding.
-    block = torch.linalg.qr(without(block))[0]
-    return torch.linalg.qr(without(block))[0]  # type: ignore[no-any-return]  # torch does not say
+    block = torch.linalg.qr(without_basis(block))[0]
+    return torch.linalg.qr(without_basis(block))[0]  # type: ignore[no-any-return]  # torch does not say
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ class LinearPath:
 
     Args:
         calls: the calls of all blocks.
-        which: samples and connections: all blocks in order, each at one token.
+        connections: samples and connections: all blocks in order, each at one token.
         u: `sample connection d_model k`, left singular vectors.
         v: `sample connection d_model k`, right singular vectors.
 
@@ -214,8 +224,11 @@ class LinearPath:
         right_share: `sample connection k`, squared cosine of the block's input with each right singular vector.
     """
 
-    def __init__(self, calls: tuple[BlockCall, ...], which: Connections, u: Tensor, v: Tensor) -> None:
-        self.calls, self.which, self.u, self.v = calls, which, u, v
+    def __init__(self, calls: tuple[BlockCall, ...], connections: Connections, u: Tensor, v: Tensor) -> None:
+        self.calls = calls
+        self.connections = connections
+        self.u = u
+        self.v = v
         self.y = torch.zeros_like(u[:, 0, :, 0])
         self.path_error = torch.zeros(u.shape[:2], dtype=torch.float64, device=u.device)
         self.update_error = torch.zeros_like(self.path_error)
@@ -232,18 +245,22 @@ class LinearPath:
     def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
         """Extend the path by a block. `products` (`sample d_model 2`) are its Jacobian times `directions`."""
         self.y[sample] += products[..., 0]
-        before, after = (self._residual(row, sample, connection, of).double() for of in ("hidden", "output"))
-        update, at = after - before, (sample, connection)
-        self.path_error[at] = (self.y[sample] - after).norm(dim=-1) / after.norm(dim=-1)
-        self.update_error[at] = (products[..., 1] - update).norm(dim=-1) / update.norm(dim=-1)
+        before = self._residual(row, sample, connection, "hidden").double()
+        after = self._residual(row, sample, connection, "output").double()
+        update = after - before
+        index = (sample, connection)
+        self.path_error[index] = (self.y[sample] - after).norm(dim=-1) / after.norm(dim=-1)
+        self.update_error[index] = (products[..., 1] - update).norm(dim=-1) / update.norm(dim=-1)
         direction = before / before.norm(dim=-1, keepdim=True)
         for share, basis in ((self.left_share, self.u), (self.right_share, self.v)):
-            share[at] = torch.einsum("pdk,pd->pk", basis[at].double(), direction).square()
+            share[index] = torch.einsum("pdk,pd->pk", basis[index].double(), direction).square()
 
-    def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, of: str) -> Tensor:
+    def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, attribute: str) -> Tensor:
         """Residual at `t_in` before ("hidden") or after ("output") a block (`sample d_model`)."""
-        x: Tensor = getattr(self.calls[self.which.block[int(connection[0])]], of)
-        return x[row.to(x.device), self.which.t_in[sample, connection].to(x.device)].to(self.y)
+        call = self.calls[self.connections.block[int(connection[0])]]
+        x: Tensor = getattr(call, attribute)
+        t_in = self.connections.t_in[sample, connection].to(x.device)
+        return x[row.to(x.device), t_in].to(self.y)
 
 
 def pick_method(d_model: int, connections: int, k: int) -> str:
@@ -261,7 +278,11 @@ def pick_method(d_model: int, connections: int, k: int) -> str:
 
 
 def couple(
-    calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, matrices: bool = False, path: bool = False
+    calls: tuple[BlockCall, ...],
+    connections: Connections,
+    options: CouplingOptions,
+    matrices: bool = False,
+    path: bool = False,
 ) -> Coupled:
     """Express each Jacobian in the singular bases of all Jacobians of the same sample.
 
@@ -271,59 +292,71 @@ def couple(
 
     Args:
         calls: the calls of all blocks of the model in one forward pass.
-        which: samples and connections.
+        connections: samples and connections.
         options: how the Jacobians are decomposed.
         matrices: whether to return A and the products of bases themselves.
         path: whether to return `LinearPath`. The connections must then be all blocks in order, each at one token.
     """
     k = min(max(options.ks), calls[0].hidden.shape[-1])
-    (u, v, s), checks, chunks = _decompose(calls, which, options, k)
-    samples, connections = which.t_in.shape
-    d, device = calls[0].hidden.shape[-1], calls[0].hidden.device
-    ks = [min(k, one) for one in options.ks]
-    off = torch.zeros(len(ks), samples, connections, connections, dtype=torch.float64, device=device)
-    norm, null_off, null_miscoupling = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
-    shape = (samples, connections, connections, k, k)
-    whole = torch.zeros(shape, dtype=u.dtype, device=device) if matrices else None
-    bases_whole = torch.zeros(3, *shape, dtype=u.dtype, device=device) if matrices else None
-    alignment = torch.zeros(3, samples, connections, connections, dtype=torch.float64, device=device)
-    linear = LinearPath(calls, which, u, v) if path else None
-    left, right = random_frames(connections, d, k, options.seed, u)
+    (u, v, s), checks, chunks = _decompose(calls, connections, options, k)
+    samples, count = connections.t_in.shape
+    d = calls[0].hidden.shape[-1]
+    device = calls[0].hidden.device
+    ks = [min(k, requested_k) for requested_k in options.ks]
+    off = torch.zeros(len(ks), samples, count, count, dtype=torch.float64, device=device)
+    norm = torch.zeros_like(off)
+    null_off = torch.zeros_like(off)
+    null_miscoupling = torch.zeros_like(off)
+    shape = (samples, count, count, k, k)
+    all_matrices = torch.zeros(shape, dtype=u.dtype, device=device) if matrices else None
+    all_bases = torch.zeros(3, *shape, dtype=u.dtype, device=device) if matrices else None
+    alignment = torch.zeros(3, samples, count, count, dtype=torch.float64, device=device)
+    linear_path = LinearPath(calls, connections, u, v) if path else None
+    left_frames, right_frames = random_frames(count, d, k, options.seed, u)
     for (row, sample, connection), dense in chunks:
         # `sample d_model (connection k)`, followed by the random frames.
-        bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
-        # Residuals are multiplied apart from the bases: further columns would change the rounding of products.
-        directions = [bases] if linear is None else [bases, linear.directions(row, sample, connection)]
+        bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right_frames.expand(len(sample), -1, -1)], -1)
+        directions = [bases]
+        if linear_path is not None:
+            # Residuals are multiplied apart from the bases: further columns would change the rounding of products.
+            directions.append(linear_path.directions(row, sample, connection))
         if dense is not None:
-            products = [(dense @ one.to(dense.device)).to(bases) for one in directions]
+            products = [(dense @ block.to(dense.device)).to(bases) for block in directions]
         else:
-            with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
-                products = [jacobian.forward(one.to(jacobian.row.device, jacobian.dtype)).to(bases) for one in directions]
+            with jacobian_of(calls, connections, options, row, sample, connection) as jacobian:
+                products = [jacobian.forward(block.to(jacobian.row.device, jacobian.dtype)).to(bases) for block in directions]
         images = products[0]
-        if linear is not None:
-            linear.add(row, sample, connection, products[1])
-        own = images[..., : connections * k].reshape(*images.shape[:-1], connections, k)
-        a = torch.einsum("pndi,pdnj->pnij", u[sample], own)
-        drawn = images[..., connections * k :].reshape(*images.shape[:-1], DRAWS, k)
-        random = torch.einsum("rndi,pdrj->rpnij", left, drawn)
-        for number, one in enumerate(ks):
-            at = (number, sample, connection)
-            off[at], norm[at] = off_diagonal(a[..., :one, :one], options.diagonal)
-            null = off_diagonal(random[..., :one, :one], options.diagonal)
-            null_off[at], null_miscoupling[at] = null[0].mean(0), miscoupling(*null).mean(0)
-        pairs = ((u, u), (v, v), (v, u))
-        shared = torch.stack([torch.einsum("pndi,pdj->pnij", of_b[sample], of_a[sample, connection]) for of_b, of_a in pairs])
-        alignment[:, sample, connection] = shared[..., : ks[0], : ks[0]].double().square().sum((-2, -1)) / ks[0]
-        if whole is not None and bases_whole is not None:
-            whole[sample, connection], bases_whole[:, sample, connection] = a, shared
+        if linear_path is not None:
+            linear_path.add(row, sample, connection, products[1])
+        images_of_v = images[..., : count * k].reshape(*images.shape[:-1], count, k)
+        a = torch.einsum("pndi,pdnj->pnij", u[sample], images_of_v)
+        images_of_frames = images[..., count * k :].reshape(*images.shape[:-1], DRAWS, k)
+        null_a = torch.einsum("rndi,pdrj->rpnij", left_frames, images_of_frames)
+        for number, size in enumerate(ks):
+            index = (number, sample, connection)
+            off[index], norm[index] = off_diagonal(a[..., :size, :size], options.diagonal)
+            drawn_off, drawn_norm = off_diagonal(null_a[..., :size, :size], options.diagonal)
+            null_off[index] = drawn_off.mean(0)
+            null_miscoupling[index] = miscoupling(drawn_off, drawn_norm).mean(0)
+        basis_products = []
+        for basis_of_b, basis_of_a in ((u, u), (v, v), (v, u)):
+            basis_products.append(torch.einsum("pndi,pdj->pnij", basis_of_b[sample], basis_of_a[sample, connection]))
+        stacked_products = torch.stack(basis_products)
+        leading = stacked_products[..., : ks[0], : ks[0]]
+        alignment[:, sample, connection] = leading.double().square().sum((-2, -1)) / ks[0]
+        if all_matrices is not None and all_bases is not None:
+            all_matrices[sample, connection] = a
+            all_bases[:, sample, connection] = stacked_products
+    # In its own basis a Jacobian is diagonal by definition, so its null is 0.
     for matrix in (null_off, null_miscoupling):
         matrix.diagonal(dim1=-2, dim2=-1).zero_()
     floor = rounding_floor(s, checks["step_error"], d, computing_dtype(calls[0]))
     nonzero = s[..., 0] > floor
-    defined = torch.stack([nonzero[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
-    if linear is not None:
-        known = s > floor[..., None]
-        linear.left_share, linear.right_share = (one.where(known, torch.nan) for one in (linear.left_share, linear.right_share))
+    defined = torch.stack([nonzero[:, :, None] & (s[..., size - 1] > floor)[:, None] for size in ks])
+    if linear_path is not None:
+        above_floor = s > floor[..., None]
+        linear_path.left_share = linear_path.left_share.where(above_floor, torch.nan)
+        linear_path.right_share = linear_path.right_share.where(above_floor, torch.nan)
     return Coupled(
         off=off,
         norm=norm,
@@ -332,15 +365,15 @@ def couple(
         defined=defined,
         singular_values=s,
         alignment=alignment.clamp(max=1).where(defined[0] & defined[0].mT, torch.nan),
-        matrices=whole,
-        bases=bases_whole,
-        path=linear,
+        matrices=all_matrices,
+        bases=all_bases,
+        path=linear_path,
         **checks,
     )
 
 
 def _decompose(
-    calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, k: int
+    calls: tuple[BlockCall, ...], connections: Connections, options: CouplingOptions, k: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor], list[tuple[Chunk, Tensor | None]]]:
     """The k top singular vectors of each connection's Jacobian.
 
@@ -348,75 +381,87 @@ def _decompose(
         Left singular vectors `sample connection d_model k`, right ones, and singular values `sample connection k`; checks of
         the computation, see `Coupled`; and the Jacobians that are computed together, with the dense matrices if they are kept.
     """
-    samples, connections = which.t_in.shape
-    d, device = calls[0].hidden.shape[-1], calls[0].hidden.device
-    wide = torch.float64 if calls[0].hidden.dtype == torch.float64 else torch.float32
-    u = torch.zeros(samples, connections, d, k, dtype=wide, device=device)
-    v, s = torch.zeros_like(u), torch.zeros(samples, connections, k, dtype=wide, device=device)
-    residual = torch.zeros(samples, connections, dtype=torch.float64, device=device)
+    samples, count = connections.t_in.shape
+    d = calls[0].hidden.shape[-1]
+    device = calls[0].hidden.device
+    dtype = torch.float64 if calls[0].hidden.dtype == torch.float64 else torch.float32
+    u = torch.zeros(samples, count, d, k, dtype=dtype, device=device)
+    v = torch.zeros_like(u)
+    s = torch.zeros(samples, count, k, dtype=dtype, device=device)
+    residual = torch.zeros(samples, count, dtype=torch.float64, device=device)
     step_error = torch.zeros_like(residual)
-    whole_rows = torch.zeros(connections, dtype=torch.bool, device=device)
-    failures = torch.zeros(connections, dtype=torch.int64, device=device)
-    size = wide.itemsize * d * d
-    keep = options.method != "krylov" and samples * connections * size <= options.memory_mb * 5e5
-    kept: list[tuple[Chunk, Tensor | None]] = []
-    for chunk in chunks_of(which, max(1, int(options.memory_mb * 1e6 / (6 * size)))):
+    whole_rows = torch.zeros(count, dtype=torch.bool, device=device)
+    failures = torch.zeros(count, dtype=torch.int64, device=device)
+    bytes_of_jacobian = dtype.itemsize * d * d
+    # 5e5 bytes are half a megabyte.
+    keep_dense = options.method != "krylov" and samples * count * bytes_of_jacobian <= options.memory_mb * 5e5
+    chunks: list[tuple[Chunk, Tensor | None]] = []
+    for chunk in chunks_of(connections, max(1, int(options.memory_mb * 1e6 / (6 * bytes_of_jacobian)))):
         _, sample, connection = chunk
-        with jacobian_of(calls, which, options, *chunk) as jacobian:
+        with jacobian_of(calls, connections, options, *chunk) as jacobian:
             dense = None
             if options.method == "krylov":
                 top = krylov(jacobian, k, options.seed)
             else:
-                dense = jacobian.dense().to(wide)
+                dense = jacobian.dense().to(dtype)
                 top = top_of(dense, k)
-            u[sample, connection], v[sample, connection] = top.u.to(u), top.v.to(v)
-            s[sample, connection], residual[sample, connection] = top.s.to(s), top.residual.to(residual)
+            u[sample, connection] = top.u.to(u)
+            v[sample, connection] = top.v.to(v)
+            s[sample, connection] = top.s.to(s)
+            residual[sample, connection] = top.residual.to(residual)
             step_error[sample, connection] = jacobian.step_error.to(device)
             whole_rows[connection] |= jacobian.whole_rows
             failures[connection] |= jacobian.failures
-        kept.append((chunk, dense if keep else None))
+        chunks.append((chunk, dense if keep_dense else None))
     checks = {"residual": residual, "step_error": step_error, "whole_rows": whole_rows, "failures": failures}
-    return (u, v, s), checks, kept
+    return (u, v, s), checks, chunks
 
 
 def jacobian_of(
-    calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, row: Tensor, sample: Tensor, connection: Tensor
+    calls: tuple[BlockCall, ...],
+    connections: Connections,
+    options: CouplingOptions,
+    row: Tensor,
+    sample: Tensor,
+    connection: Tensor,
 ) -> Jacobian:
     """The Jacobians of some connections of one block, on the device of the block's input.
 
     Args:
         calls: the calls of all blocks.
-        which: samples and connections.
+        connections: samples and connections.
         options: how the Jacobians are decomposed.
         row: for each Jacobian, its row of the batch.
         sample: for each Jacobian, the index of its sample.
         connection: for each Jacobian, the index of its connection; all are in one block.
     """
-    call = calls[which.block[int(connection[0])]]
-    here = call.hidden.device
-    t_in, t_out = which.t_in[sample, connection].to(here), which.t_out[sample, connection].to(here)
-    return Jacobian(call, row.to(here), t_in, t_out, options.memory_mb, options.method == "finite-difference")
+    call = calls[connections.block[int(connection[0])]]
+    device = call.hidden.device
+    t_in = connections.t_in[sample, connection].to(device)
+    t_out = connections.t_out[sample, connection].to(device)
+    return Jacobian(call, row.to(device), t_in, t_out, options.memory_mb, options.method == "finite-difference")
 
 
-def chunks_of(which: Connections, at_once: int) -> list[Chunk]:
+def chunks_of(connections: Connections, at_once: int) -> list[Chunk]:
     """Split all Jacobians into chunks; the Jacobians of a chunk belong to one block.
 
     A chunk holds indices of rows, samples and connections.
 
     Args:
-        which: samples and connections.
+        connections: samples and connections.
         at_once: largest number of Jacobians in a chunk.
     """
-    samples = len(which.row)
-    device = which.row.device
+    samples = len(connections.row)
+    device = connections.row.device
     chunks = []
-    for block in dict.fromkeys(which.block):
-        mine = torch.tensor([n for n, other in enumerate(which.block) if other == block], device=device)
-        sample = torch.arange(samples, device=device).repeat_interleave(len(mine))
-        connection = mine.repeat(samples)
+    for block in dict.fromkeys(connections.block):
+        numbers = [number for number, block_index in enumerate(connections.block) if block_index == block]
+        connections_of_block = torch.tensor(numbers, device=device)
+        sample = torch.arange(samples, device=device).repeat_interleave(len(numbers))
+        connection = connections_of_block.repeat(samples)
         for start in range(0, len(sample), at_once):
-            part = sample[start : start + at_once]
-            chunks.append((which.row[part], part, connection[start : start + at_once]))
+            chunk = slice(start, start + at_once)
+            chunks.append((connections.row[sample[chunk]], sample[chunk], connection[chunk]))
     return chunks
 
 
@@ -453,8 +498,9 @@ def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
         diagonal: "signed", or "positive" to use |A| - diag A in the first norm.
     """
     a = a.double()
-    rest = (a.abs() if diagonal == "positive" else a) - torch.diag_embed(a.diagonal(dim1=-2, dim2=-1))
-    return rest.flatten(-2).norm(dim=-1), a.flatten(-2).norm(dim=-1)
+    entries = a.abs() if diagonal == "positive" else a
+    off = entries - torch.diag_embed(a.diagonal(dim1=-2, dim2=-1))
+    return off.flatten(-2).norm(dim=-1), a.flatten(-2).norm(dim=-1)
 
 
 def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) -> Tensor:

@@ -29,8 +29,10 @@ def computing_dtype(call: BlockCall) -> torch.dtype:
         float64 if the model is, otherwise float32; the model's own dtype if its weights are in another process, or if the block
         is differentiated in the forward pass.
     """
-    own = call.hidden.dtype
-    return own if own == torch.float64 or call.graph is not None or is_remote(call) else torch.float32
+    model_dtype = call.hidden.dtype
+    if model_dtype == torch.float64 or call.graph is not None or is_remote(call):
+        return model_dtype
+    return torch.float32
 
 
 class Jacobian:
@@ -66,13 +68,19 @@ class Jacobian:
         single_tokens: bool = True,
     ) -> None:
         self.dtype = computing_dtype(call)
-        self.call, self.row, self.t_in, self.t_out = call, row, t_in, t_out
-        self.memory, self.differences = memory_mb * 1e6, differences
+        self.call = call
+        self.row = row
+        self.t_in = t_in
+        self.t_out = t_out
+        self.memory = memory_mb * 1e6
+        self.differences = differences
         self.single_tokens = single_tokens and not differences and call.graph is None
         self.d_model = call.hidden.shape[-1]
         self.skip = (t_in == t_out).to(self.dtype)[:, None, None]
         self.parts: list[TokenProducts | RowProducts] = []
-        self.whole_rows, self.differs, self.no_skip = False, False, False
+        self.whole_rows = False
+        self.differs = False
+        self.no_skip = False
         self.widened = Widened(call.block, self.dtype)
 
     def __enter__(self) -> Jacobian:
@@ -84,7 +92,8 @@ class Jacobian:
             except TokenReplayMismatch:
                 self.parts = []
             if not self.parts:
-                self.whole_rows, self.parts = True, self._row_products()
+                self.whole_rows = True
+                self.parts = self._row_products()
                 self.differs = self.no_skip = False
                 self._check_replay()
         except BaseException:
@@ -99,37 +108,43 @@ class Jacobian:
     def _check_replay(self) -> None:
         """Compare the replayed output with the forward pass (`differs`), and look for a skip connection (`no_skip`)."""
         for part in self.parts:
-            own = (self.t_in == self.t_out)[part.which]
+            # Another token's residual is not added to an output, so only t_in = t_out shows a skip connection.
+            same_token = (self.t_in == self.t_out)[part.sample]
             if self.call.graph is not None:
-                self.no_skip = self.no_skip or (bool(own.any()) and not part.adds_input())
+                if not self.no_skip:
+                    self.no_skip = bool(same_token.any()) and not part.adds_input()
                 continue
-            at = self.row[part.which], self.t_out[part.which]
-            before = self.call.hidden[at].to(self.dtype)
-            given = self.call.output.to(before.device)[at].to(self.dtype)
+            index = (self.row[part.sample], self.t_out[part.sample])
+            before = self.call.hidden[index].to(self.dtype)
+            after = self.call.output.to(before.device)[index].to(self.dtype)
             length = lengthening(before)
-            skips = (part.lengthened_difference() - length * before).norm(dim=-1) < length[:, 0] / 2 * before.norm(dim=-1)
+            deviation = (part.lengthened_difference() - length * before).norm(dim=-1)
+            skips = deviation < length[:, 0] / 2 * before.norm(dim=-1)
             # A branch without any norm grows with its input, so the graph decides.
-            if bool((~skips & own).any()) and not part.adds_input():
+            if bool((~skips & same_token).any()) and not part.adds_input():
                 self.no_skip = True
-            self.differs = self.differs or not reproduces(part.value, given, self.call.hidden.dtype)
+            if not self.differs:
+                self.differs = not reproduces(part.value, after, self.call.hidden.dtype)
 
     def _token_products(self) -> list[TokenProducts | RowProducts]:
         """`TokenProducts` of all samples; empty if the block cannot be replayed on single tokens."""
-        same = self.t_in == self.t_out
+        same_token = self.t_in == self.t_out
         parts: list[TokenProducts | RowProducts] = []
-        for which in (same.nonzero()[:, 0], (~same).nonzero()[:, 0]):
-            if not len(which):
+        for sample in (same_token.nonzero()[:, 0], (~same_token).nonzero()[:, 0]):
+            if not len(sample):
                 continue
-            row, t_in, t_out = self.row[which], self.t_in[which], self.t_out[which]
+            row = self.row[sample]
+            t_in = self.t_in[sample]
+            t_out = self.t_out[sample]
             try:
                 with plain_attention():
-                    few = FewTokens(self.call, self.dtype, row, t_in, t_out)
+                    few_tokens = FewTokens(self.call, self.dtype, row, t_in, t_out)
             except torch.OutOfMemoryError:
                 raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
                 # The block has another call signature or structure. Whole rows always work.
                 return []
-            parts.append(TokenProducts(few, which, few.whole[row, t_out], self.memory))
+            parts.append(TokenProducts(few_tokens, sample, few_tokens.output[row, t_out], self.memory))
         return parts
 
     @property
@@ -143,14 +158,14 @@ class Jacobian:
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):
             rows = self.row[waiting]
-            first = torch.stack([(rows == row).nonzero()[0, 0] for row in torch.unique(rows)])
-            which = waiting[first]
-            at = self.row[which], self.t_in[which], self.t_out[which]
+            first_of_rows = torch.stack([(rows == row).nonzero()[0, 0] for row in torch.unique(rows)])
+            sample = waiting[first_of_rows]
+            tokens = (self.row[sample], self.t_in[sample], self.t_out[sample])
             products = RowProducts if self.call.graph is None else GraphProducts
-            parts.append(products(self.call, self.dtype, *at, which, self.memory, self.differences))
-            kept = torch.ones(len(waiting), dtype=torch.bool, device=waiting.device)
-            kept[first] = False
-            waiting = waiting[kept]
+            parts.append(products(self.call, self.dtype, *tokens, sample, self.memory, self.differences))
+            still_waiting = torch.ones(len(waiting), dtype=torch.bool, device=waiting.device)
+            still_waiting[first_of_rows] = False
+            waiting = waiting[still_waiting]
         return parts
 
     @property
@@ -162,7 +177,7 @@ class Jacobian:
         error = torch.zeros(len(self.row), dtype=torch.float64)
         for part in self.parts:
             if isinstance(part, RowProducts):
-                error[part.which.cpu()] = part.step_error
+                error[part.sample.cpu()] = part.step_error
         return error
 
     def transposed(self, u: Tensor) -> Tensor:
@@ -191,10 +206,11 @@ class Jacobian:
         out = torch.empty_like(directions)
         try:
             for part in self.parts:
-                out[part.which] = part.in_chunks(directions[part.which], getattr(part, kind))
+                out[part.sample] = part.in_chunks(directions[part.sample], getattr(part, kind))
         except TokenReplayMismatch:
             # Many copies can exceed an attention window or a table of positions that one copy does not.
-            self.whole_rows, self.parts = True, self._row_products()
+            self.whole_rows = True
+            self.parts = self._row_products()
             return self._product(kind, directions)
         return out - self.skip * directions
 

@@ -50,11 +50,14 @@ def adds_input(x: Tensor, y: Tensor) -> bool:
         x: a leaf of the autograd graph.
         y: a tensor computed from x.
     """
-    passed = _passed_on(y.grad_fn, torch.ones_like(y), x)
-    return passed is not None and int((passed == 1).sum()) == int(passed.count_nonzero()) == y.numel()
+    gradient = _backpropagate_sums(y.grad_fn, torch.ones_like(y), x)
+    if gradient is None:
+        return False
+    # Every entry of y adds exactly one entry of x, with factor 1.
+    return int((gradient == 1).sum()) == int(gradient.count_nonzero()) == y.numel()
 
 
-def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
+def _backpropagate_sums(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
     """Backpropagate `gradient` to x through sums and `IDENTITY_NODES` only; None if no such path exists."""
     if node is None:
         return None
@@ -63,12 +66,16 @@ def _passed_on(node: Any, gradient: Tensor, x: Tensor) -> Tensor | None:
     name = node.name().removeprefix("torch::autograd::").removesuffix("0").removesuffix("Backward")
     if name not in IDENTITY_NODES and (name != "Add" or getattr(node, "_saved_alpha", 1) != 1):
         return None
-    passed = node(gradient)
-    total = None
+    output = node(gradient)
+    input_gradients = (output,) if isinstance(output, Tensor) else output
+    total: Tensor | None = None
     # The node of a change in place gives a gradient of its constants too.
-    for (following, _), own in zip(node.next_functions, (passed,) if isinstance(passed, Tensor) else passed, strict=False):
-        part = None if own is None else _passed_on(following, own, x)
-        total = part if total is None else total if part is None else total + part
+    for (next_node, _), input_gradient in zip(node.next_functions, input_gradients, strict=False):
+        if input_gradient is None:
+            continue
+        term = _backpropagate_sums(next_node, input_gradient, x)
+        if term is not None:
+            total = term if total is None else total + term
     return total
 
 
@@ -96,7 +103,8 @@ def is_remote(call: BlockCall) -> bool:
 
 # Largest difference between the single-token replay and the block's output in the full sequence, relative to the norm of the
 # block's update, plus a tolerance relative to the norm of the residual.
-UPDATE_TOLERANCE, RESIDUAL_TOLERANCE = 1e-4, 2e-6
+UPDATE_TOLERANCE = 1e-4
+RESIDUAL_TOLERANCE = 2e-6
 # Copies of a token in one replay: enough for large matrix products, few enough for the attention scores between them.
 MOST_COPIES = 128
 
@@ -109,18 +117,20 @@ class TokenProducts:
     """Products of Jacobians with vectors, by running the block again on single tokens. Each vector has a copy of the token.
 
     Args:
-        few: the block as a function of these tokens.
-        which: indices of the samples.
+        few_tokens: the block as a function of these tokens.
+        sample: indices of the samples.
         value: `sample d_model`, the block's output in the full sequence at the tokens that are read.
         memory: bytes for one product.
     """
 
-    def __init__(self, few: FewTokens, which: Tensor, value: Tensor, memory: float) -> None:
-        self.few, self.which, self.value = few, which, value
-        samples, d = few.x.shape
+    def __init__(self, few_tokens: FewTokens, sample: Tensor, value: Tensor, memory: float) -> None:
+        self.few_tokens = few_tokens
+        self.sample = sample
+        self.value = value
+        samples, d = few_tokens.x.shape
         # Rough memory of a copy: some tens of residuals, and the attention scores of d / 64 heads.
-        floats = samples * len(few.at[0]) * (48 * d + d // 16 * (few.pos + MOST_COPIES))
-        self.copies = max(1, min(MOST_COPIES, int(memory / (floats * few.x.dtype.itemsize))))
+        floats = samples * few_tokens.positions.shape[1] * (48 * d + d // 16 * (few_tokens.pos + MOST_COPIES))
+        self.copies = max(1, min(MOST_COPIES, int(memory / (floats * few_tokens.x.dtype.itemsize))))
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
@@ -132,16 +142,16 @@ class TokenProducts:
             TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
         """
         if n not in self.graphs:
-            x = self.few.x[:, None].repeat(1, n, 1)
+            x = self.few_tokens.x[:, None].repeat(1, n, 1)
             with torch.enable_grad(), plain_attention():
                 y = self._replay(x.requires_grad_())
             self._check(y.detach())
-            self.graphs[n] = x, y
+            self.graphs[n] = (x, y)
         return self.graphs[n]
 
     def _replay(self, x: Tensor) -> Tensor:
         try:
-            return self.few.block(x.shape[1])(x)
+            return self.few_tokens.block(x.shape[1])(x)
         except torch.OutOfMemoryError:
             # The full sequence would need more memory still.
             raise
@@ -150,7 +160,7 @@ class TokenProducts:
 
     def _check(self, y: Tensor) -> None:
         expected = self.value[:, None]
-        update = (expected - self.few.out[:, None]).norm(dim=-1)
+        update = (expected - self.few_tokens.x_out[:, None]).norm(dim=-1)
         allowed = UPDATE_TOLERANCE * update + RESIDUAL_TOLERANCE * expected.norm(dim=-1)
         if y.shape[::2] != expected.shape[::2] or not bool(((y - expected).norm(dim=-1) <= allowed).all()):
             raise TokenReplayMismatch
@@ -165,9 +175,9 @@ class TokenProducts:
         Raises:
             TokenReplayMismatch: the output of the unchanged copy differs from the block's output in the full sequence.
         """
-        long = lengthening(self.few.x) * self.few.x
+        lengthened = lengthening(self.few_tokens.x) * self.few_tokens.x
         with torch.no_grad(), plain_attention():
-            y = self._replay(torch.stack([self.few.x, long, 2 * long], 1))
+            y = self._replay(torch.stack([self.few_tokens.x, lengthened, 2 * lengthened], 1))
         self._check(y[:, :1])
         return y[:, 2] - y[:, 1]
 
@@ -180,11 +190,16 @@ class TokenProducts:
 
         The last chunk is padded with zeros.
         """
-        m = directions.shape[-1]
-        n = -(-m // -(-m // self.copies))
-        chunks = [directions[..., start : start + n] for start in range(0, m, n)]
-        images = [product(torch.nn.functional.pad(chunk, (0, n - chunk.shape[-1])).mT.contiguous()) for chunk in chunks]
-        return torch.cat(images, 1)[:, :m].mT
+        total = directions.shape[-1]
+        # Both divisions round up. Equal sizes need one graph.
+        chunks = -(-total // self.copies)
+        size = -(-total // chunks)
+        images = []
+        for start in range(0, total, size):
+            chunk = directions[..., start : start + size]
+            padded = torch.nn.functional.pad(chunk, (0, size - chunk.shape[-1]))
+            images.append(product(padded.mT.contiguous()))
+        return torch.cat(images, 1)[:, :total].mT
 
     def transposed(self, u: Tensor) -> Tensor:
         """Products J'u with the block's Jacobian, skip connection included; `sample n d_model`."""
@@ -205,7 +220,8 @@ class TokenProducts:
 
 # Step of finite differences relative to the residual's norm, for float32 and float64, and for half precision: rounding and
 # curvature are both small at this step.
-STEP, HALF_PRECISION_STEP = 1e-3, 3e-2
+STEP = 1e-3
+HALF_PRECISION_STEP = 3e-2
 # Bytes of one product on a CPU, which is fastest where the product's working set is not much larger than its caches.
 CPU_MEMORY = 3e8
 
@@ -221,7 +237,7 @@ class RowProducts:
         row: `sample`, the row of the batch that holds each sample; no row twice.
         t_in: `sample`, the token that is varied.
         t_out: `sample`, the token whose change is measured.
-        which: indices of the samples.
+        sample: indices of the samples.
         memory: bytes for one product.
         differences: whether to use finite differences, which give only products with J.
     """
@@ -233,33 +249,40 @@ class RowProducts:
         row: Tensor,
         t_in: Tensor,
         t_out: Tensor,
-        which: Tensor,
+        sample: Tensor,
         memory: float,
         differences: bool,
     ) -> None:
-        self.call, self.dtype, self.row, self.t_in, self.t_out, self.which = call, dtype, row, t_in, t_out, which
-        self.differences, self.step_error = differences, torch.zeros(len(row), dtype=torch.float64)
+        self.call = call
+        self.dtype = dtype
+        self.row = row
+        self.t_in = t_in
+        self.t_out = t_out
+        self.sample = sample
+        self.differences = differences
+        self.step_error = torch.zeros(len(row), dtype=torch.float64)
         batch, pos, d = call.hidden.shape
         memory = min(memory, CPU_MEMORY) if call.hidden.device.type == "cpu" else memory
-        self.most = max(1, int(memory / (batch * pos * (48 * d + d // 16 * pos) * dtype.itemsize)))
+        # As in `TokenProducts`: some tens of residuals, and the attention scores of d / 64 heads.
+        floats = batch * pos * (48 * d + d // 16 * pos)
+        self.directions_at_once = max(1, int(memory / (floats * dtype.itemsize)))
         self._begin()
         self.value = self.y.detach()
 
     def _begin(self) -> None:
         """Run the block, and keep its autograd graph."""
-        call, row, differences = self.call, self.row, self.differences
-        block = whole_block(call, self.dtype, row, self.t_in, self.t_out)
-        self.x = call.hidden[row, self.t_in].to(self.dtype)
-        with torch.set_grad_enabled(not differences), plain_attention():
-            self.x.requires_grad_(not differences)
-            self.y = block(self.x)
-        self.block = block
-        self.batched = differences and self._can_be_batched()
+        self.block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out)
+        self.x = self.call.hidden[self.row, self.t_in].to(self.dtype)
+        with torch.set_grad_enabled(not self.differences), plain_attention():
+            self.x.requires_grad_(not self.differences)
+            self.y = self.block(self.x)
+        self.batched = self.differences and self._can_be_batched()
 
     def _can_be_batched(self) -> bool:
         """Whether the block gives equal outputs for copies of its batch. It does not if an argument has a row per head."""
         try:
-            twice = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2)(self.x.repeat(2, 1))
+            block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2)
+            twice = block(self.x.repeat(2, 1))
         except (IndexError, RuntimeError, TypeError, ValueError):
             return False
         return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
@@ -276,7 +299,8 @@ class RowProducts:
 
     def in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `product` to `directions` (`sample d_model n`) in chunks."""
-        images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in torch.split(directions, self.most, -1)]
+        chunks = torch.split(directions, self.directions_at_once, -1)
+        images = [product(chunk.permute(2, 0, 1).contiguous()) for chunk in chunks]
         return torch.cat(images).permute(1, 2, 0)
 
     def transposed(self, u: Tensor) -> Tensor:
@@ -303,16 +327,22 @@ class RowProducts:
         image: Tensor = self._difference(size * v) / size
         twice = self._difference(2 * size[:1] * v[:1]) / (2 * size[:1])
         branch = image[0] - v[0] * (self.t_in == self.t_out)[:, None]
-        error = (image[0] - twice[0]).double().norm(dim=-1) / torch.maximum(
-            branch.norm(dim=-1), 1e-4 * v[0].norm(dim=-1)
-        ).double()
+        change = (image[0] - twice[0]).double().norm(dim=-1)
+        # A branch that is nearly zero would make any rounding a large relative error.
+        size_of_branch = torch.maximum(branch.norm(dim=-1), 1e-4 * v[0].norm(dim=-1)).double()
+        error = change / size_of_branch
         self.step_error = torch.maximum(self.step_error, error.cpu())
         return image
 
     def _difference(self, step: Tensor) -> Tensor:
         """Central differences (f(x + step) - f(x - step)) / 2 of the block f (`n sample d_model`)."""
         if not self.batched:
-            return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
+            differences = []
+            for single in step:
+                ahead = self.block(self.x + single)
+                behind = self.block(self.x - single)
+                differences.append((ahead - behind) / 2)
+            return torch.stack(differences)
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))
         x = torch.stack([self.x + step, self.x - step])
         ahead, behind = torch.unbind(block(x.reshape(-1, step.shape[-1])).reshape(x.shape))
@@ -339,6 +369,6 @@ class GraphProducts(RowProducts):
         return RowProducts.transposed(self, u)[:, self.row, self.t_in]
 
     def forward(self, v: Tensor) -> Tensor:
-        whole = v.new_zeros(len(v), *self.x.shape)
-        whole[:, self.row, self.t_in] = v
-        return RowProducts.forward(self, whole)
+        v_of_batch = v.new_zeros(len(v), *self.x.shape)
+        v_of_batch[:, self.row, self.t_in] = v
+        return RowProducts.forward(self, v_of_batch)
