@@ -216,17 +216,17 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     """
     inputs = synthetic_inputs(split_model, 2, 6)
     positions = positions_read(split_model, lens.unembed.reads, inputs)
-    every = lens.unembed.reads == "every"
+    reads_every = lens.unembed.reads == "every"
     layers = torch.full(positions.shape, ends[0])
     # The second row runs through all blocks, or its fourth position does.
-    layers[1, 3 if every else slice(None)] = ends[-1]
+    layers[1, 3 if reads_every else slice(None)] = ends[-1]
     passes = FullSequence(split_model, ends, ExitCheck(lens, layers.flatten()), inputs, positions, causal)
     passes.run()
     model_logits = logits_of(split_model.module(**inputs, **no_cache(split_model.module)))[1]
     outputs = model_logits.shape[-1]
     if model_logits.dim() > 1:
         model_logits = model_logits[3]
-    exit_logits = passes.logits[1][positions[1]][3 if every else -1]
+    exit_logits = passes.logits[1][positions[1]][3 if reads_every else -1]
     _refuse_different(split_model, exit_logits, model_logits, "when positions exit early")
     return outputs
 

@@ -645,7 +645,7 @@ def stitch_grid(
     point_names = {}
     for name, numbers in points.items():
         point_names[name] = [split_models[name].model.layers[number] for number in numbers]
-    pairs = list(itertools.product(split_models.values(), repeat=2))
+    pairs = [(front, back) for front in split_models.values() for back in split_models.values()]
     experiment = StitchExperiment(pairs, adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
     blocks = records_of(list(opened_models.values()))["layers"]
     progress = experiment.progress(checkpoint, names=list(opened_models), seams=points, blocks=blocks)

@@ -151,7 +151,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             return samples, label_count
         if self._shift is None:
             self._shift = self._shift_of_model_loss(self._batch(self._prepare_inputs(samples[0])))
-        # `Trainer` counts unshifted labels, of which the first of a row is no target of a model that shifts them.
+        # The targets of the objective may be fewer than the labels, because a shift drops the first label of each row.
         target_counts = []
         for sample in samples:
             targets = self._batch(sample).targets
