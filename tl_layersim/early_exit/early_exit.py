@@ -143,6 +143,7 @@ class EarlyExit:
         rule_class = EXIT_RULES.named(rule)
         self.split_model, self.unembed = open_for_early_exit(model)
         self.model = OpenedModel.of(model).model
+        self._description = self.split_model.model
         head = self.split_model.source.model.head
         assert head is not None
         self._head_paths = [path for path in (head.norm, *head.modules) if path]
@@ -154,7 +155,7 @@ class EarlyExit:
         if self.heads is None:
             self.lens = ExitLens(self.unembed, blocks)
         else:
-            self.heads.check(self.split_model.model, self.unembed.linear)
+            self.heads.check(self._description, self.unembed.linear)
             layer_heads = self.heads.plain.on(self.split_model.device)
             self.lens = ExitLens(self.unembed, blocks, layer_heads, self.heads.norm == "final")
         requested_blocks = self._requested_blocks(at)
@@ -176,7 +177,7 @@ class EarlyExit:
         Raises:
             LayersimError: `at` names the last block, no block, or one twice.
         """
-        names = self.split_model.model.layers[1:]
+        names = self._description.layers[1:]
         last = len(names) - 1
         if at is None:
             return None
@@ -203,7 +204,7 @@ class EarlyExit:
         head_weights = sum(parameter.numel() for parameter in self._head_parameters())
         weights_of_check = head_weights
         if self.rule.shortlist is not None:
-            weights_of_check = len(self.rule.shortlist) * (self.split_model.model.d_model or 0)
+            weights_of_check = len(self.rule.shortlist) * (self._description.d_model or 0)
         return weights_of_check / (block_weights + head_weights)
 
     def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, requested_blocks: tuple[int, ...] | None) -> ExitPlan:
@@ -216,7 +217,7 @@ class EarlyExit:
             raise LayersimError("`costs` is None; with `curve`, it must be ExitCosts.measure(model).")
         if not isinstance(self.rule, MaxProbRule):
             raise LayersimError(f"`rule` is {self.rule.name!r}; with `curve`, it must be {MaxProbRule.name!r}.")
-        description = self.split_model.model
+        description = self._description
         run = curve.provenance
         heads = None if self.heads is None else str(self.heads)
         heads_of_curve = run.options.get("heads")
@@ -244,12 +245,13 @@ class EarlyExit:
         """
         split_model = self.split_model
         with split_model.evaluating(), torch.no_grad(), refusing_crashes(split_model):
-            options = synthetic_inputs(split_model, 1, 1) | no_cache(split_model.module)
+            model = split_model.module
+            options = synthetic_inputs(split_model, 1, 1) | no_cache(model)
             # Records the length of the tuples that blocks return. Blocks that a later segment skips return as many items.
-            split_model.tuples(lambda: split_model.module(**options))
+            split_model.tuples(lambda: model(**options))
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)
             self.causal = is_token_model and is_causal(split_model)
-            arguments = inspect.signature(type(split_model.module).forward).parameters
+            arguments = inspect.signature(type(model).forward).parameters
             self.generates = self.causal and "past_key_values" in arguments
             outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
             if self.rule.reads_logits:
@@ -273,7 +275,7 @@ class EarlyExit:
         layers = ", ".join(map(str, self.at)) or "none"
         speedup = "" if self.plan is None else f"; {self.plan.speedup:.2f} times as fast is expected"
         rule = f"{self.rule.name} > {self.rule.threshold:g}"
-        return f"EarlyExit({self.split_model.model.name}, {rule} after blocks: {layers}{speedup})"
+        return f"EarlyExit({self._description.name}, {rule} after blocks: {layers}{speedup})"
 
     def _head_weights(self) -> list[Any]:
         return [(id(parameter), parameter.dtype, parameter.device) for parameter in self._head_parameters()]
@@ -372,7 +374,7 @@ class EarlyExit:
         Raises:
             LayersimError: the model cannot generate, or the rows would exceed its context.
         """
-        description = self.split_model.model
+        description = self._description
         if not self.generates:
             raise LayersimError(
                 f"{description.name} cannot generate with early exit; `model` must be a causal language model whose forward "
@@ -419,7 +421,7 @@ class EarlyExit:
         blocks = len(split_model.blocks)
         columns = tokens.shape[1] + max_new_tokens
         # Keys and values are rarely wider than the residual.
-        width = split_model.model.d_model or 4096
+        width = self._description.d_model or 4096
         number_bytes = next(split_model.module.parameters()).element_size()
         bytes_of_layer = 2 * blocks * count * columns * width * number_bytes
         layers_together = max(1, KEYS_AND_VALUES_BYTES // bytes_of_layer)
@@ -460,7 +462,7 @@ class EarlyExit:
         """
         self._refuse_changed_head()
         split_model = self.split_model
-        description = split_model.model
+        description = self._description
         reads = self.unembed.reads
         pixels = reads_pixels(split_model)
         mask = None if attention_mask is None else as_mask(attention_mask)
@@ -521,8 +523,9 @@ def frequent_tokens(model: Any, data: Any, size: PositiveInt) -> Any:
         200
     """
     split_model, _ = open_for_early_exit(model)
+    description = split_model.model
     data = Data.of(data, max_tokens=100_000)
-    batches = Batches(data, with_tokenizer(split_model.model, data.tokenizer))
+    batches = Batches(data, with_tokenizer(description, data.tokenizer))
     tokens = [batch.tokens[batch.attention] for batch in batches]
     if not tokens:
         raise LayersimError("`data` is empty.")

@@ -102,16 +102,18 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
     Raises:
         LayersimError: the model reads images, and its configuration has no size.
     """
+    model = split_model.module
+    description = split_model.model
     generator = torch.Generator().manual_seed(0)
-    config: Any = split_model.module.config
-    main_input = getattr(split_model.module, "main_input_name", TOKEN_IDS)
+    config: Any = model.config
+    main_input = getattr(model, "main_input_name", TOKEN_IDS)
     if main_input not in (TOKEN_IDS, PIXELS):
         raise LayersimError(
-            f"`model` is {with_article(type(split_model.module).__name__)}, which takes `{main_input}`; it must take "
+            f"`model` is {with_article(type(model).__name__)}, which takes `{main_input}`; it must take "
             "token ids or images. The analyzer ExitCurve measures the exits of other models."
         )
     if main_input == TOKEN_IDS:
-        vocabulary = split_model.model.vocabulary or 2
+        vocabulary = description.vocabulary or 2
         ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
         pad = getattr(config, "pad_token_id", None)
         # Classifiers take the first padding token as the end of a row.
@@ -120,7 +122,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         ids = ids.to(split_model.device)
         inputs = {"input_ids": ids}
         # An encoder-decoder also needs tokens for its decoder.
-        if encoder_and_decoder(split_model.module):
+        if encoder_and_decoder(model):
             inputs["decoder_input_ids"] = ids
         return inputs
     config = getattr(config, "vision_config", config)
@@ -129,18 +131,19 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         raise LayersimError("`model` reads images of unknown size: its configuration has no image_size.")
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(rows, config.num_channels, height, width, generator=generator)
-    dtype = next(split_model.module.parameters()).dtype
+    dtype = next(model.parameters()).dtype
     return {"pixel_values": pixels.to(device=split_model.device, dtype=dtype)}
 
 
 def is_causal(split_model: LocalSplitModel) -> bool:
     """Whether a residual does not depend on later tokens."""
+    model = split_model.module
+    description = split_model.model
     ids = synthetic_inputs(split_model, 1, 6)["input_ids"]
     ids_with_other_last = ids.clone()
-    ids_with_other_last[0, -1] = (ids[0, -1] + 1) % max(2, split_model.model.vocabulary or 2)
+    ids_with_other_last[0, -1] = (ids[0, -1] + 1) % max(2, description.vocabulary or 2)
 
     def last_residual(input_ids: Tensor) -> Tensor:
-        model = split_model.module
         return split_model.read(len(split_model.blocks), lambda: model(input_ids=input_ids, **no_cache(model)))
 
     with torch.no_grad():
@@ -214,6 +217,7 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     Raises:
         LayersimError: the logits differ by more than rounding.
     """
+    model = split_model.module
     inputs = synthetic_inputs(split_model, 2, 6)
     positions = positions_read(split_model, lens.unembed.reads, inputs)
     reads_every = lens.unembed.reads == "every"
@@ -222,7 +226,7 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     layers[1, 3 if reads_every else slice(None)] = ends[-1]
     passes = FullSequence(split_model, ends, ExitCheck(lens, layers.flatten()), inputs, positions, causal)
     passes.run()
-    model_logits = logits_of(split_model.module(**inputs, **no_cache(split_model.module)))[1]
+    model_logits = logits_of(model(**inputs, **no_cache(model)))[1]
     outputs = model_logits.shape[-1]
     if model_logits.dim() > 1:
         model_logits = model_logits[3]

@@ -266,10 +266,12 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
             f"`n_layers` is {n_layers}, but {type(short.model).__name__} has {len(short_split.blocks)} blocks if it is built "
             "with so many; its configuration counts other blocks too."
         )
-    options = inputs | no_cache(split_model.module)
+    model = split_model.module
+    description = split_model.model
+    options = inputs | no_cache(model)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         layers = range(n_layers + 1)
-        residuals = read_residuals(split_model.blocks, layers, lambda: split_model.module(**options))
+        residuals = read_residuals(split_model.blocks, layers, lambda: model(**options))
         short_residuals = read_residuals(short_split.blocks, layers, lambda: short.model(**options))
         _run_with_cache(short.model, inputs)
         short_logits = logits_of(short.model(**options))
@@ -278,7 +280,7 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
         passes.run()
         lens_logits = passes.logits if unembed.reads == "every" else passes.logits[positions]
     for layer in layers:
-        _refuse_different(f"Residuals at {split_model.model.layers[layer]}", short_residuals[layer], residuals[layer])
+        _refuse_different(f"Residuals at {description.layers[layer]}", short_residuals[layer], residuals[layer])
     _refuse_different(f"Logits after block {n_layers - 1}", short_logits, lens_logits)
 
 
