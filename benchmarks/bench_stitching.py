@@ -31,7 +31,7 @@ from tl_layersim.data.batches import Batch, Batches
 from tl_layersim.remote.open_model import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
 from tl_layersim.stitching.adapters import ADAPTER_KINDS
-from tl_layersim.stitching.fitting import Progress, StitchDescent, least_squares, start_of
+from tl_layersim.stitching.fitting import Progress, StitchDescent, identity_adapter, least_squares
 
 ROWS, LENGTH = 4, 128
 PATIENCE = 12
@@ -109,7 +109,7 @@ class Steps:
                 ends.append(time.perf_counter())
 
         with front.evaluating(), back.evaluating(), self.acts.keep(None):
-            start = start_of(ADAPTER_KINDS.named("affine")(), *self.weight.shape).float()
+            start = identity_adapter(ADAPTER_KINDS.named("affine")(), *self.weight.shape).float()
             settings = lsim.stitching.StitchTraining(steps=2, relative=False)
             targets = [self.acts.batches[0].next_tokens]
             Noted(start, 0.0, self.acts, back, self.layer, targets, settings, Progress(None, {}), "").run()
@@ -190,7 +190,7 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
             try:
                 targets = [b.next_tokens for b in batches]
                 settings = lsim.stitching.StitchTraining(steps=100_000, warmup=50)
-                identity = start_of(ADAPTER_KINDS.named("affine")(), d, d).float()
+                identity = identity_adapter(ADAPTER_KINDS.named("affine")(), d, d).float()
                 Watched(identity, 0.0, acts, models[1], layer, targets, settings, Progress(None, {}), "").run()
             except Reached:
                 pass

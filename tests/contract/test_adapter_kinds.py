@@ -19,7 +19,7 @@ import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching import adapters
 from tl_layersim.stitching.adapters import ADAPTER_KINDS
-from tl_layersim.stitching.fitting import cross_moments, own_moments, solve
+from tl_layersim.stitching.fitting import cross_moments, feature_moments, solve
 
 from ..stitching.helpers import gpt2_of_kind, rows
 from ..tiny_models import tiny_gpt2, tiny_llama
@@ -44,7 +44,7 @@ def parameters(name: str, widths: tuple[int, int], seed: int = 1) -> tuple[torch
 
 def moments(name: str, hidden: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
     kind = ADAPTER_KINDS.named(name)()
-    return own_moments(kind.features, hidden) | cross_moments(kind.features, kind.adds_residual, hidden, target)
+    return feature_moments(kind.features, hidden) | cross_moments(kind.features, kind.adds_residual, hidden, target)
 
 
 def possible(name: str, widths: tuple[int, int]) -> bool:

@@ -28,7 +28,7 @@ class TestCache:
     def test_too_much_for_memory(self, monkeypatch):
         from tl_layersim.stitching import activation_store
 
-        monkeypatch.setattr(activation_store, "_free", lambda folder: (1000.0, "memory"))
+        monkeypatch.setattr(activation_store, "_free_bytes", lambda folder: (1000.0, "memory"))
         with pytest.raises(lsim.LayersimError, match=r"41\.0 kB\b.*1\.0 kB.*cache="):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), lsim.Data(rows(), batch_size=6), at=(1, 1), fit="sgd", training=QUICK)
 

@@ -9,13 +9,13 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching.adapters import ADAPTER_KINDS
-from tl_layersim.stitching.fitting import cross_moments, own_moments, solve
+from tl_layersim.stitching.fitting import cross_moments, feature_moments, solve
 
 
 def moments(kind: str, h: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
     """All sums of the closed form, of some tokens."""
     definition = ADAPTER_KINDS.named(kind)()
-    return own_moments(definition.features, h) | cross_moments(definition.features, definition.adds_residual, h, t)
+    return feature_moments(definition.features, h) | cross_moments(definition.features, definition.adds_residual, h, t)
 
 
 class TestAdapter:

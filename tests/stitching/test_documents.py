@@ -9,7 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.data.batches import Batch
 from tl_layersim.data.row import Row
 from tl_layersim.data.texts import in_texts
-from tl_layersim.stitching.activation_store import _split
+from tl_layersim.stitching.activation_store import _split_between_texts
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -27,7 +27,8 @@ def batches_of(documents: list[tuple[int, int]], size: int = 3) -> list[Batch]:
 
 def split(documents: list[tuple[int, int]], size: int = 3) -> tuple[list[int], list[int]]:
     fit, evaluation = (
-        [int(row[1]) - 10 for batch in part for row in batch.tokens] for part in _split(batches_of(documents, size))
+        [int(row[1]) - 10 for batch in part for row in batch.tokens]
+        for part in _split_between_texts(batches_of(documents, size))
     )
     return fit, evaluation
 

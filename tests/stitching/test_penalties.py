@@ -119,7 +119,7 @@ def test_fits_read_the_same_activations(fit, monkeypatch):
 def test_activations_that_do_not_fit_are_computed_anew(monkeypatch, capfd):
     made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
     kept = lsim.stitch_grid(made, rows(), layers=[0], adapter="identity")
-    monkeypatch.setattr(activation_store, "_free", lambda folder: (1000.0, "memory"))
+    monkeypatch.setattr(activation_store, "_free_bytes", lambda folder: (1000.0, "memory"))
     anew = lsim.stitch_grid(made, rows(), layers=[0], adapter="identity")
     assert torch.equal(anew.penalty, kept.penalty)
     assert "do not fit into memory" in capfd.readouterr().err

@@ -105,3 +105,18 @@ def test_task_metrics_of_both_classifiers_are_side_by_side():
     assert bool(of_tokens.f1.isnan().all())
     assert bool(of_tokens.mcc.isnan().all())
     assert "before: macro F1 of the last layer" not in of_tokens.headline()
+
+
+def test_data_of_one_class_has_no_collapse_and_other_errors_are_raised(monkeypatch):
+    rows, _ = data()
+    with pytest.warns(lsim.LayersimWarning) as issued:
+        found = lsim.evaluate_layers(bert(), bert(), [row | {"label": 0} for row in rows])["layers"]
+    assert bool(found.nc1.isnan().all())
+    assert sum("NC1" in str(warning.message) for warning in issued) == 2
+
+    def fails(self, sums, run):
+        raise lsim.LayersimError("`model` is of another class.")
+
+    monkeypatch.setattr(lsim.NeuralCollapse, "compute", fails)
+    with pytest.raises(lsim.LayersimError, match="`model`"):
+        lsim.evaluate_layers(bert(), bert(), rows)

@@ -27,6 +27,10 @@ from .analyzer import Analyzer, LabelledAnalyzer, Run, need_head, sites_where
 COUNTED_IDS = 2**19
 
 
+class UndefinedCollapseError(LayersimError):
+    """The data has fewer than two classes, a class without samples, or no more samples than classes."""
+
+
 @result_class
 class NeuralCollapseResult(Result):
     """NC1, NC2 and NC3 of each layer, with the variability within and between classes. All tensors are float64.
@@ -247,7 +251,7 @@ class NeuralCollapse(LabelledAnalyzer):
         classes = self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
             class_sizes = [f"{int(n)} samples of class {int(c)}" for c, n in zip(classes[:6], counts[:6], strict=True)]
-            raise LayersimError(
+            raise UndefinedCollapseError(
                 "NeuralCollapse needs two classes or more, samples of each, and more samples than classes; the data has "
                 f"{', '.join(class_sizes) or 'no class'}."
             )

@@ -25,26 +25,30 @@ class Columns:
     def __init__(
         self, rows: list[int] | None, start: int, end: int, starts: list[int] | None = None, device: torch.device | None = None
     ) -> None:
-        self.start, self.end = start, end
+        self.start = start
+        self.end = end
         # Built once for all blocks of a forward pass.
         self.index = None if rows is None else torch.tensor(rows, device=device)
+        # If rows start at different columns: row of the forward pass, row of the tables and column of each new entry.
         self.places: list[Tensor] = []
         if starts is not None:
-            numbers = range(len(starts)) if rows is None else rows
-            pairs = [(i, row, column) for i, row in enumerate(numbers) for column in range(starts[i], end)]
-            self.places = list(torch.tensor(pairs, device=device).unbind(1))
+            table_rows = range(len(starts)) if rows is None else rows
+            places = []
+            for i, row in enumerate(table_rows):
+                places += [(i, row, column) for column in range(starts[i], end)]
+            self.places = list(torch.tensor(places, device=device).unbind(1))
 
     def put(self, table: Tensor, part: Tensor, axis: int = 1) -> None:
         """Write keys, values or residuals into `table`, which holds all rows. Columns are along `axis` of both."""
         if self.places:
-            own, row, column = self.places
-            table.transpose(1, axis)[row, column] = part.transpose(1, axis)[own, column - self.start]
+            part_row, table_row, column = self.places
+            table.transpose(1, axis)[table_row, column] = part.transpose(1, axis)[part_row, column - self.start]
             return
-        own_columns = table.narrow(axis, self.start, self.end - self.start)
+        columns = table.narrow(axis, self.start, self.end - self.start)
         if self.index is None:
-            own_columns.copy_(part)
+            columns.copy_(part)
         else:
-            own_columns.index_copy_(0, self.index, part)
+            columns.index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
         """Slice of `table` for the rows of this forward pass, from column `start` up to `self.end` of `axis`."""
@@ -64,8 +68,11 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         self.values: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, room = self.cache.rows, self.cache.room
-        self.keys, self.values = (x.new_zeros(rows, x.shape[1], room, x.shape[3]) for x in (key_states, value_states))
+        rows = self.cache.rows
+        room = self.cache.room
+        # Values may have another width than keys.
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], room, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], room, value_states.shape[3])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -79,7 +86,8 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
-            self.keys, self.values = self.keys.index_select(0, indices), self.values.index_select(0, indices)
+            self.keys = self.keys.index_select(0, indices)
+            self.values = self.values.index_select(0, indices)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.columns.start + query_length, 0
@@ -107,7 +115,8 @@ class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
     """
 
     def __init__(self, blocks: int, rows: int, room: int) -> None:
-        self.rows, self.room = rows, room
+        self.rows = rows
+        self.room = room
         self.columns = Columns(None, 0, 0)
         super().__init__(layers=[ColumnLayer(self) for _ in range(blocks)])
 

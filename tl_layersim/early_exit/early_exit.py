@@ -143,10 +143,11 @@ class EarlyExit:
         rule_class = EXIT_RULES.named(rule)
         self.split_model, self.unembed = open_for_early_exit(model)
         self.model = OpenedModel.of(model).model
+        self._description = self.split_model.model
         head = self.split_model.source.model.head
         assert head is not None
-        self._paths = [path for path in (head.norm, *head.modules) if path]
-        self._head = self._head_weights()
+        self._head_paths = [path for path in (head.norm, *head.modules) if path]
+        self._head_at_start = self._head_weights()
         ids = shortlist_ids(shortlist, rule_class, self.split_model, self.unembed)
         self.rule = rule_class(float(threshold), ids)
         blocks = len(self.split_model.blocks)
@@ -154,27 +155,29 @@ class EarlyExit:
         if self.heads is None:
             self.lens = ExitLens(self.unembed, blocks)
         else:
-            self.heads.check(self.split_model.model, self.unembed.linear)
-            own = self.heads.plain.on(self.split_model.device)
-            self.lens = ExitLens(self.unembed, blocks, own, self.heads.norm == "final")
-        given = self._given_blocks(at)
-        self.plan = None if curve is None else self._plan(curve, costs, given)
+            self.heads.check(self._description, self.unembed.linear)
+            layer_heads = self.heads.plain.on(self.split_model.device)
+            self.lens = ExitLens(self.unembed, blocks, layer_heads, self.heads.norm == "final")
+        requested_blocks = self._requested_blocks(at)
+        self.plan = None if curve is None else self._plan(curve, costs, requested_blocks)
         if self.plan is not None:
             self.at = self.plan.at
+        elif requested_blocks is not None:
+            self.at = requested_blocks
         else:
-            self.at = evenly_spread(blocks, self._share_of_check(costs)) if given is None else given
+            self.at = evenly_spread(blocks, self._share_of_check(costs))
         # Numbers of blocks after which tokens may exit.
         ends = (*(block + 1 for block in self.at), blocks)
         self.ends = (blocks,) if self.rule.never else ends
         self._verify(ends)
 
-    def _given_blocks(self, at: Layer | Sequence[Layer] | None) -> tuple[int, ...] | None:
+    def _requested_blocks(self, at: Layer | Sequence[Layer] | None) -> tuple[int, ...] | None:
         """Indices of the blocks in `at`, ascending. None if `at` is None.
 
         Raises:
             LayersimError: `at` names the last block, no block, or one twice.
         """
-        names = self.split_model.model.layers[1:]
+        names = self._description.layers[1:]
         last = len(names) - 1
         if at is None:
             return None
@@ -195,12 +198,16 @@ class EarlyExit:
             return costs.check / max(full, costs.check) if costs.check else 0.0
         if not self.rule.reads_logits:
             return 0.0
-        blocks = sum(p.numel() for block in self.split_model.blocks for p in block.parameters())
-        head = sum(p.numel() for p in self._head_parameters())
-        ids = self.rule.shortlist
-        return (head if ids is None else len(ids) * (self.split_model.model.d_model or 0)) / (blocks + head)
+        block_weights = 0
+        for block in self.split_model.blocks:
+            block_weights += sum(parameter.numel() for parameter in block.parameters())
+        head_weights = sum(parameter.numel() for parameter in self._head_parameters())
+        weights_of_check = head_weights
+        if self.rule.shortlist is not None:
+            weights_of_check = len(self.rule.shortlist) * (self._description.d_model or 0)
+        return weights_of_check / (block_weights + head_weights)
 
-    def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, given: tuple[int, ...] | None) -> ExitPlan:
+    def _plan(self, curve: ExitCurveResult, costs: ExitCosts | None, requested_blocks: tuple[int, ...] | None) -> ExitPlan:
         """Choose the blocks for exit checks from an exit curve, and estimate the speed-up.
 
         Raises:
@@ -210,16 +217,19 @@ class EarlyExit:
             raise LayersimError("`costs` is None; with `curve`, it must be ExitCosts.measure(model).")
         if not isinstance(self.rule, MaxProbRule):
             raise LayersimError(f"`rule` is {self.rule.name!r}; with `curve`, it must be {MaxProbRule.name!r}.")
-        model, run = self.split_model.model, curve.provenance
-        measured_with, own = run.options.get("heads"), None if self.heads is None else str(self.heads)
-        if measured_with != own:
+        description = self._description
+        run = curve.provenance
+        heads = None if self.heads is None else str(self.heads)
+        heads_of_curve = run.options.get("heads")
+        if heads_of_curve != heads:
             raise LayersimError(
-                f"`heads` is {own}; it must be {measured_with or 'None (the head of the model)'}, with which `curve` was "
+                f"`heads` is {heads}; it must be {heads_of_curve or 'None (the head of the model)'}, with which `curve` was "
                 "measured."
             )
-        plan = plan_for(costs, exited_fractions(curve, self.rule.threshold, len(self.split_model.blocks)), given)
-        if model.weights_hash and run.weights_hash and model.weights_hash != run.weights_hash:
-            warn(f"`curve` was measured on {run.model} with other weights than those of {model.name}.")
+        exited = exited_fractions(curve, self.rule.threshold, len(self.split_model.blocks))
+        plan = plan_for(costs, exited, requested_blocks)
+        if description.weights_hash and run.weights_hash and description.weights_hash != run.weights_hash:
+            warn(f"`curve` was measured on {run.model} with other weights than those of {description.name}.")
         if plan.speedup < 1 and plan.at:
             warn(
                 f"Exit checks after blocks {plan.at} are expected to make the model slower, {plan.speedup:.2f} times as fast. "
@@ -235,15 +245,18 @@ class EarlyExit:
         """
         split_model = self.split_model
         with split_model.evaluating(), torch.no_grad(), refusing_crashes(split_model):
-            options = synthetic_inputs(split_model, 1, 1) | no_cache(split_model.module)
-            split_model.tuples(lambda: split_model.module(**options))
+            model = split_model.module
+            options = synthetic_inputs(split_model, 1, 1) | no_cache(model)
+            # Records the length of the tuples that blocks return. Blocks that a later segment skips return as many items.
+            split_model.tuples(lambda: model(**options))
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)
             self.causal = is_token_model and is_causal(split_model)
-            self.generates = self.causal and "past_key_values" in inspect.signature(type(split_model.module).forward).parameters
+            arguments = inspect.signature(type(model).forward).parameters
+            self.generates = self.causal and "past_key_values" in arguments
             outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
             if self.rule.reads_logits:
                 need_classes(outputs)
-        self._no_decoding = self._decoding_error(ends) if self.generates else None
+        self._no_decoding_error = self._decoding_error(ends) if self.generates else None
 
     def _decoding_error(self, ends: tuple[int, ...]) -> LayersimError | None:
         """The error of decoding with early exit, which `logits` does not need; None if decoding gives the model's own logits.
@@ -260,18 +273,21 @@ class EarlyExit:
 
     def __repr__(self) -> str:
         layers = ", ".join(map(str, self.at)) or "none"
-        expected = "" if self.plan is None else f"; {self.plan.speedup:.2f} times as fast is expected"
+        speedup = "" if self.plan is None else f"; {self.plan.speedup:.2f} times as fast is expected"
         rule = f"{self.rule.name} > {self.rule.threshold:g}"
-        return f"EarlyExit({self.split_model.model.name}, {rule} after blocks: {layers}{expected})"
+        return f"EarlyExit({self._description.name}, {rule} after blocks: {layers}{speedup})"
 
     def _head_weights(self) -> list[Any]:
-        return [(id(p), p.dtype, p.device) for p in self._head_parameters()]
+        return [(id(parameter), parameter.dtype, parameter.device) for parameter in self._head_parameters()]
 
     def _head_parameters(self) -> list[torch.nn.Parameter]:
-        return [p for path in self._paths for p in self.split_model.module.get_submodule(path).parameters()]
+        parameters: list[torch.nn.Parameter] = []
+        for path in self._head_paths:
+            parameters += self.split_model.module.get_submodule(path).parameters()
+        return parameters
 
     def _refuse_changed_head(self) -> None:
-        if self._head_weights() != self._head:
+        if self._head_weights() != self._head_at_start:
             raise LayersimError(
                 "The final norm or the head of the model was replaced after this EarlyExit was built. Build another EarlyExit."
             )
@@ -316,21 +332,25 @@ class EarlyExit:
                 for another kind of decoding, such as beams.
         """
         self._refuse_changed_head()
-        if self._no_decoding is not None:
-            raise LayersimError(f"{self._no_decoding} EarlyExit.logits works on this model.") from self._no_decoding
+        if self._no_decoding_error is not None:
+            raise LayersimError(f"{self._no_decoding_error} EarlyExit.logits works on this model.") from self._no_decoding_error
         warpers = {"temperature": temperature, "top_p": top_p}
         if not do_sample and (seed is not None or any(value not in (None, 1) for value in warpers.values())):
             raise LayersimError(
                 f"`temperature`, `top_p` and `seed` are {temperature}, {top_p} and {seed}; they have no effect without "
                 "do_sample=True."
             )
-        sampling = {name: float(value) for name, value in warpers.items() if value is not None} if do_sample else None
+        sampling = None
+        if do_sample:
+            sampling = {name: float(value) for name, value in warpers.items() if value is not None}
         tokenizer, prompts = self._prompts(prompt, attention_mask, tokenizer, max_new_tokens)
-        check, stop = ExitCheck(self.lens, self.rule), end_ids(self.model, eos_token_id)
-        sampler = TokenSampler(self._rules(prompts, stop, max_new_tokens, sampling, tokenizer), do_sample, seed)
+        check = ExitCheck(self.lens, self.rule)
+        stop = end_ids(self.model, eos_token_id)
+        rules = self._token_rules_of_rows(prompts, stop, max_new_tokens, sampling, tokenizer)
+        sampler = TokenSampler(rules, do_sample, seed)
         return generate_rows(self.split_model, self.ends, check, prompts, sampler, stop, max_new_tokens, tokenizer)
 
-    def _rules(
+    def _token_rules_of_rows(
         self,
         prompts: tuple[Tensor, Tensor | None],
         stop: frozenset[int],
@@ -340,7 +360,9 @@ class EarlyExit:
     ) -> list[TokenRules]:
         """The rules of the generation configuration for each prompt."""
         tokens, attended = prompts
-        rows = list(tokens) if attended is None else [row[own] for row, own in zip(tokens, attended, strict=True)]
+        rows = list(tokens)
+        if attended is not None:
+            rows = [row[mask] for row, mask in zip(tokens, attended, strict=True)]
         device = self.split_model.device
         return [token_rules(self.model, row.to(device), stop, max_new_tokens, sampling, tokenizer) for row in rows]
 
@@ -352,14 +374,14 @@ class EarlyExit:
         Raises:
             LayersimError: the model cannot generate, or the rows would exceed its context.
         """
-        model = self.split_model.model
+        description = self._description
         if not self.generates:
             raise LayersimError(
-                f"{model.name} cannot generate with early exit; `model` must be a causal language model whose forward takes "
-                "past_key_values. Use EarlyExit.logits."
+                f"{description.name} cannot generate with early exit; `model` must be a causal language model whose forward "
+                "takes past_key_values. Use EarlyExit.logits."
             )
-        tokenizer = with_tokenizer(model, tokenizer).tokenizer
-        return tokenizer, prompt_rows(prompt, attention_mask, model, tokenizer, max_new_tokens)
+        tokenizer = with_tokenizer(description, tokenizer).tokenizer
+        return tokenizer, prompt_rows(prompt, attention_mask, description, tokenizer, max_new_tokens)
 
     def generate_from_layers(
         self,
@@ -391,23 +413,32 @@ class EarlyExit:
             LayersimError: the model cannot generate, or the rows would exceed its context.
         """
         tokenizer, (tokens, attended) = self._prompts(prompts, None, tokenizer, max_new_tokens)
-        split_model, count, stop = self.split_model, len(tokens), end_ids(self.model)
-        rules = self._rules((tokens, attended), stop, max_new_tokens, {"temperature": 1.0, "top_p": top_p}, tokenizer)
-        blocks, room = len(split_model.blocks), tokens.shape[1] + max_new_tokens
-        width, size = split_model.model.d_model or 4096, next(split_model.module.parameters()).element_size()
+        split_model = self.split_model
+        count = len(tokens)
+        stop = end_ids(self.model)
+        sampling = {"temperature": 1.0, "top_p": top_p}
+        rules = self._token_rules_of_rows((tokens, attended), stop, max_new_tokens, sampling, tokenizer)
+        blocks = len(split_model.blocks)
+        columns = tokens.shape[1] + max_new_tokens
         # Keys and values are rarely wider than the residual.
-        together = max(1, KEYS_AND_VALUES_BYTES // (2 * blocks * count * room * width * size))
-        out = []
-        for start in range(1, blocks + 1, together):
-            group = range(start, min(start + together, blocks + 1))
-            copies = len(group)
-            check = ExitCheck(self.lens, torch.tensor(group).repeat_interleave(count))
+        width = self._description.d_model or 4096
+        number_bytes = next(split_model.module.parameters()).element_size()
+        bytes_of_layer = 2 * blocks * count * columns * width * number_bytes
+        layers_together = max(1, KEYS_AND_VALUES_BYTES // bytes_of_layer)
+        by_layer = []
+        for start in range(1, blocks + 1, layers_together):
+            layers = range(start, min(start + layers_together, blocks + 1))
+            copies = len(layers)
+            check = ExitCheck(self.lens, torch.tensor(layers).repeat_interleave(count))
             sampler = TokenSampler(rules, True, seed, copies)
-            rows = tokens.repeat(copies, 1), None if attended is None else attended.repeat(copies, 1)
-            written = generate_rows(split_model, tuple(group), check, rows, sampler, stop, max_new_tokens, tokenizer, on_tokens)
-            pairs = list(zip(written.tokens, written.texts, strict=True))
-            out += [pairs[i : i + count] for i in range(0, len(pairs), count)]
-        return out
+            attended_rows = None if attended is None else attended.repeat(copies, 1)
+            prompt_copies = (tokens.repeat(copies, 1), attended_rows)
+            generated = generate_rows(
+                split_model, tuple(layers), check, prompt_copies, sampler, stop, max_new_tokens, tokenizer, on_tokens
+            )
+            continuations = list(zip(generated.tokens, generated.texts, strict=True))
+            by_layer += [continuations[i : i + count] for i in range(0, len(continuations), count)]
+        return by_layer
 
     @typed
     def logits(
@@ -430,21 +461,26 @@ class EarlyExit:
             LayersimError: the model does not take these inputs, or `tokens` has ids outside the vocabulary.
         """
         self._refuse_changed_head()
-        split_model, model, reads = self.split_model, self.split_model.model, self.unembed.reads
-        pixels, mask = reads_pixels(split_model), None if attention_mask is None else as_mask(attention_mask)
+        split_model = self.split_model
+        description = self._description
+        reads = self.unembed.reads
+        pixels = reads_pixels(split_model)
+        mask = None if attention_mask is None else as_mask(attention_mask)
         if pixels and mask is not None:
-            raise LayersimError(f"`attention_mask` is given, but {model.name} reads images; it must be None.")
+            raise LayersimError(f"`attention_mask` is given, but {description.name} reads images; it must be None.")
         if tokens.is_floating_point() != pixels or not tokens.numel():
-            takes = "images `batch channel height width`" if pixels else "token ids `batch pos`"
-            raise LayersimError(f"`tokens` is {brief(tokens)}; {model.name} takes one or more {takes}.")
+            inputs_in_words = "images `batch channel height width`" if pixels else "token ids `batch pos`"
+            raise LayersimError(f"`tokens` is {brief(tokens)}; {description.name} takes one or more {inputs_in_words}.")
         longest = tokens.shape[1] if mask is None else int(mask.sum(1).max())
-        if not pixels and model.context and longest > model.context:
-            raise LayersimError(f"`tokens` has {tokens.shape[1]} positions; the context of {model.name} has {model.context}.")
+        if not pixels and description.context and longest > description.context:
+            raise LayersimError(
+                f"`tokens` has {tokens.shape[1]} positions; the context of {description.name} has {description.context}."
+            )
         if mask is not None and not bool(mask.any(1).all()):
             row = int(mask.any(1).int().argmin())
             raise LayersimError(f"`attention_mask` has only zeros in row {row}; every row needs a token.")
         if not pixels:
-            refuse_other_ids(tokens, model, "tokens")
+            refuse_other_ids(tokens, description, "tokens")
         attended = None if mask is None else mask.to(split_model.device)
         order = RightPadding(attended)
         inputs = {"pixel_values" if pixels else "input_ids": order.moved(tokens.to(split_model.device))}
@@ -452,16 +488,19 @@ class EarlyExit:
             attended = order.moved(attended)
             inputs["input_ids"] = with_padding_ids(split_model.module, inputs["input_ids"], attended)
             inputs["attention_mask"] = attended.long()
-        positions, kept = positions_read(split_model, reads, inputs, attended), attended if reads == "rows" else None
+        positions = positions_read(split_model, reads, inputs, attended)
+        attended_of_pool = attended if reads == "rows" else None
         check = ExitCheck(self.lens, self.rule)
-        passes = FullSequence(split_model, self.ends, check, inputs, positions, self.causal, kept)
+        passes = FullSequence(split_model, self.ends, check, inputs, positions, self.causal, attended_of_pool)
         with split_model.evaluating(), torch.no_grad(), refusing_failed_forward(split_model.module):
             passes.run()
-        blocks, logits, exits = len(split_model.blocks), passes.logits, passes.exits
         if reads == "every":
-            logits, exits = order.restored(logits), order.restored(exits)
+            logits = order.restored(passes.logits)
+            exits = order.restored(passes.exits)
         else:
-            logits, exits = logits[positions], exits[positions.cpu()]
+            logits = passes.logits[positions]
+            exits = passes.exits[positions.cpu()]
+        blocks = len(split_model.blocks)
         return ExitLogits(logits, exits, blocks, passes.block_tokens, passes.tokens * blocks, check.checked)
 
 
@@ -484,8 +523,9 @@ def frequent_tokens(model: Any, data: Any, size: PositiveInt) -> Any:
         200
     """
     split_model, _ = open_for_early_exit(model)
+    description = split_model.model
     data = Data.of(data, max_tokens=100_000)
-    batches = Batches(data, with_tokenizer(split_model.model, data.tokenizer))
+    batches = Batches(data, with_tokenizer(description, data.tokenizer))
     tokens = [batch.tokens[batch.attention] for batch in batches]
     if not tokens:
         raise LayersimError("`data` is empty.")

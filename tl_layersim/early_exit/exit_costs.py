@@ -83,6 +83,7 @@ class ExitCosts:
         ids = shortlist_ids(shortlist, rule_class, split_model, unembed)
         blocks = len(split_model.blocks)
         longest = split_model.model.context or 1 << 20
+        # Each timed step takes a token, and so do two steps before them.
         limit = longest - repeats - 2
         if blocks < 2:
             raise LayersimError(f"`model` has {blocks} block; it must have at least 2.")
@@ -91,12 +92,12 @@ class ExitCosts:
                 f"`repeats` is {repeats}; it must be at most {longest - 3} with a context of {longest} tokens, because each "
                 "repeat takes a token."
             )
-        never = rule_class(rule_class.unreachable, ids)
-        check = TimedCheck(ExitLens(unembed, blocks), never)
+        never_exits = rule_class(rule_class.unreachable, ids)
+        check = TimedCheck(ExitLens(unembed, blocks), never_exits)
         with split_model.evaluating(), torch.no_grad():
             prompt = synthetic_inputs(split_model, batch, min(context, limit))["input_ids"]
-            times = _times(split_model, check, prompt, repeats)
-        return ExitCosts(**times, blocks=blocks, batch=batch, full_check=never.gives_logits)
+            times = _measured_costs(split_model, check, prompt, repeats)
+        return ExitCosts(**times, blocks=blocks, batch=batch, full_check=never_exits.gives_logits)
 
     def full(self) -> float:
         """The cost of a decoding step of the full model."""
@@ -112,12 +113,16 @@ class ExitCosts:
             block: number of the block after which the upper check is made, or of the last block.
             exited: for each block, the fraction of tokens that have exited at it or below.
         """
-        some = 1 - exited[below] ** self.batch
-        cost = some * (block - below) * self.block
+        # Probability that a row of the batch has not exited below.
+        some_row_runs = 1 - exited[below] ** self.batch
+        cost = some_row_runs * (block - below) * self.block
         if block == self.blocks - 1:
-            return cost + some * self.head
-        exits = 0.0 if self.full_check else self.head * (1 - (1 - (exited[block] - exited[below])) ** self.batch)
-        return cost + some * self.check + exits
+            return cost + some_row_runs * self.head
+        cost_of_exits = 0.0
+        if not self.full_check:
+            exits_here = exited[block] - exited[below]
+            cost_of_exits = self.head * (1 - (1 - exits_here) ** self.batch)
+        return cost + some_row_runs * self.check + cost_of_exits
 
 
 class TimedCheck(ExitCheck):
@@ -142,18 +147,20 @@ class TimedCheck(ExitCheck):
         index: Tensor,
         layer: int,
         last: bool,
-        read: tuple[Tensor, bool] | None = None,
+        head_input: tuple[Tensor, bool] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         # Wait until the GPU has run the blocks.
         float(leaving[0, 0])
         start = time.perf_counter()
-        exits, logits = super().__call__(leaving, entering, index, layer, last, read)
-        (exits if logits is None else logits.argmax(-1)).tolist()
+        exits, logits = super().__call__(leaving, entering, index, layer, last, head_input)
+        # A copy to the CPU waits until the GPU has run the check.
+        output = exits if logits is None else logits.argmax(-1)
+        output.tolist()
         self.seconds[last] = time.perf_counter() - start
         return exits, logits
 
 
-def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repeats: int) -> dict[str, float]:
+def _measured_costs(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repeats: int) -> dict[str, float]:
     """Dict of the costs of a decoding step in seconds: `block`, `check`, `head` and `start`.
 
     Args:
@@ -162,24 +169,28 @@ def _times(split_model: LocalSplitModel, check: TimedCheck, prompt: Tensor, repe
         prompt: `row column`, token ids.
         repeats: number of times that each part is timed. The minimum counts, because other work only adds to a time.
     """
-    blocks, low = len(split_model.blocks), max(1, len(split_model.blocks) // 4)
+    blocks = len(split_model.blocks)
+    low = max(1, blocks // 4)
     room = prompt.shape[1] + repeats + 2
-    states = [Decoding(split_model, ends, check, prompt, None, room) for ends in ((low,), (low, blocks))]
+    # The difference of a short and a full model is the cost of blocks alone.
+    short_decoding = Decoding(split_model, (low,), check, prompt, None, room)
+    full_decoding = Decoding(split_model, (low, blocks), check, prompt, None, room)
     rounds = list[tuple[float, ...]]()
     for _ in range(repeats + 2):
-        rest = list[float]()
-        for state in states:
+        seconds_without_checks = list[float]()
+        for decoding in (short_decoding, full_decoding):
             check.seconds.clear()
-            with state.hooked():
+            with decoding.hooked():
                 start = time.perf_counter()
-                state.run()
-                rest.append(time.perf_counter() - start - sum(check.seconds.values()))
-            state.append(prompt[:, 0])
-        rounds.append((*rest, check.seconds[False], check.seconds[True]))
+                decoding.run()
+                seconds_without_checks.append(time.perf_counter() - start - sum(check.seconds.values()))
+            decoding.append(prompt[:, 0])
+        rounds.append((*seconds_without_checks, check.seconds[False], check.seconds[True]))
     # Without the prompt and the first step.
-    short, full, asked, head = map(min, zip(*rounds[2:], strict=True))
-    block = max(0.0, (full - short) / (blocks - low))
-    return {"block": block, "check": asked, "head": head, "start": max(0.0, short - low * block)}
+    short_seconds, full_seconds, check_seconds, head_seconds = map(min, zip(*rounds[2:], strict=True))
+    block_seconds = max(0.0, (full_seconds - short_seconds) / (blocks - low))
+    start_seconds = max(0.0, short_seconds - low * block_seconds)
+    return {"block": block_seconds, "check": check_seconds, "head": head_seconds, "start": start_seconds}
 
 
 @dataclass(frozen=True)
@@ -213,19 +224,28 @@ def plan_for(costs: ExitCosts, exited: list[float], at: tuple[int, ...] | None =
         at: indices of the blocks that checks follow, ascending; None for the cheapest.
     """
     # -1 is the input of block 0, where no token has exited.
-    fractions, last = {-1: 0.0} | dict(enumerate(exited)), costs.blocks - 1
+    fractions = {-1: 0.0} | dict(enumerate(exited))
+    last = costs.blocks - 1
+    candidates = range(last) if at is None else at
     # For each block, the lowest cost up to the check after it, and the blocks with checks so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (costs.start, ())}
-    for block in (*(range(last) if at is None else at), last):
+    for block in (*candidates, last):
         # If `at` is given, only the previous check can be the one below.
-        below = best if at is None else {max(best): best[max(best)]}
-        best[block] = min(
-            (cost + costs.segment(before, block, fractions), (*chosen, block)) for before, (cost, chosen) in below.items()
-        )
+        blocks_below = list(best) if at is None else [max(best)]
+        plans = []
+        for below in blocks_below:
+            cost_below, checks_below = best[below]
+            plans.append((cost_below + costs.segment(below, block, fractions), (*checks_below, block)))
+        best[block] = min(plans)
     cost, path = best[last]
-    shares = {block: fractions[block] - fractions[before] for before, block in zip((-1, *path), path[:-1], strict=False)}
-    exits = shares | {last: 1.0 - sum(shares.values())}
-    return ExitPlan(path[:-1], costs.full() / cost, exits)
+    checks = path[:-1]
+    exits = {}
+    below = -1
+    for block in checks:
+        exits[block] = fractions[block] - fractions[below]
+        below = block
+    exits[last] = 1.0 - sum(exits.values())
+    return ExitPlan(checks, costs.full() / cost, exits)
 
 
 def exited_fractions(curve: ExitCurveResult, threshold: float, blocks: int) -> list[float]:
@@ -250,7 +270,8 @@ def evenly_spread(blocks: int, check: float) -> tuple[int, ...]:
         blocks: number of blocks of the model.
         check: cost of a check as a fraction of that of the model.
     """
-    count = min(max(1, min(4, int(1 / 6 / check) if check else 4)), blocks - 1)
+    affordable = int(1 / 6 / check) if check else 4
+    count = min(max(1, min(4, affordable)), blocks - 1)
     # A check after i blocks follows block i - 1.
-    chosen = [round(blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
-    return tuple(sorted({min(blocks - 2, max(0, block)) for block in chosen}))
+    spread = [round(blocks * (i + 1) / (count + 1)) - 1 for i in range(count)]
+    return tuple(sorted({min(blocks - 2, max(0, block)) for block in spread}))

@@ -57,7 +57,8 @@ class ExitLens:
         else:
             logits = self.heads.logits(self.unembed, x, layer - 1, needs_norm and self.normed)
         # Logits of all layers have one dtype.
-        return logits.to(torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype))
+        dtype = torch.promote_types(self.heads.weight.dtype, self.unembed.dtype or logits.dtype)
+        return logits.to(dtype)
 
     def rows(self, layer: int, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows of a layer's head for the given token ids: weight (`candidate d_model`) and bias (`candidate`)."""
@@ -66,7 +67,9 @@ class ExitLens:
         linear = self.unembed.linear
         assert linear is not None
         ids = ids.to(linear.weight.device)
-        return linear.weight.detach()[ids], None if linear.bias is None else linear.bias.detach()[ids]
+        weight = linear.weight.detach()[ids]
+        bias = None if linear.bias is None else linear.bias.detach()[ids]
+        return weight, bias
 
 
 class ExitCheck:
@@ -81,12 +84,17 @@ class ExitCheck:
     """
 
     def __init__(self, lens: ExitLens, rule: ExitRule | Tensor) -> None:
-        self.lens, self.rule, self.checked = lens, rule, 0
+        self.lens = lens
+        self.rule = rule
+        self.checked = 0
         self._shortlist_rows = functools.cache(lens.rows)
 
     def restart(self, rows: list[int]) -> None:
         """Reset the exit rule's state for new tokens."""
-        self._state = {"exit": self.rule[rows]} if isinstance(self.rule, Tensor) else self.rule.new_state(len(rows))
+        if isinstance(self.rule, Tensor):
+            self._exit_layers = self.rule[rows]
+        else:
+            self._rule_state = self.rule.new_state(len(rows))
 
     def __call__(
         self,
@@ -95,7 +103,7 @@ class ExitCheck:
         index: Tensor,
         layer: int,
         last: bool,
-        read: tuple[Tensor, bool] | None = None,
+        head_input: tuple[Tensor, bool] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Decide which tokens exit at a layer.
 
@@ -105,28 +113,31 @@ class ExitCheck:
             index: `token`, the position of each token among those of `restart`.
             layer: number of blocks that have run.
             last: whether no block runs after these, so that all tokens exit.
-            read: input of the head, `token width`, and whether the final norm is still to be applied; None for `leaving`.
+            head_input: input of the head, `token width`, and whether the final norm is still to be applied; None for `leaving`.
 
         Returns:
             `token`, bool; and logits `token vocabulary` of the tokens that exit, None if there is none.
         """
-        x, needs_norm = read or (leaving, True)
+        x, needs_norm = head_input or (leaving, True)
         if last:
             return leaving.new_ones(len(leaving), dtype=torch.bool), self.lens(x, layer, needs_norm)
         self.checked += len(leaving)
         logits = None
         if isinstance(self.rule, Tensor):
-            exits = self._state["exit"][index.cpu()] == layer
+            exits = self._exit_layers[index.cpu()] == layer
         else:
-            logits = self._logits(self.rule, layer, x, needs_norm)
-            exits = self.rule.exits(CheckedTokens(logits, entering, leaving, index), self._state)
-            logits = logits if self.rule.gives_logits else None
+            rule_logits = self._logits_of_rule(self.rule, layer, x, needs_norm)
+            exits = self.rule.exits(CheckedTokens(rule_logits, entering, leaving, index), self._rule_state)
+            # Logits over a shortlist are no logits of the model.
+            if self.rule.gives_logits:
+                logits = rule_logits
         exits = exits.to(leaving.device)
         if not bool(exits.any()):
             return exits, None
-        return exits, self.lens(x[exits], layer, needs_norm) if logits is None else logits[exits]
+        exit_logits = self.lens(x[exits], layer, needs_norm) if logits is None else logits[exits]
+        return exits, exit_logits
 
-    def _logits(self, rule: ExitRule, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
+    def _logits_of_rule(self, rule: ExitRule, layer: int, x: Tensor, needs_norm: bool) -> Tensor:
         """Logits for an exit rule, over its shortlist or the whole vocabulary. Empty if the rule reads none."""
         if not rule.reads_logits:
             return x.new_zeros(len(x), 0)
@@ -134,9 +145,10 @@ class ExitCheck:
             return self.lens(x, layer, needs_norm)
         lens = self.lens
         # The model's own head is the same at every layer.
-        weight, bias = self._shortlist_rows(lens.blocks if lens.heads is None else layer, rule.shortlist)
-        read = lens.unembed.features(x, needs_norm and lens.norms(layer)).to(weight.dtype)
-        return lens.unembed.finish(torch.nn.functional.linear(read, weight, bias))
+        head_layer = lens.blocks if lens.heads is None else layer
+        weight, bias = self._shortlist_rows(head_layer, rule.shortlist)
+        features = lens.unembed.features(x, needs_norm and lens.norms(layer)).to(weight.dtype)
+        return lens.unembed.finish(torch.nn.functional.linear(features, weight, bias))
 
 
 def shortlist_ids(
@@ -154,7 +166,8 @@ def shortlist_ids(
             "`shortlist` needs a rule that reads logits, and a head that is one linear layer; the rule is "
             f"{rule.name!r}, and the head is {split_model.source.model.head}."
         )
-    ids, vocabulary = number_tensor(shortlist, "shortlist", "distinct token ids"), unembed.linear.out_features
+    ids = number_tensor(shortlist, "shortlist", "distinct token ids")
+    vocabulary = unembed.linear.out_features
     distinct = ids.dtype != torch.bool and len(set(ids.tolist())) == len(ids) >= 2
     if not distinct or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise LayersimError(

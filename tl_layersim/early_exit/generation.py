@@ -70,9 +70,9 @@ class Generated:
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
-        new = sum(len(row) for row in self.tokens)
+        new_tokens = sum(len(row) for row in self.tokens)
         return (
-            f"Generated: {len(self.tokens)} {'row' if len(self.tokens) == 1 else 'rows'}, {new} new tokens, exits after "
+            f"Generated: {len(self.tokens)} {'row' if len(self.tokens) == 1 else 'rows'}, {new_tokens} new tokens, exits after "
             f"{self.mean_exit:.2f} of {self.layers} blocks on average, {100 * self.share_of_blocks:.0f} % of the full model's "
             f"block calls, {self.checks} checks"
         )
@@ -92,11 +92,17 @@ class TokenSampler:
         self.sample = sample
         self.plain = all(rule.plain for rule in rules)
         # Watermarks keep a state of the row, so each copy needs its own.
-        self.rules = [*rules] if self.plain else [copy.deepcopy(rule) for _ in range(copies) for rule in rules]
-        # Without a seed, sampling follows torch's global generator, as in transformers.
-        start = int(torch.randint(1 << 62, ())) if sample and seed is None else seed or 0
-        seeds = torch.Generator().manual_seed(start)
-        row_seeds = [int(torch.randint(1 << 62, (), generator=seeds)) for _ in range(len(rules) if sample else 0)]
+        self.rules = list(rules)
+        if not self.plain:
+            self.rules = []
+            for _ in range(copies):
+                self.rules += [copy.deepcopy(rule) for rule in rules]
+        if seed is None:
+            # Without a seed, sampling follows torch's global generator, as in transformers.
+            seed = int(torch.randint(1 << 62, ())) if sample else 0
+        generator_of_seeds = torch.Generator().manual_seed(seed)
+        sampled_rows = len(rules) if sample else 0
+        row_seeds = [int(torch.randint(1 << 62, (), generator=generator_of_seeds)) for _ in range(sampled_rows)]
         self.generators = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds * copies]
 
     def __call__(self, logits: Tensor, rows: list[int], tokens: Sequence[Tensor]) -> tuple[Tensor, list[bool]]:
@@ -110,19 +116,26 @@ class TokenSampler:
         if self.plain:
             # The same warpers for every row, which do not read its tokens.
             scores = self.rules[0].scores(logits.new_empty(0), logits) if self.sample else logits
-            return self._chosen(scores, rows), [False] * len(rows)
-        numbers = range(len(rows))
-        scores = torch.cat([self.rules[rows[i]].scores(tokens[i][None], logits[i : i + 1]) for i in numbers])
-        new = self._chosen(scores, rows)
-        longer = [torch.cat([tokens[i], new[i : i + 1]])[None] for i in numbers]
-        return new, [self.rules[rows[i]].ends(longer[i], scores[i : i + 1]) for i in numbers]
+            return self._choose(scores, rows), [False] * len(rows)
+        scores_of_rows = []
+        for i, row in enumerate(rows):
+            scores_of_rows.append(self.rules[row].scores(tokens[i][None], logits[i : i + 1]))
+        scores = torch.cat(scores_of_rows)
+        new_tokens = self._choose(scores, rows)
+        ended = []
+        for i, row in enumerate(rows):
+            row_tokens = torch.cat([tokens[i], new_tokens[i : i + 1]])[None]
+            ended.append(self.rules[row].ends(row_tokens, scores[i : i + 1]))
+        return new_tokens, ended
 
-    def _chosen(self, scores: Tensor, rows: list[int]) -> Tensor:
+    def _choose(self, scores: Tensor, rows: list[int]) -> Tensor:
         if not self.sample:
             return scores.argmax(-1)
         probabilities = scores.softmax(-1).cpu()
-        new = [torch.multinomial(p, 1, generator=self.generators[row]) for p, row in zip(probabilities, rows, strict=True)]
-        return torch.cat(new).to(scores.device)
+        new_tokens = []
+        for row_probabilities, row in zip(probabilities, rows, strict=True):
+            new_tokens.append(torch.multinomial(row_probabilities, 1, generator=self.generators[row]))
+        return torch.cat(new_tokens).to(scores.device)
 
 
 def generate_rows(
@@ -149,46 +162,55 @@ def generate_rows(
         tokenizer: decodes the new tokens; texts are empty if there is none.
         on_tokens: called at each step with the number of its tokens.
     """
-    tokens, attended = (None if x is None else x.to(split_model.device) for x in prompts)
-    assert tokens is not None
-    new_tokens, exits = ([list[int]() for _ in tokens] for _ in range(2))
-    steps = full_block_tokens = 0
-    state = Decoding(split_model, ends, check, tokens, attended, tokens.shape[1] + max_new_tokens)
-    kept = list(range(len(tokens)))
-    with split_model.evaluating(), torch.no_grad(), state.hooked():
-        while kept:
-            rows = state.numbers
-            full_block_tokens += ends[-1] * len(rows) * (state.tokens.shape[1] if steps == 0 else 1)
-            state.run()
+    tokens, attended = prompts
+    tokens = tokens.to(split_model.device)
+    if attended is not None:
+        attended = attended.to(split_model.device)
+    new_tokens = [list[int]() for _ in tokens]
+    exits = [list[int]() for _ in tokens]
+    steps = 0
+    full_block_tokens = 0
+    decoding = Decoding(split_model, ends, check, tokens, attended, tokens.shape[1] + max_new_tokens)
+    unfinished = list(range(len(tokens)))
+    with split_model.evaluating(), torch.no_grad(), decoding.hooked():
+        while unfinished:
+            rows = decoding.numbers
+            # The first step runs the whole prompts.
+            columns = decoding.tokens.shape[1] if steps == 0 else 1
+            full_block_tokens += ends[-1] * len(rows) * columns
+            decoding.run()
             steps += 1
             on_tokens(len(rows))
-            logits = torch.cat([state.exited[i][0] for i in range(len(rows))])
-            new, ended = sampler(logits, rows, state.rows_without_padding())
-            kept = []
-            for i, (row, token) in enumerate(zip(rows, new.tolist(), strict=True)):
+            logits = torch.cat([decoding.exited[i][0] for i in range(len(rows))])
+            step_tokens, ended = sampler(logits, rows, decoding.rows_without_padding())
+            unfinished = []
+            for i, (row, token) in enumerate(zip(rows, step_tokens.tolist(), strict=True)):
                 new_tokens[row].append(token)
-                exits[row].append(state.exited[i][1])
+                exits[row].append(decoding.exited[i][1])
                 if len(new_tokens[row]) < max_new_tokens and token not in stop and not ended[i]:
-                    kept.append(i)
-            if kept:
-                state.append(new)
-            if 0 < len(kept) < len(rows):
-                state.keep(kept)
+                    unfinished.append(i)
+            if unfinished:
+                decoding.append(step_tokens)
+            if 0 < len(unfinished) < len(rows):
+                decoding.keep(unfinished)
+    texts = [""] * len(new_tokens)
+    if tokenizer is not None:
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new_tokens]
     return Generated(
         tokens=tuple(map(torch.tensor, new_tokens)),
-        texts=tuple("" if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True) for row in new_tokens),
+        texts=tuple(texts),
         exits=tuple(map(torch.tensor, exits)),
         layers=ends[-1],
         steps=steps,
-        block_calls=state.block_calls,
-        block_tokens=state.block_tokens,
+        block_calls=decoding.block_calls,
+        block_tokens=decoding.block_tokens,
         full_block_tokens=full_block_tokens,
         checks=check.checked,
     )
 
 
 def prompt_rows(
-    prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, max_new_tokens: int
+    prompt: Any, attention_mask: Tensor | None, description: Model, tokenizer: Any, max_new_tokens: int
 ) -> tuple[Tensor, Tensor | None]:
     """Token ids of prompts, padded on the left, and their attention mask (both `row column`). The mask is None without padding.
 
@@ -196,52 +218,58 @@ def prompt_rows(
         LayersimError: `prompt` is neither text nor token ids, or leaves no room for `max_new_tokens`.
     """
     if isinstance(prompt, Tensor):
-        tokens, attention = _rows_of_ids(prompt, attention_mask, replace(model, tokenizer=tokenizer))
+        tokens, attention = _rows_of_ids(prompt, attention_mask, replace(description, tokenizer=tokenizer))
     elif attention_mask is not None:
         raise LayersimError("`attention_mask` is given, but `prompt` is text; it must be None, or `prompt` token ids.")
     else:
-        tokens, attention = _rows_of_texts(prompt, model, tokenizer)
+        tokens, attention = _rows_of_texts(prompt, description, tokenizer)
     lengths = attention.sum(1)
     if not len(lengths) or int(lengths.min()) == 0:
         raise LayersimError("`prompt` has a row without a token; every row needs one or more.")
-    refuse_other_ids(tokens[attention], model, "prompt")
+    refuse_other_ids(tokens[attention], description, "prompt")
     longest = int(lengths.max())
     # The last new token does not run through the model.
-    if model.context and longest + max_new_tokens - 1 > model.context:
+    if description.context and longest + max_new_tokens - 1 > description.context:
         raise LayersimError(
-            f"`prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}; with {model.name}, the sum must be at "
-            f"most {model.context + 1}."
+            f"`prompt` has {longest} tokens and `max_new_tokens` is {max_new_tokens}; with {description.name}, the sum must be "
+            f"at most {description.context + 1}."
         )
     if int(lengths.min()) == tokens.shape[1]:
         return tokens, None
-    left = torch.zeros(len(tokens), longest, dtype=torch.int64, device=tokens.device)
+    left_padded = torch.zeros(len(tokens), longest, dtype=torch.int64, device=tokens.device)
     attended = torch.arange(longest, device=tokens.device) >= (longest - lengths)[:, None]
-    left[attended] = tokens[attention]
-    return left, None if bool(attended.all()) else attended
+    left_padded[attended] = tokens[attention]
+    if bool(attended.all()):
+        return left_padded, None
+    return left_padded, attended
 
 
-def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
+def _rows_of_ids(tokens: Tensor, mask: Tensor | None, description: Model) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of a prompt that is a tensor."""
-    tokens = tokens[None] if tokens.dim() == 1 else tokens
+    if tokens.dim() == 1:
+        tokens = tokens[None]
     if mask is None:
         runs = RunsAtEnds()
-        runs.add(tokens, model)
-        if warning := runs.warning(model):
+        runs.add(tokens, description)
+        if warning := runs.warning(description):
             warn(warning)
-        if (mask := mask_of(tokens, model)) is not None:
+        mask = mask_of(tokens, description)
+        if mask is not None:
             warn(masked_warning(tokens[~mask].tolist()))
-    return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else as_mask(mask).to(tokens.device)
+    attention = torch.ones_like(tokens, dtype=torch.bool) if mask is None else as_mask(mask).to(tokens.device)
+    return tokens.long(), attention
 
 
-def _rows_of_texts(prompt: Any, model: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
+def _rows_of_texts(prompt: Any, description: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompts that are texts."""
     texts = [prompt] if isinstance(prompt, str) else prompt
     # The annotation is checked on one random item of a list.
     if not all(isinstance(text, str) for text in texts):
         raise LayersimError(f"`prompt` is {brief(prompt)}; it must be a text, texts alone, or a tensor of token ids.")
     # Without a head and a context, Data does not cut texts. Long ones are refused by `prompt_rows`.
-    described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None, context=None)
-    batches = Batches(Data(texts, batch_size=len(texts) + 1, seq_len=1 << 62), described, argument="prompt")
+    description = replace(description, tokenizer=tokenizer or description.tokenizer, head=None, context=None)
+    data = Data(texts, batch_size=len(texts) + 1, seq_len=1 << 62)
+    batches = Batches(data, description, argument="prompt")
     rows = list(batches.rows())
     if not rows or len(rows) != len(texts):
         empty = len(texts) - len(rows)

@@ -32,14 +32,16 @@ TEXTS = {"stop_strings": None}
 NOT_SAMPLED = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
 
 
-def end_ids(module: Any, eos_token_id: Any = None) -> frozenset[int]:
+def end_ids(model: Any, eos_token_id: Any = None) -> frozenset[int]:
     """Set of token ids at which the generation of a row stops. Default: those of the generation configuration."""
     if eos_token_id is None:
-        settings = getattr(module, "generation_config", None)
-        eos_token_id = getattr(module.config if settings is None else settings, "eos_token_id", None)
+        settings = getattr(model, "generation_config", None)
+        eos_token_id = getattr(model.config if settings is None else settings, "eos_token_id", None)
     if eos_token_id is None:
         return frozenset()
-    return frozenset(int(i) for i in eos_token_id) if isinstance(eos_token_id, Iterable) else frozenset({int(eos_token_id)})
+    if isinstance(eos_token_id, Iterable):
+        return frozenset(int(token) for token in eos_token_id)
+    return frozenset({int(eos_token_id)})
 
 
 class TokenRules:
@@ -53,7 +55,8 @@ class TokenRules:
     """
 
     def __init__(self, processors: Any, criteria: list[Any]) -> None:
-        self.processors, self.criteria = processors, criteria
+        self.processors = processors
+        self.criteria = criteria
 
     @property
     def plain(self) -> bool:
@@ -76,10 +79,10 @@ class TokenRules:
         # Some processors write into their argument.
         scores = logits.to(torch.float32, copy=True)
         try:
-            found: Tensor = self.processors(tokens, scores)
+            processed: Tensor = self.processors(tokens, scores)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise _not_applied(error) from error
-        return found
+        return processed
 
     def ends(self, tokens: Tensor, scores: Tensor) -> bool:
         """Whether a criterion ends the row (`1 pos`) after its last token, which was chosen from `scores`."""
@@ -87,12 +90,12 @@ class TokenRules:
 
 
 def token_rules(
-    module: Any, prompt: Tensor, stop: frozenset[int], max_new_tokens: int, sampling: dict[str, Any] | None, tokenizer: Any
+    model: Any, prompt: Tensor, stop: frozenset[int], max_new_tokens: int, sampling: dict[str, Any] | None, tokenizer: Any
 ) -> TokenRules:
     """The rules of a model's generation configuration for one row.
 
     Args:
-        module: the model.
+        model: the model.
         prompt: `pos`, the token ids of the row without padding.
         stop: token ids that end a row.
         max_new_tokens: maximum number of new tokens.
@@ -105,11 +108,12 @@ def token_rules(
     from transformers import LogitsProcessorList
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-    settings = getattr(module, "generation_config", None)
-    if settings is None or not hasattr(module, "generate"):
+    settings = getattr(model, "generation_config", None)
+    if settings is None or not hasattr(model, "generate"):
         return TokenRules(LogitsProcessorList(), [])
     for name, neutral in OTHER_DECODING.items():
-        if (value := getattr(settings, name, None)) not in neutral:
+        value = getattr(settings, name, None)
+        if value not in neutral:
             raise LayersimError(
                 f"`model.generation_config.{name}` is {brief(value)}; it must be {neutral[-1]}, because early exit takes one "
                 "token after the other."
@@ -120,12 +124,14 @@ def token_rules(
             f"`model.generation_config.stop_strings` is {brief(texts)}, but there is no tokenizer. Pass `tokenizer`, or set it "
             "to None."
         )
-    found: list[TokenRules] = []
+    rules: list[TokenRules] = []
+    # Ends at end tokens and at the maximum length are those of `generate_rows`.
+    replaced_criteria = (EosTokenCriteria, MaxLengthCriteria)
 
     # `generate` calls this function with all that it has prepared, in place of its own loop.
-    def keep(_model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **_: Any) -> Tensor:
-        own = [each for each in stopping_criteria if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))]
-        found.append(TokenRules(logits_processor, own))
+    def record_rules(_model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **_: Any) -> Tensor:
+        criteria = [criterion for criterion in stopping_criteria if not isinstance(criterion, replaced_criteria)]
+        rules.append(TokenRules(logits_processor, criteria))
         return input_ids
 
     options: dict[str, Any] = {**SPEED, **TEXTS, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(stop) or None}
@@ -135,15 +141,15 @@ def token_rules(
         # transformers takes 50 where the configuration has no value.
         top_k = getattr(settings, "top_k", None)
         options |= {"do_sample": True, "top_k": 0 if top_k is None else top_k} | sampling
-    if "attention_mask" in inspect.signature(type(module).forward).parameters:
+    if "attention_mask" in inspect.signature(type(model).forward).parameters:
         options["attention_mask"] = torch.ones_like(prompt)[None]
     try:
-        module.generate(prompt[None], custom_generate=keep, **options)
+        model.generate(prompt[None], custom_generate=record_rules, **options)
         if texts is not None:
-            found[0].criteria.append(StopStringCriteria(tokenizer, texts))
+            rules[0].criteria.append(StopStringCriteria(tokenizer, texts))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise _not_applied(error) from error
-    return found[0]
+    return rules[0]
 
 
 def _not_applied(error: Exception) -> LayersimError:

@@ -61,9 +61,12 @@ class Segments(ABC):
     """
 
     def __init__(self, split_model: LocalSplitModel, ends: tuple[int, ...], check: ExitCheck) -> None:
-        self.split_model, self.ends, self.check = split_model, ends, check
+        self.split_model = split_model
+        self.ends = ends
+        self.check = check
         self.block_calls = self.block_tokens = self.segment = 0
-        self._stopped, self._forward = False, ForwardRun()
+        self._stopped = False
+        self._forward = ForwardRun()
 
     @abstractmethod
     def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
@@ -87,7 +90,7 @@ class Segments(ABC):
         with temporary_hooks() as handles:
             for number, end in enumerate(self.ends):
                 block = self.split_model.blocks[end - 1]
-                handles.append(on_leave(block, partial(self._reached, number), with_kwargs=True))
+                handles.append(on_leave(block, partial(self._leave_segment, number), with_kwargs=True))
             yield
 
     def run(self) -> None:
@@ -108,15 +111,17 @@ class Segments(ABC):
                     "names the blocks."
                 )
 
-    def _reached(self, number: int, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave_segment(self, number: int, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook of the last block of a segment."""
         # Blocks below the entered layer only return their input.
         if number < self.segment:
             return
-        entering, hidden = first_tensor((*args, *kwargs.values())), first_tensor(output)
-        length = self.ends[number] - (self.ends[number - 1] if number else 0)
-        self.block_calls += length
-        self.block_tokens += length * hidden.shape[0] * hidden.shape[1]
+        entering = first_tensor((*args, *kwargs.values()))
+        hidden = first_tensor(output)
+        start = self.ends[number - 1] if number else 0
+        blocks = self.ends[number] - start
+        self.block_calls += blocks
+        self.block_tokens += blocks * hidden.shape[0] * hidden.shape[1]
         self.segment = number + 1
         if not self.leave(number, entering, hidden):
             self._stopped = True
@@ -149,7 +154,9 @@ class Decoding(Segments):
         room: int,
     ) -> None:
         super().__init__(split_model, ends, check)
-        self.tokens, self.attended, self.numbers = tokens, attended, list(range(len(tokens)))
+        self.tokens = tokens
+        self.attended = attended
+        self.numbers = list(range(len(tokens)))
         self.exited: dict[int, tuple[Tensor, int]] = {}
         self.pads = None if attended is None else (~attended).sum(1)
         # For each segment and row, the number of columns that have run through it.
@@ -158,7 +165,8 @@ class Decoding(Segments):
         # For each segment, the residuals `row column d_model` that enter it.
         self.pending: list[Tensor | None] = [None for _ in ends]
         parameters = inspect.signature(type(split_model.module).forward).parameters
-        self.positions = "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self.takes_positions = "position_ids" in parameters or takes_any_name
         # Of the current forward pass: its rows, the first column of each, and its part of the tables.
         self.rows: list[int] = []
         self.first_columns: list[int] = []
@@ -175,17 +183,21 @@ class Decoding(Segments):
         pads = [0] * len(self.tokens) if self.pads is None else self.pads.tolist()
         return [row[pad:] for row, pad in zip(self.tokens, pads, strict=True)]
 
-    def append(self, new: Tensor) -> None:
-        self.tokens = torch.cat([self.tokens, new[:, None]], 1)
+    def append(self, new_tokens: Tensor) -> None:
+        column = new_tokens[:, None]
+        self.tokens = torch.cat([self.tokens, column], 1)
         if self.attended is not None:
-            self.attended = torch.cat([self.attended, torch.ones_like(new[:, None], dtype=torch.bool)], 1)
+            self.attended = torch.cat([self.attended, torch.ones_like(column, dtype=torch.bool)], 1)
 
     def keep(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self.tokens.device)
-        self.tokens, self.numbers = self.tokens[index], [self.numbers[row] for row in rows]
+        self.tokens = self.tokens[index]
+        self.numbers = [self.numbers[row] for row in rows]
         if self.attended is not None and self.pads is not None:
-            self.attended, self.pads = self.attended[index], self.pads[index]
-        self.columns_run = [[columns[row] for row in rows] for columns in self.columns_run]
+            self.attended = self.attended[index]
+            self.pads = self.pads[index]
+        for segment, columns in enumerate(self.columns_run):
+            self.columns_run[segment] = [columns[row] for row in rows]
         self.cache.keep(index)
         self.pending = [None if x is None else x.index_select(0, index) for x in self.pending]
 
@@ -196,8 +208,9 @@ class Decoding(Segments):
         self.first_columns = [self.columns_run[self.segment][row] for row in self.rows]
         start = min(self.first_columns)
         all_rows = len(self.rows) == len(self.tokens)
-        ragged = self.first_columns if max(self.first_columns) > start else None
-        self.columns = columns = Columns(None if all_rows else self.rows, start, end, ragged, self.tokens.device)
+        starts = self.first_columns if max(self.first_columns) > start else None
+        columns = Columns(None if all_rows else self.rows, start, end, starts, self.tokens.device)
+        self.columns = columns
         self.cache.columns = columns
         options: dict[str, Any] = {
             "input_ids": columns.take(self.tokens, start),
@@ -206,28 +219,33 @@ class Decoding(Segments):
         }
         if self.attended is not None and self.pads is not None:
             options["attention_mask"] = columns.take(self.attended).long()
-            if self.positions:
+            if self.takes_positions:
                 pads = self.pads if all_rows else self.pads[self.rows]
-                numbers = torch.arange(start, end, device=pads.device)
-                options["position_ids"] = (numbers - pads[:, None]).clamp(min=0)
+                column_numbers = torch.arange(start, end, device=pads.device)
+                # Padding has position 0, in place of negative ones.
+                options["position_ids"] = (column_numbers - pads[:, None]).clamp(min=0)
         pending = self.pending[self.segment]
-        return options, None if pending is None else columns.take(pending, start)
+        hidden = None if pending is None else columns.take(pending, start)
+        return options, hidden
 
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
         columns = self.columns
         for row in self.rows:
             self.columns_run[number][row] = columns.end
-        layer, last = self.ends[number], number + 1 == len(self.ends)
+        layer = self.ends[number]
+        last = number + 1 == len(self.ends)
         exits, logits = self.check(hidden[:, -1], entering[:, -1], torch.tensor(self.rows), layer, last)
         if logits is not None:
-            gone = [row for row, flag in zip(self.rows, exits.tolist(), strict=True) if flag]
-            self.exited.update({row: (logits[i : i + 1], layer) for i, row in enumerate(gone)})
+            exiting_rows = [row for row, exits_here in zip(self.rows, exits.tolist(), strict=True) if exits_here]
+            for i, row in enumerate(exiting_rows):
+                self.exited[row] = (logits[i : i + 1], layer)
         continuing = [row for row in self.rows if row not in self.exited]
         if last:
             self.rows = []
             return False
-        above = self.columns_run[number + 1]
-        none_pending = all(above[row] == first for row, first in zip(self.rows, self.first_columns, strict=True))
+        columns_run_above = self.columns_run[number + 1]
+        first_columns = zip(self.rows, self.first_columns, strict=True)
+        none_pending = all(columns_run_above[row] == first_column for row, first_column in first_columns)
         if len(continuing) == len(self.rows) and none_pending:
             # All rows continue with the same tokens, so the forward pass goes on.
             return True
@@ -269,12 +287,16 @@ class FullSequence(Segments):
         attended: Tensor | None = None,
     ) -> None:
         super().__init__(split_model, ends, check)
-        self.inputs, self.causal, self.attended, self.tokens = inputs, causal, attended, 0
+        self.inputs = inputs
+        self.causal = causal
+        self.attended = attended
+        self.tokens = 0
         self.running = positions.clone()
         self.exits = torch.zeros(positions.shape, dtype=torch.int64)
         self.logits = torch.empty(0)
         # The rows and the positions of the current forward pass, and the residuals that enter it.
-        self.rows, self.length = torch.arange(len(positions), device=positions.device), positions.shape[1]
+        self.rows = torch.arange(len(positions), device=positions.device)
+        self.length = positions.shape[1]
         self.hidden: Tensor | None = None
 
     def run(self) -> None:
@@ -285,41 +307,50 @@ class FullSequence(Segments):
     def enter(self) -> tuple[dict[str, Any], Tensor | None] | None:
         if not len(self.rows):
             return None
-        cut = self.causal and self.length < self.running.shape[1]
-        part = {name: x[self.rows, : self.length] if cut else x[self.rows] for name, x in self.inputs.items()}
-        return part | no_cache(self.split_model.module), self.hidden
+        shortened = self.causal and self.length < self.running.shape[1]
+        inputs = {}
+        for name, x in self.inputs.items():
+            inputs[name] = x[self.rows, : self.length] if shortened else x[self.rows]
+        return inputs | no_cache(self.split_model.module), self.hidden
 
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
-        self.tokens = self.tokens or hidden.shape[0] * hidden.shape[1]
-        layer, last = self.ends[number], number + 1 == len(self.ends)
+        if not self.tokens:
+            # The first segment runs all rows in full length.
+            self.tokens = hidden.shape[0] * hidden.shape[1]
+        layer = self.ends[number]
+        last = number + 1 == len(self.ends)
         running = self.running[self.rows, : self.length]
         index = torch.arange(self.running.numel(), device=self.running.device).reshape(self.running.shape)
         index = index[self.rows, : self.length][running]
         lens = self.check.lens
         if lens.unembed.pool is None:
             # Vision models have further positions, which are not classified.
-            x, before = (states[:, : self.length][running] for states in (hidden, entering))
-            read = x, True
+            x_leaving = hidden[:, : self.length][running]
+            x_entering = entering[:, : self.length][running]
+            head_input = (x_leaving, True)
         else:
-            kept = torch.ones_like(hidden[..., 0], dtype=torch.bool) if self.attended is None else self.attended[self.rows]
-            x, before = (lens.unembed.pool(states, kept) for states in (hidden, entering))
-            read = lens.unembed.pooled(hidden, kept, lens.norms(layer)), False
-        exits, logits = self.check(x, before, index, layer, last, read)
+            attended = torch.ones_like(hidden[..., 0], dtype=torch.bool)
+            if self.attended is not None:
+                attended = self.attended[self.rows]
+            x_leaving = lens.unembed.pool(hidden, attended)
+            x_entering = lens.unembed.pool(entering, attended)
+            head_input = (lens.unembed.pooled(hidden, attended, lens.norms(layer)), False)
+        exits, logits = self.check(x_leaving, x_entering, index, layer, last, head_input)
         if logits is not None:
-            self._exit(layer, index[exits], logits)
+            self._record_exits(layer, index[exits], logits)
         if last:
             self.rows = self.rows[:0]
             return False
-        return self._continue(hidden)
+        return self._narrow(hidden)
 
-    def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
+    def _record_exits(self, layer: int, index: Tensor, logits: Tensor) -> None:
         if not self.logits.numel():
             self.logits = logits.new_zeros(*self.running.shape, logits.shape[-1])
         self.logits.view(-1, logits.shape[-1])[index] = logits
         self.running.view(-1)[index] = False
         self.exits.view(-1)[index.cpu()] = layer
 
-    def _continue(self, hidden: Tensor) -> bool:
+    def _narrow(self, hidden: Tensor) -> bool:
         """Drop rows and positions that need no further block.
 
         Returns:
@@ -333,5 +364,6 @@ class FullSequence(Segments):
         if bool(continuing.all()) and length == self.length:
             return True
         self.hidden = hidden[continuing, :length] if self.causal else hidden[continuing]
-        self.rows, self.length = self.rows[continuing], length
+        self.rows = self.rows[continuing]
+        self.length = length
         return False

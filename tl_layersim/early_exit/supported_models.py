@@ -31,7 +31,9 @@ from .exit_decisions import ExitCheck, ExitLens
 from .segments import Decoding, FullSequence
 
 # Tokens of the synthetic prompt, padding of its second row, and new tokens.
-PROMPT, PAD, NEW = 5, 2, 6
+PROMPT = 5
+PAD = 2
+NEW = 6
 
 
 def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSplitModel, Unembed]:
@@ -47,14 +49,16 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
     opened = OpenedModel.of(model)
     model = opened.model
     # The blocks of nnsight and of TransformerLens do not use the cache of transformers.
-    source = None if opened.on_server or is_transformer_lens(model) else open_source(opened, either_stack=either_stack)
+    source = None
+    if not opened.on_server and not is_transformer_lens(model):
+        source = open_source(opened, either_stack=either_stack)
     if type(source) is not HookedSource or not hasattr(model, "config"):
         raise not_hugging_face(model)
     need_stream(source.model, "Early exit")
     split_model = LocalSplitModel(source, source.model)
     if split_model.source.unembed is None:
         raise no_known_head(source.model)
-    devices = {str(p.device) for p in model.parameters()}
+    devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         raise LayersimError(
             f"`model` has weights on {', '.join(sorted(devices))}; all weights must be on one device. Load the model without "
@@ -70,13 +74,13 @@ def open_for_early_exit(model: Any, either_stack: bool = False) -> tuple[LocalSp
 def _synthetic_row(split_model: LocalSplitModel) -> Batch:
     """A row of synthetic inputs."""
     inputs = {name: values.cpu() for name, values in synthetic_inputs(split_model, 1, PROMPT + NEW).items()}
-    has_tokens = not reads_pixels(split_model)
-    if not has_tokens:
-        one = torch.ones(1, 1, dtype=torch.bool)
-        return Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0, inputs=inputs, has_tokens=False)
+    if reads_pixels(split_model):
+        no_tokens = torch.zeros(1, 1, dtype=torch.int64)
+        counted = torch.ones(1, 1, dtype=torch.bool)
+        return Batch(no_tokens, counted, counted, 0, inputs=inputs, has_tokens=False)
     tokens = inputs.pop(split_model.model.token_input)
-    every = torch.ones_like(tokens, dtype=torch.bool)
-    return Batch(tokens, every, every, 0, inputs=inputs)
+    counted = torch.ones_like(tokens, dtype=torch.bool)
+    return Batch(tokens, counted, counted, 0, inputs=inputs)
 
 
 def not_hugging_face(model: Any) -> LayersimError:
@@ -98,44 +102,54 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
     Raises:
         LayersimError: the model reads images, and its configuration has no size.
     """
+    model = split_model.module
+    description = split_model.model
     generator = torch.Generator().manual_seed(0)
-    config: Any = split_model.module.config
-    main = getattr(split_model.module, "main_input_name", TOKEN_IDS)
-    if main not in (TOKEN_IDS, PIXELS):
+    config: Any = model.config
+    main_input = getattr(model, "main_input_name", TOKEN_IDS)
+    if main_input not in (TOKEN_IDS, PIXELS):
         raise LayersimError(
-            f"`model` is {with_article(type(split_model.module).__name__)}, which takes `{main}`; it must take token ids or "
-            "images. The analyzer ExitCurve measures the exits of other models."
+            f"`model` is {with_article(type(model).__name__)}, which takes `{main_input}`; it must take "
+            "token ids or images. The analyzer ExitCurve measures the exits of other models."
         )
-    if main == TOKEN_IDS:
-        vocabulary = split_model.model.vocabulary or 2
+    if main_input == TOKEN_IDS:
+        vocabulary = description.vocabulary or 2
         ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
         pad = getattr(config, "pad_token_id", None)
         # Classifiers take the first padding token as the end of a row.
-        ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
+        if isinstance(pad, int):
+            ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids)
         ids = ids.to(split_model.device)
+        inputs = {"input_ids": ids}
         # An encoder-decoder also needs tokens for its decoder.
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if encoder_and_decoder(split_model.module) else {})
+        if encoder_and_decoder(model):
+            inputs["decoder_input_ids"] = ids
+        return inputs
     config = getattr(config, "vision_config", config)
-    if (size := getattr(config, "image_size", None)) is None:
+    size = getattr(config, "image_size", None)
+    if size is None:
         raise LayersimError("`model` reads images of unknown size: its configuration has no image_size.")
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(rows, config.num_channels, height, width, generator=generator)
-    return {"pixel_values": pixels.to(device=split_model.device, dtype=next(split_model.module.parameters()).dtype)}
+    dtype = next(model.parameters()).dtype
+    return {"pixel_values": pixels.to(device=split_model.device, dtype=dtype)}
 
 
 def is_causal(split_model: LocalSplitModel) -> bool:
     """Whether a residual does not depend on later tokens."""
-    given = synthetic_inputs(split_model, 1, 6)["input_ids"]
-    other = given.clone()
-    other[0, -1] = (other[0, -1] + 1) % max(2, split_model.model.vocabulary or 2)
+    model = split_model.module
+    description = split_model.model
+    ids = synthetic_inputs(split_model, 1, 6)["input_ids"]
+    ids_with_other_last = ids.clone()
+    ids_with_other_last[0, -1] = (ids[0, -1] + 1) % max(2, description.vocabulary or 2)
 
-    def last_residual(ids: Tensor) -> Tensor:
-        module = split_model.module
-        return split_model.read(len(split_model.blocks), lambda: module(input_ids=ids, **no_cache(split_model.module)))
+    def last_residual(input_ids: Tensor) -> Tensor:
+        return split_model.read(len(split_model.blocks), lambda: model(input_ids=input_ids, **no_cache(model)))
 
     with torch.no_grad():
-        a, b = last_residual(given), last_residual(other)
-    return relative_gap(a[0, :-1], b[0, :-1]) < 1e-3
+        residual = last_residual(ids)
+        residual_with_other_last = last_residual(ids_with_other_last)
+    return relative_gap(residual[0, :-1], residual_with_other_last[0, :-1]) < 1e-3
 
 
 @contextmanager
@@ -171,19 +185,25 @@ def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int
     attended = torch.ones_like(ids, dtype=torch.bool)
     attended[1, :PAD] = False
     # Another depth at each step and in each row; all blocks at the last step.
-    depths = torch.tensor([[ends[(step + 2 * row) % len(ends)] for row in range(2)] for step in range(NEW)] + [[ends[-1]] * 2])
+    depths_by_step = []
+    for step in range(NEW):
+        depths_by_step.append([ends[step % len(ends)], ends[(step + 2) % len(ends)]])
+    depths_by_step.append([ends[-1], ends[-1]])
+    depths = torch.tensor(depths_by_step)
     check = ExitCheck(lens, depths[0])
-    state = Decoding(split_model, ends, check, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW)
-    with state.hooked():
+    decoding = Decoding(split_model, ends, check, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW)
+    with decoding.hooked():
         for step in range(NEW + 1):
             if step:
-                state.append(ids[:, PROMPT + step - 1])
+                decoding.append(ids[:, PROMPT + step - 1])
             check.rule = depths[step]
-            state.run()
+            decoding.run()
+    model = split_model.module
     for row in range(2):
-        own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model.module)))[0, -1]
-        ours = state.exited[row][0][0]
-        _refuse_different(split_model, ours, own, "when generated tokens exit early")
+        row_without_padding = ids[row : row + 1, PAD * row :]
+        model_logits = logits_of(model(input_ids=row_without_padding, **no_cache(model)))[0, -1]
+        exit_logits = decoding.exited[row][0][0]
+        _refuse_different(split_model, exit_logits, model_logits, "when generated tokens exit early")
 
 
 def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> int:
@@ -197,17 +217,22 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     Raises:
         LayersimError: the logits differ by more than rounding.
     """
-    inputs, unembed = synthetic_inputs(split_model, 2, 6), lens.unembed
-    positions, every = positions_read(split_model, unembed.reads, inputs), unembed.reads == "every"
+    model = split_model.module
+    inputs = synthetic_inputs(split_model, 2, 6)
+    positions = positions_read(split_model, lens.unembed.reads, inputs)
+    reads_every = lens.unembed.reads == "every"
     layers = torch.full(positions.shape, ends[0])
     # The second row runs through all blocks, or its fourth position does.
-    layers[1, 3 if every else slice(None)] = ends[-1]
+    layers[1, 3 if reads_every else slice(None)] = ends[-1]
     passes = FullSequence(split_model, ends, ExitCheck(lens, layers.flatten()), inputs, positions, causal)
     passes.run()
-    own = logits_of(split_model.module(**inputs, **no_cache(split_model.module)))[1]
-    ours = passes.logits[1][positions[1]][3 if every else -1]
-    _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when positions exit early")
-    return own.shape[-1]
+    model_logits = logits_of(model(**inputs, **no_cache(model)))[1]
+    outputs = model_logits.shape[-1]
+    if model_logits.dim() > 1:
+        model_logits = model_logits[3]
+    exit_logits = passes.logits[1][positions[1]][3 if reads_every else -1]
+    _refuse_different(split_model, exit_logits, model_logits, "when positions exit early")
+    return outputs
 
 
 def positions_read(
@@ -229,14 +254,19 @@ def positions_read(
         return torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
     if reads == "every":
         return torch.ones_like(ids, dtype=torch.bool) if attended is None else attended
-    chosen = torch.zeros_like(ids, dtype=torch.bool)
+    positions = torch.zeros_like(ids, dtype=torch.bool)
     if reads == "first":
-        chosen[:, 0] = True
-        return chosen
+        positions[:, 0] = True
+        return positions
     pad = getattr(split_model.module.config, "pad_token_id", None)
-    real = ids != pad if isinstance(pad, int) else torch.ones_like(chosen) if attended is None else attended
-    last = (real * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(1)
-    return chosen.scatter(1, last[:, None], True)
+    if isinstance(pad, int):
+        is_token = ids != pad
+    elif attended is not None:
+        is_token = attended
+    else:
+        is_token = torch.ones_like(positions)
+    last = (is_token * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(1)
+    return positions.scatter(1, last[:, None], True)
 
 
 def relative_gap(a: Tensor, b: Tensor) -> float:
@@ -244,9 +274,10 @@ def relative_gap(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
-def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, when: str) -> None:
-    gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
-    if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
+def _refuse_different(split_model: LocalSplitModel, exit_logits: Tensor, model_logits: Tensor, when: str) -> None:
+    gap = relative_gap(exit_logits, model_logits) if exit_logits.shape == model_logits.shape else float("inf")
+    # A gap that is NaN is refused, too.
+    if not gap <= rounding(model_logits.dtype, next(split_model.module.parameters()).dtype):
         raise LayersimError(
             f"{split_model.model.name} gives different logits {when}: the difference is {gap:.3g} of their norm. Blocks must "
             "run one after the other; open_model(model, layers=[...], unembed=[...]) names the blocks and the head."

@@ -131,7 +131,8 @@ def _first_blocks(model: Any, split_model: LocalSplitModel, n_layers: int) -> An
     short.to(split_model.device).train(model.training)
     if getattr(model, "generation_config", None) is not None:
         short.generation_config = copy.deepcopy(model.generation_config)
-    if (tokenizer := getattr(model, "tokenizer", None)) is not None:
+    tokenizer = getattr(model, "tokenizer", None)
+    if tokenizer is not None:
         short.tokenizer = tokenizer
     return short
 
@@ -146,7 +147,10 @@ def _refuse_changed_on_loading(whole: Any, config: Any, n_layers: int) -> None:
         config: configuration of the truncated model.
         n_layers: number of blocks that are kept.
     """
-    changed = [name for name in _changed_on_loading(config) if name not in _changed_on_loading(whole)]
+    changed = _changed_on_loading(config)
+    if changed:
+        changed_without_truncation = _changed_on_loading(whole)
+        changed = [name for name in changed if name not in changed_without_truncation]
     if changed:
         raise LayersimError(
             f"`n_layers` is {n_layers}, but a {type(config).__name__} with so many blocks changes {', '.join(changed)} when it "
@@ -175,19 +179,20 @@ def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
         config.depths[int(stage.rpartition(".")[2])] = n_layers
         return config
     # CLIP and similar models have a configuration for each tower.
-    kind = type(nearest_config(model, paths[0]))
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
-    inner = next((part for part in parts if type(part) is kind), config)
-    lists = [name for name, value in vars(inner).items() if isinstance(value, list) and len(value) == len(paths)]
-    for name in lists:
-        if name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
-            setattr(inner, name, getattr(inner, name)[:n_layers])
-    _cut_shared_layers(inner, len(paths), n_layers)
+    config_class = type(nearest_config(model, paths[0]))
+    sub_configs = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    tower_config = next((sub_config for sub_config in sub_configs if type(sub_config) is config_class), config)
+    for name, value in list(vars(tower_config).items()):
+        has_entry_per_block = isinstance(value, list) and len(value) == len(paths)
+        if has_entry_per_block and name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
+            setattr(tower_config, name, getattr(tower_config, name)[:n_layers])
+    _cut_shared_layers(tower_config, len(paths), n_layers)
     # Encoder-decoders have a setting for each stack.
-    counts = [name for name in ("num_decoder_layers", "decoder_layers") if isinstance(getattr(inner, name, None), int)]
+    decoder_settings = ("num_decoder_layers", "decoder_layers")
+    counts = [name for name in decoder_settings if isinstance(getattr(tower_config, name, None), int)]
     for name in counts or ["num_hidden_layers"]:
-        setattr(inner, name, n_layers)
-    _cut_stages(inner, len(paths), n_layers)
+        setattr(tower_config, name, n_layers)
+    _cut_stages(tower_config, len(paths), n_layers)
     return config
 
 
@@ -203,8 +208,8 @@ def _cut_stages(config: Any, blocks: int, n_layers: int) -> None:
     if not isinstance(stages, list) or len(stages) != blocks + 1:
         return
     config.stage_names = stages[: n_layers + 1]
-    kept = [name for name in config.out_features if name in config.stage_names]
-    config.set_output_features_output_indices(out_features=kept or config.stage_names[-1:], out_indices=None)
+    out_features = [name for name in config.out_features if name in config.stage_names]
+    config.set_output_features_output_indices(out_features=out_features or config.stage_names[-1:], out_indices=None)
 
 
 def _cut_shared_layers(config: Any, blocks: int, n_layers: int) -> None:
@@ -229,10 +234,9 @@ def _cut_shared_layers(config: Any, blocks: int, n_layers: int) -> None:
 
 
 def _copy_weights(model: Any, short: Any) -> None:
-    parts = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     # A TransformerBridge that was made of the model wraps its modules in place.
-    original = {name.replace("._original_component", ""): x for name, x in parts.items()}
-    copied = dict(short.named_parameters(remove_duplicate=False)) | dict(short.named_buffers(remove_duplicate=False))
+    original = {name.replace("._original_component", ""): x for name, x in _parameters_and_buffers(model).items()}
+    copied = _parameters_and_buffers(short)
     missing = [name for name, x in copied.items() if name not in original or _first_layers(original[name], x) is None]
     if missing:
         raise LayersimError(
@@ -240,10 +244,16 @@ def _copy_weights(model: Any, short: Any) -> None:
         )
     with torch.no_grad():
         for name, x in copied.items():
-            part = _first_layers(original[name], x)
-            assert part is not None
-            x.data = part.detach().clone().to(x.device)
+            weights = _first_layers(original[name], x)
+            assert weights is not None
+            x.data = weights.detach().clone().to(x.device)
             x.requires_grad_(original[name].requires_grad)
+
+
+def _parameters_and_buffers(model: Any) -> dict[str, Tensor]:
+    """Parameters and buffers by name. Those with several names, such as tied weights, have an entry for each."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, n_layers: int) -> None:
@@ -256,20 +266,22 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
             f"`n_layers` is {n_layers}, but {type(short.model).__name__} has {len(short_split.blocks)} blocks if it is built "
             "with so many; its configuration counts other blocks too."
         )
-    options = inputs | no_cache(split_model.module)
+    model = split_model.module
+    description = split_model.model
+    options = inputs | no_cache(model)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         layers = range(n_layers + 1)
-        own = read_residuals(split_model.blocks, layers, lambda: split_model.module(**options))
-        copied = read_residuals(short_split.blocks, layers, lambda: short.model(**options))
+        residuals = read_residuals(split_model.blocks, layers, lambda: model(**options))
+        short_residuals = read_residuals(short_split.blocks, layers, lambda: short.model(**options))
         _run_with_cache(short.model, inputs)
-        logits = logits_of(short.model(**options))
+        short_logits = logits_of(short.model(**options))
         check = ExitCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
         passes = FullSequence(split_model, (n_layers,), check, inputs, positions)
         passes.run()
-        lens = passes.logits if unembed.reads == "every" else passes.logits[positions]
+        lens_logits = passes.logits if unembed.reads == "every" else passes.logits[positions]
     for layer in layers:
-        _refuse_different(f"Residuals at {split_model.model.layers[layer]}", copied[layer], own[layer])
-    _refuse_different(f"Logits after block {n_layers - 1}", logits, lens)
+        _refuse_different(f"Residuals at {description.layers[layer]}", short_residuals[layer], residuals[layer])
+    _refuse_different(f"Logits after block {n_layers - 1}", short_logits, lens_logits)
 
 
 def _first_layers(original: Tensor, copied: Tensor) -> Tensor | None:
@@ -282,10 +294,13 @@ def _first_layers(original: Tensor, copied: Tensor) -> Tensor | None:
         return original
     if original.dim() != copied.dim():
         return None
-    shorter = [axis for axis in range(original.dim()) if original.shape[axis] != copied.shape[axis]]
-    if len(shorter) != 1 or copied.shape[shorter[0]] > original.shape[shorter[0]]:
+    changed_axes = [axis for axis in range(original.dim()) if original.shape[axis] != copied.shape[axis]]
+    if len(changed_axes) != 1:
         return None
-    return original.narrow(shorter[0], 0, copied.shape[shorter[0]])
+    axis = changed_axes[0]
+    if copied.shape[axis] > original.shape[axis]:
+        return None
+    return original.narrow(axis, 0, copied.shape[axis])
 
 
 def _run_with_cache(model: Any, inputs: dict[str, Tensor]) -> None:
@@ -308,17 +323,18 @@ def _run_with_cache(model: Any, inputs: dict[str, Tensor]) -> None:
         )
 
 
-def _refuse_different(what: str, ours: Tensor, theirs: Tensor) -> None:
+def _refuse_different(quantity: str, of_copy: Tensor, of_model: Tensor) -> None:
     """Raise an error if a tensor of the truncated model differs from that of the model.
 
     Args:
-        what: description of the tensors, for the message.
-        ours: the tensor of the truncated model.
-        theirs: the tensor of the model.
+        quantity: description of the tensors, for the message.
+        of_copy: the tensor of the truncated model.
+        of_model: the tensor of the model.
     """
-    gap = relative_gap(ours, theirs)
-    if not gap <= rounding(theirs.dtype):
+    gap = relative_gap(of_copy, of_model)
+    # A gap that is NaN is refused, too.
+    if not gap <= rounding(of_model.dtype):
         raise LayersimError(
-            f"{what} differ by {gap:.3g} of their norm between the truncated and the whole model. The model cannot be "
+            f"{quantity} differ by {gap:.3g} of their norm between the truncated and the whole model. The model cannot be "
             "truncated, because its blocks depend on the number of blocks."
         )

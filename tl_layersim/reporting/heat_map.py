@@ -73,8 +73,8 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
     if field.endswith("std") or field == "sd":
         return ColourScale(SPREAD, 0.0, end_above(high))
     if field == "p_values":
-        beyond = f"highest colour: {HIGHEST_P:g} or more" if high > HIGHEST_P else ""
-        return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
+        note = f"highest colour: {HIGHEST_P:g} or more" if high > HIGHEST_P else ""
+        return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, note)
     bounds = bounds_of(result).get(field) or (-math.inf, math.inf)
     return scale_within(values, bounds)
 
@@ -97,9 +97,11 @@ def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
     low, high = _limits(values)
     bounded = math.isfinite(bounds[1])
     if low < NEGATIVE:
-        far = bounds[1] if bounded else end_above(max(-low, high))
-        return ColourScale(DIVERGING, -far, far, f"lowest colour: {-far:g} or less" if low < -far else "")
-    return ColourScale(SEQUENTIAL, min(0.0, low), bounds[1] if bounded else end_above(high))
+        end = bounds[1] if bounded else end_above(max(-low, high))
+        note = f"lowest colour: {-end:g} or less" if low < -end else ""
+        return ColourScale(DIVERGING, -end, end, note)
+    end = bounds[1] if bounded else end_above(high)
+    return ColourScale(SEQUENTIAL, min(0.0, low), end)
 
 
 def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
@@ -116,8 +118,8 @@ def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
 def about_zero(values: Any) -> ColourScale:
     """Colour scale of differences, centred at 0."""
     low, high = _limits(values)
-    far = end_above(max(high, -low))
-    return ColourScale(DIVERGING, -far, far)
+    end = end_above(max(high, -low))
+    return ColourScale(DIVERGING, -end, end)
 
 
 def end_above(value: float) -> float:
@@ -130,6 +132,7 @@ def end_above(value: float) -> float:
     if not value > 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
+    # A value that is a round number up to rounding errors is its own end.
     return next(round(end * power, 12) for end in ENDS if end * power >= value * (1 - 1e-9))
 
 
@@ -147,21 +150,33 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
         return {}
     span = scale.high - max(scale.low, 0.0)
     low, high = _limits(values)
-    decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS) if high > low else fewest
-    texts = [
-        ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
-        for row in np.asarray(values).tolist()
-    ]
+    decimals = fewest
+    if high > low:
+        decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS)
+    texts = []
+    for row in np.asarray(values).tolist():
+        texts.append([_cell_text(value, decimals) for value in row])
     # Smaller letters for long numbers.
     size = 9 if decimals > 3 else 11
     return {"text": texts, "texttemplate": "%{text}", "textfont": {"size": size, "shadow": "auto"}}
 
 
+def _cell_text(value: float, decimals: int) -> str:
+    """A number with a fixed number of decimals, never "-0.00"; empty for NaN."""
+    if math.isnan(value):
+        return ""
+    if round(value, decimals) == 0:
+        value = 0.0
+    return f"{value:.{decimals}f}"
+
+
 def _limits(values: Any) -> tuple[float, float]:
     """Smallest and largest finite value; 0 and 1 if no value is finite."""
-    known = np.asarray(values, dtype=float)
-    known = known[np.isfinite(known)]
-    return (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    numbers = np.asarray(values, dtype=float)
+    finite = numbers[np.isfinite(numbers)]
+    if not finite.size:
+        return 0.0, 1.0
+    return float(finite.min()), float(finite.max())
 
 
 # Axes of matrices with two sides of one kind.
@@ -242,8 +257,8 @@ def heat_map(
     )
     layer_axis(fig.update_yaxes, *rows)
     layer_axis(fig.update_xaxes, *columns)
-    plain = CELL_AXIS | {"constrain": "domain"} if square else {"showgrid": False}
-    fig.update_xaxes(**plain).update_yaxes(**plain)
+    axis_settings = CELL_AXIS | {"constrain": "domain"} if square else {"showgrid": False}
+    fig.update_xaxes(**axis_settings).update_yaxes(**axis_settings)
     if square:
         fig.update_yaxes(autorange="reversed", scaleanchor="x")
     return styled(fig, titles[0], height=HEIGHT if square else 500)
@@ -258,14 +273,18 @@ def cell_hover(rows: Sequence[Any], columns: Sequence[Any], ends: Ends | None, q
         ends: ends of the confidence intervals, `row column`; None without intervals.
         quantity: name of the quantity, as markup.
     """
-    texts = None if ends is None else hover_texts(ends)
-    data = [
-        [(row, column) if texts is None else (row, column, texts[i, j]) for j, column in enumerate(map(markup, columns))]
-        for i, row in enumerate(map(markup, rows))
-    ]
-    words = "row: %{customdata[0]}<br>column: %{customdata[1]}<br>" + quantity + ": %{z:.4f}"
-    own = "" if ends is None else "%{customdata[2]}"
-    return {"hoverongaps": False, "customdata": data, "hovertemplate": f"{words}{own}<extra></extra>"}
+    row_names = list(map(markup, rows))
+    column_names = list(map(markup, columns))
+    template = "row: %{customdata[0]}<br>column: %{customdata[1]}<br>" + quantity + ": %{z:.4f}"
+    data: list[list[tuple[Any, ...]]] = []
+    if ends is None:
+        for row in row_names:
+            data.append([(row, column) for column in column_names])
+    else:
+        template += "%{customdata[2]}"
+        for row, intervals in zip(row_names, hover_texts(ends), strict=True):
+            data.append([(row, column, text) for column, text in zip(column_names, intervals, strict=True)])
+    return {"hoverongaps": False, "customdata": data, "hovertemplate": f"{template}<extra></extra>"}
 
 
 def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: tuple[str, str], ends: Ends | None) -> go.Figure:
@@ -285,15 +304,24 @@ def matrix_heat_map(result: Result, field: str, axes: tuple[str, ...], titles: t
         # An entry of a block with itself, or the p-value of a layer with itself, is no finding.
         values = np.where(np.eye(len(values), dtype=bool), np.nan, values)
     scale = _matrix_scale(result, field, axes, values)
-    words = _axis_titles(result, axes)
-    sides = [HeatMapAxis(result.coordinates(axis), title) for axis, title in zip(axes, words, strict=True)]
+    axis_titles = _axis_titles(result, axes)
+    rows = HeatMapAxis(result.coordinates(axes[0]), axis_titles[0])
+    columns = HeatMapAxis(result.coordinates(axes[1]), axis_titles[1])
     if axes[0] == "connection":
-        sides = [side._replace(labels=_connection_labels(side.names, getattr(result, "tokens", ()))) for side in sides]
-    whole = axes[0] in (*OF_JACOBIANS, "skipped")
-    shown = [slice(None)] * 2 if whole else [known_columns(values.T), known_columns(values)]
-    notes = [_own_note(result, field, axes), scale.note, _left_out(sides, shown)]
-    rows, columns = (side._replace(names=side.names[own]) for side, own in zip(sides, shown, strict=True))
-    values, ends = values[tuple(shown)], ends and ends.at(tuple(shown))
+        tokens = getattr(result, "tokens", ())
+        rows = rows._replace(labels=_connection_labels(rows.names, tokens))
+        columns = columns._replace(labels=_connection_labels(columns.names, tokens))
+    row_range = column_range = slice(None)
+    if axes[0] not in (*OF_JACOBIANS, "skipped"):
+        row_range = known_columns(values.T)
+        column_range = known_columns(values)
+    labels_left_out = [*_labels_outside(rows, row_range), *_labels_outside(columns, column_range)]
+    notes = [_field_note(result, field, axes), scale.note, _left_out_note(labels_left_out)]
+    rows = rows._replace(names=rows.names[row_range])
+    columns = columns._replace(names=columns.names[column_range])
+    values = values[row_range, column_range]
+    if ends is not None:
+        ends = ends.at((row_range, column_range))
     fig = heat_map(values, (rows, columns), scale, titles, ends=ends, decimals=3 if field == "p_values" else 2)
     return with_subtitle(fig, html.escape("; ".join(filter(None, notes)), quote=False))
 
@@ -324,14 +352,17 @@ def fraction_heat_map(result: Result, field: str, axes: tuple[str, ...], titles:
         titles: title of the figure, and what is counted.
     """
 
-    def fractions(one: Any) -> Any:
-        counts = getattr(one, field)
+    def fractions(counted: Any) -> Any:
+        counts = getattr(counted, field)
         return counts / counts.sum(-1, keepdim=True)
 
-    values, ends = fractions(result).numpy(), interval_ends(result, fractions)
-    scale, shown = ColourScale(SEQUENTIAL, 0.0, 1.0), np.where(values > 0, values, np.nan)
-    words = (titles[0], f"{titles[1]} (fraction)")
-    fig = heat_map(shown, _series_sides(result, axes), scale, words, ends=ends, decimals=2, square=False)
+    values = fractions(result).numpy()
+    ends = interval_ends(result, fractions)
+    scale = ColourScale(SEQUENTIAL, 0.0, 1.0)
+    values_above_zero = np.where(values > 0, values, np.nan)
+    titles = (titles[0], f"{titles[1]} (fraction)")
+    sides = _series_sides(result, axes)
+    fig = heat_map(values_above_zero, sides, scale, titles, ends=ends, decimals=2, square=False)
     return with_subtitle(fig, "White: none")
 
 
@@ -341,8 +372,8 @@ def _matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any
         return narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
     if axes[0] == "skipped":
         # A relative change of 1 or more leaves nothing in common; few outliers would hide the rest.
-        beyond = bool((np.nan_to_num(values) > 1).any())
-        return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
+        note = "highest colour: 1 or more" if bool((np.nan_to_num(values) > 1).any()) else ""
+        return ColourScale(scale.name, 0.0, min(1.0, scale.high), note)
     return scale
 
 
@@ -352,28 +383,39 @@ def _axis_titles(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
     if axes[0] in ("row_block", "skipped", "vision_layer", "text_layer"):
         return axis_title(axes[0]), axis_title(axes[1])
     models = result.provenance.model.split(JOINT)
-    first, last = (f"After block of {html.escape(model_name(model), quote=False)}" for model in (models[0], models[-1]))
-    return (first, last) if len(models) > 1 else ("After block", "After block")
+    if len(models) == 1:
+        return "After block", "After block"
+    first, last = (html.escape(model_name(model), quote=False) for model in (models[0], models[-1]))
+    return f"After block of {first}", f"After block of {last}"
 
 
 def _series_sides(result: Result, axes: tuple[str, ...]) -> tuple[HeatMapAxis, HeatMapAxis]:
     """`HeatMapAxis` of the rows and of the columns, from the first and the second axis of a field."""
-    names = [result.coordinates(axis) for axis in axes]
-    words = [f"{name:g}" if isinstance(name, float) else str(name) for name in names[0]]
-    layers = all(isinstance(name, str) for name in names[1])
-    columns = HeatMapAxis(names[1], axis_title("layer" if layers else axes[1]), None if layers else list(map(str, names[1])))
-    return HeatMapAxis(tuple(words), axis_title(axes[0]), words), columns
+    row_names, column_names = (result.coordinates(axis) for axis in axes)
+    row_texts = [f"{name:g}" if isinstance(name, float) else str(name) for name in row_names]
+    rows = HeatMapAxis(tuple(row_texts), axis_title(axes[0]), row_texts)
+    if all(isinstance(name, str) for name in column_names):
+        columns = HeatMapAxis(column_names, axis_title("layer"))
+    else:
+        columns = HeatMapAxis(column_names, axis_title(axes[1]), list(map(str, column_names)))
+    return rows, columns
 
 
-def _own_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
+def _field_note(result: Result, field: str, axes: tuple[str, ...]) -> str:
     """Note for a figure of coupling or of p-values; empty for other fields."""
     if axes[0] in OF_JACOBIANS and len(result.coordinates(axes[0])) > 1:
+        note = f"Without a {'block' if axes[0] == 'row_block' else 'connection'} with itself"
         null = getattr(result, NULLS.get(field, ""), None)
-        found = "" if null is None else f"; random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}"
-        return f"Without a {'block' if axes[0] == 'row_block' else 'connection'} with itself{found}"
-    if field == "p_values" and (count := int(getattr(result, "permutations", 0))):
-        own = "; without a layer with itself" if _of_own_layers(result, field) and len(result.layers) > 1 else ""
-        return f"{count:,} permutations; smallest possible {1 / (count + 1):.2g}{own}"
+        if null is not None:
+            off_diagonal = null[~np.eye(len(null), dtype=bool)]
+            note += f"; random vectors give {float(off_diagonal.nanmean()):.2f}"
+        return note
+    count = int(getattr(result, "permutations", 0)) if field == "p_values" else 0
+    if count:
+        note = f"{count:,} permutations; smallest possible {1 / (count + 1):.2g}"
+        if _of_own_layers(result, field) and len(result.layers) > 1:
+            note += "; without a layer with itself"
+        return note
     return ""
 
 
@@ -382,29 +424,57 @@ def _of_own_layers(result: Result, field: str) -> bool:
     return field == "p_values" and JOINT not in result.provenance.model
 
 
-def _left_out(sides: list[HeatMapAxis], shown: list[slice]) -> str:
+def _labels_outside(side: HeatMapAxis, names_range: slice) -> list[str]:
+    """Labels of the rows or columns that are left out."""
+    labels = side.shown
+    labels_inside = labels[names_range]
+    return [label for label in labels if label not in labels_inside]
+
+
+def _left_out_note(labels: list[str]) -> str:
     """Note on rows and columns without values; empty if all are shown."""
-    outside = [[label for label in side.shown if label not in side.shown[own]] for side, own in zip(sides, shown, strict=True)]
-    words = list(dict.fromkeys(label for labels in outside for label in labels))
-    return f"without {', '.join(words)}, where no value is defined" if words else ""
+    distinct = list(dict.fromkeys(labels))
+    return f"without {', '.join(distinct)}, where no value is defined" if distinct else ""
 
 
 def _connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) -> list[str]:
     """Shorten labels "block: t_in > t_out" to the parts that differ."""
-    parts = [[int(part) for part in re.split(": | > ", one)] for one in connections]
-    blocks, starts, ends = (len(set(column)) > 1 for column in zip(*parts, strict=True))
+    numbers = []
+    for connection in connections:
+        numbers.append([int(number) for number in re.split(": | > ", connection)])
+    blocks_differ, starts_differ, ends_differ = (len(set(column)) > 1 for column in zip(*numbers, strict=True))
     labels = []
-    for block, start, end in parts:
-        words = [visible_token(f"{n} {tokens[n].strip()}", LETTERS) for n in dict.fromkeys((start, end))]
-        own = " > ".join(words) if starts and ends else words[-1] if ends else words[0] if starts else ""
-        labels.append(": ".join([str(block)] * (blocks or not own) + [own] * bool(own)))
+    for block, start, end in numbers:
+        # One token if a connection stays at its position.
+        positions = dict.fromkeys((start, end))
+        words = [visible_token(f"{position} {tokens[position].strip()}", LETTERS) for position in positions]
+        tokens_in_words = ""
+        if starts_differ and ends_differ:
+            tokens_in_words = " > ".join(words)
+        elif ends_differ:
+            tokens_in_words = words[-1]
+        elif starts_differ:
+            tokens_in_words = words[0]
+        if not tokens_in_words:
+            labels.append(str(block))
+        elif blocks_differ:
+            labels.append(f"{block}: {tokens_in_words}")
+        else:
+            labels.append(tokens_in_words)
     return labels
 
 
-# Pixels of a cell, letters in a cell, pixels below a line of cells, and pixels around all lines.
-CELL, WORD, BELOW_LINE, AROUND = 60, 8, 46, 150
-# Pixels of a row and of a low row, and the number of layers above which rows are low.
-ROW, LOW_ROW, MOST_LAYERS = 24, 18, 16
+# Width of a cell in pixels, and letters of a token in a cell.
+CELL = 60
+WORD = 8
+# Pixels below a line of cells, and around all lines.
+BELOW_LINE = 46
+AROUND = 150
+# Height of a row in pixels, and of a low row.
+ROW = 24
+LOW_ROW = 18
+# Number of layers above which rows are low.
+MOST_LAYERS = 16
 PROBABILITY = {"colorscale": "Blues", "cmin": 0.0, "cmax": 1.0}
 
 
@@ -418,13 +488,15 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
         titles: titles of the figure and of the colour bar.
         width: "column", "text" or None; sets the number of tokens in a line.
     """
-    layers, tokens = grid.layers[1:], grid.tokens
-    count = max(1, -(-len(tokens) // ((PAPER_SIZES[width].width - 110) // CELL)))
+    layers = grid.layers[1:]
+    tokens = grid.tokens
+    most_in_line = (PAPER_SIZES[width].width - 110) // CELL
+    count = max(1, -(-len(tokens) // most_in_line))
     # Lines of nearly equal length.
     length = -(-len(tokens) // count)
     lines = [range(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
-    cells = (ROW if len(layers) <= MOST_LAYERS else LOW_ROW) * len(layers)
-    room = cells * len(lines) + BELOW_LINE * (len(lines) - 1)
+    line_height = (ROW if len(layers) <= MOST_LAYERS else LOW_ROW) * len(layers)
+    room = line_height * len(lines) + BELOW_LINE * (len(lines) - 1)
     fig = make_subplots(rows=len(lines), cols=1, vertical_spacing=BELOW_LINE / room if len(lines) > 1 else 0)
     widest = max(map(len, lines))
     for number, line in enumerate(lines, start=1):
@@ -433,29 +505,44 @@ def token_grid(grid: Any, titles: tuple[str, str], width: str | None = None) -> 
             layer = int(grid.saturation_layer[token])
             box = {"x0": token - 0.48, "x1": token + 0.48, "y0": layer - 0.46, "y1": layer + 0.46}
             fig.add_shape(type="rect", line={"color": ORANGE, "width": 2}, row=number, col=1, **box)
-        ticks = [_shown(tokens[token], WORD) for token in line]
-        plain = CELL_AXIS | {"tickmode": "array"}
-        # Lines with fewer tokens have cells of the same width.
-        places = {"tickvals": list(line), "range": [line[0] - 0.5, line[0] + widest - 0.5]}
-        fig.update_xaxes(ticktext=ticks, tickangle=0, tickfont={"size": 11}, row=number, col=1, **places, **plain)
+        axis_settings = CELL_AXIS | {"tickmode": "array"}
+        fig.update_xaxes(
+            ticktext=[_token_markup(tokens[token], WORD) for token in line],
+            tickangle=0,
+            tickfont={"size": 11},
+            row=number,
+            col=1,
+            tickvals=list(line),
+            # Lines with fewer tokens have cells of the same width.
+            range=[line[0] - 0.5, line[0] + widest - 0.5],
+            **axis_settings,
+        )
         step = max(1, -(-len(layers) // MOST_LAYERS))
-        names = {"tickvals": list(range(0, len(layers), step)), "ticktext": list(map(markup, short_names(layers)[::step]))}
-        fig.update_yaxes(title=site_axis_title(layers, "Block"), row=number, col=1, **names, **plain)
+        fig.update_yaxes(
+            title=site_axis_title(layers, "Block"),
+            row=number,
+            col=1,
+            tickvals=list(range(0, len(layers), step)),
+            ticktext=list(map(markup, short_names(layers)[::step])),
+            **axis_settings,
+        )
     fig.update_xaxes(title="After token", row=len(lines), col=1)
     fig.update_layout(
         showlegend=True,
         coloraxis={**PROBABILITY, "colorbar": colour_bar(titles[1]) | {"thickness": 16, "outlinewidth": 0}},
     )
+    # Traces without points explain the marks in the legend.
     frame = {"symbol": "square-open", "size": 12, "color": ORANGE, "line": {"width": 2}}
     fig.add_scatter(x=[None], y=[None], mode="text", name="<b>bold</b>: the final prediction")
     fig.add_scatter(x=[None], y=[None], mode="markers", marker=frame, name="framed: saturation layer")
     normed = grid.provenance.options.get("norm") != "none"
-    spaces = "; · is a space" if any(token[:1] == " " or token[-1:] == " " for token in tokens) else ""
-    note = f"Logit lens {'with' if normed else 'without'} the final norm below the last block{spaces}"
+    note = f"Logit lens {'with' if normed else 'without'} the final norm below the last block"
+    if any(token[:1] == " " or token[-1:] == " " for token in tokens):
+        note += "; · is a space"
     return with_subtitle(styled(fig, titles[0], height=room + AROUND), note)
 
 
-def _shown(token: str, letters: int | None = None) -> str:
+def _token_markup(token: str, letters: int | None = None) -> str:
     return html.escape(visible_token(token, letters), quote=False)
 
 
@@ -463,14 +550,16 @@ def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
     """Heat map of one line of tokens."""
     layers = range(grid.values.shape[1])
     probability = grid.values.numpy()[line.start : line.stop].T
-    words = [
-        [
-            f"<b>{word}</b>" if layer >= grid.saturation_layer[token] else word
-            for token in line
-            for word in [_shown(grid.words[token][layer], WORD)]
-        ]
-        for layer in layers
-    ]
+    words = []
+    hover_texts_of_cells = []
+    for layer in layers:
+        words_of_layer = []
+        for token in line:
+            word = _token_markup(grid.words[token][layer], WORD)
+            is_final = layer >= grid.saturation_layer[token]
+            words_of_layer.append(f"<b>{word}</b>" if is_final else word)
+        words.append(words_of_layer)
+        hover_texts_of_cells.append([_hover_text_of_cell(grid, token, layer) for token in line])
     return go.Heatmap(
         z=probability,
         x=list(line),
@@ -481,19 +570,21 @@ def _line_of_cells(grid: Any, line: range) -> go.Heatmap:
         coloraxis="coloraxis",
         xgap=1,
         ygap=1,
-        customdata=[[_at_pointer(grid, token, layer) for token in line] for layer in layers],
+        customdata=hover_texts_of_cells,
         hovertemplate="%{customdata}<extra></extra>",
     )
 
 
-def _at_pointer(grid: Any, token: int, layer: int) -> str:
+def _hover_text_of_cell(grid: Any, token: int, layer: int) -> str:
     """Hover text of a cell: position, next token, likeliest tokens and entropy."""
-    lines = [f"after token {token} <b>{_shown(grid.tokens[token])}</b>, {html.escape(grid.layers[layer + 1], quote=False)}"]
+    site = html.escape(grid.layers[layer + 1], quote=False)
+    lines = [f"after token {token} <b>{_token_markup(grid.tokens[token])}</b>, {site}"]
     if token + 1 < len(grid.tokens):
-        lines.append(f"next in the prompt: <b>{_shown(grid.tokens[token + 1])}</b>")
+        lines.append(f"next in the prompt: <b>{_token_markup(grid.tokens[token + 1])}</b>")
     ranked = zip(grid.top_words[token][layer], grid.top_probability[token][layer].tolist(), strict=True)
-    lines += [f"{rank}. {_shown(word)}  {value:.3f}" for rank, (word, value) in enumerate(ranked, start=1)]
-    if not np.isnan(entropy := float(grid.entropy[token][layer])):
+    lines += [f"{rank}. {_token_markup(word)}  {value:.3f}" for rank, (word, value) in enumerate(ranked, start=1)]
+    entropy = float(grid.entropy[token][layer])
+    if not np.isnan(entropy):
         lines.append(f"entropy: {entropy:.2f} nats")
     if layer >= grid.saturation_layer[token]:
         lines.append("saturation layer" if layer == grid.saturation_layer[token] else "final prediction")

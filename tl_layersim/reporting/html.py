@@ -30,15 +30,21 @@ def finding(result: Result) -> str:
     Args:
         result: a result. Its own `finding` comes first.
     """
-    own = result.finding()
-    if own:
-        return own
-    models, lines = in_columns(result)
+    sentence = result.finding()
+    if sentence:
+        return sentence
+    models, rows = in_columns(result)
     if models:
-        changes = [f"{line[0]} {' → '.join(line[1 : len(models) + 1])}" for line in lines[:MOST_CHANGES]]
+        changes = []
+        for quantity, *texts in rows[:MOST_CHANGES]:
+            # For two models, the row ends with their difference.
+            changes.append(f"{quantity} {' → '.join(texts[: len(models)])}")
         return f"{' → '.join(models)}: {'; '.join(changes)}."
     numbers = [f"{name}: {text}" for name, text in list(headline_texts(result).items())[:MOST_HEADLINES]]
-    return "; ".join(numbers)[:1].upper() + "; ".join(numbers)[1:] + "." if numbers else ""
+    if not numbers:
+        return ""
+    sentence = "; ".join(numbers)
+    return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
 def in_columns(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -50,19 +56,22 @@ def in_columns(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """
     models = tuple(map(str, getattr(result, "models", ())))
     texts = headline_texts(result)
-    if len(models) < 2 or not texts or not all(any(name.startswith(f"{model}: ") for model in models) for name in texts):
+    prefixes = tuple(f"{model}: " for model in models)
+    if len(models) < 2 or not texts or not all(name.startswith(prefixes) for name in texts):
         return (), []
-    lines: list[tuple[str, ...]] = []
-    for name in dict.fromkeys(name.partition(": ")[2] for name in texts):
-        keys = [f"{model}: {name}" for model in models]
-        change = [_difference_text(result, keys[0], keys[1])] if len(models) == 2 and all(key in texts for key in keys) else []
-        lines.append((name, *(texts.get(key, "") for key in keys), *change))
-    return models, lines
+    rows: list[tuple[str, ...]] = []
+    for quantity in dict.fromkeys(name.partition(": ")[2] for name in texts):
+        keys = [f"{model}: {quantity}" for model in models]
+        row = [quantity, *(texts.get(key, "") for key in keys)]
+        if len(models) == 2 and all(key in texts for key in keys):
+            row.append(_difference_text(result, keys[0], keys[1]))
+        rows.append(tuple(row))
+    return models, rows
 
 
 def _difference_text(result: Result, before: str, after: str) -> str:
     """Text of the difference `after` - `before` of two headline numbers, such as "+0.12 ± 0.03"."""
-    text = with_margin(result, lambda one: one.headline()[after] - one.headline()[before])
+    text = with_margin(result, lambda measured: measured.headline()[after] - measured.headline()[before])
     return text if text.startswith("-") else f"+{text}"
 
 
@@ -89,14 +98,17 @@ NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=Tru
 
 def result_html(result: Result) -> str:
     """HTML of a result: a table of headline numbers, and a line with model and data."""
-    size = " x ".join(map(str, result.values.shape))
-    title = f"{type(result).__name__}" + (f" ({size})" if size else "")
+    title = type(result).__name__
+    # The values of a few results are a single number.
+    if result.values.shape:
+        title += f" ({' x '.join(map(str, result.values.shape))})"
     return _html(title, {"": result}, (".plot()", ".to_frame()", ".save(path)"))
 
 
 def report_html(report: Report) -> str:
     """HTML of a report: one table of the headline numbers of all results."""
-    return _html("Report", report, (".plot()", f'["{next(iter(report), "")}"].plot()', ".to_html(path)", ".save(path)"))
+    first_name = next(iter(report), "")
+    return _html("Report", report, (".plot()", f'["{first_name}"].plot()', ".to_html(path)", ".save(path)"))
 
 
 def measured_on(provenance: Provenance) -> str:
@@ -107,20 +119,26 @@ def measured_on(provenance: Provenance) -> str:
 
 def _html(title: str, results: Mapping[str, Result], calls: tuple[str, ...]) -> str:
     """HTML of the headline numbers of results, for a notebook."""
-    rows: list[tuple[str, ...]] = [(name, *line) for name, result in results.items() for line in headline_texts(result).items()]
-    first = next(iter(results.values()), None)
-    margin = " (± half of the 95 % interval)" if any(result.has_intervals for result in results.values()) else ""
-    about = "without results" if first is None else measured_on(first.provenance)
-    columns: tuple[str, ...] = ("analyzer", "measure", f"value{margin}")
+    rows: list[tuple[str, ...]] = []
+    for name, result in results.items():
+        rows += [(name, quantity, text) for quantity, text in headline_texts(result).items()]
+    first_result = next(iter(results.values()), None)
+    about = "without results" if first_result is None else measured_on(first_result.provenance)
+    has_intervals = any(result.has_intervals for result in results.values())
+    value_title = "value (± half of the 95 % interval)" if has_intervals else "value"
+    columns: tuple[str, ...] = ("analyzer", "measure", value_title)
+    # A result alone has no name.
     if "" in results:
-        columns, rows = columns[1:], [row[1:] for row in rows]
+        columns = columns[1:]
+        rows = [row[1:] for row in rows]
     return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
 
 
 # Maximum number of findings at the top of the page.
 MOST_FINDINGS = 6
 # Maximum size of a table on the page.
-MOST_LINES, MOST_COLUMNS = 300, 7
+MOST_TABLE_ROWS = 300
+MOST_TABLE_COLUMNS = 7
 # Names of the page's own elements, which results may have too.
 OWN_NAMES = ("summary", "numbers", "figures")
 # Fields of a provenance in words.
@@ -156,24 +174,31 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
 
     figures: list[str] = []
     sections = [_section(name, result, figures) for name, result in report.items()]
-    first = next(iter(report.values()), None)
-    names = " and ".join(names_of_models(first.provenance.model)) if first else "no model"
-    findings = [(name, text) for name, result in report.items() if (text := finding(result))][:MOST_FINDINGS]
-    shown = [section for section in sections if section["plots"] and section["name"] in dict(findings)]
+    first_result = next(iter(report.values()), None)
+    names = " and ".join(names_of_models(first_result.provenance.model)) if first_result else "no model"
+    findings = [(section["name"], section["finding"]) for section in sections if section["finding"]][:MOST_FINDINGS]
+    names_with_finding = [name for name, _ in findings]
+    plots = [section["plots"][0] for section in sections if section["plots"] and section["name"] in names_with_finding]
+    numbers = []
+    for section in sections:
+        if not section["models"]:
+            numbers += [(section["name"], *line) for line in section["headline"]]
     folder = files(__package__) / "page"
-    style, script, page = ((folder / file).read_text(encoding="utf-8") for file in ("page.css", "page.js", "page.html.j2"))
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = (folder / "page.js").read_text(encoding="utf-8")
+    page = (folder / "page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["anchor"] = _anchor
     html = environment.from_string(page).render(
         title=f"Layers of {names}",
         analyzers=", ".join(report) or "no results",
-        about=measured_on(first.provenance) if first else "",
+        about=measured_on(first_result.provenance) if first_result else "",
         findings=findings,
-        first_plot=shown[0]["plots"][0] if shown else None,
+        first_plot=plots[0] if plots else None,
         stream=all(is_stream(result.layers) for result in report.values()),
         sections=sections,
         warnings=_warnings(report),
-        numbers=[(section["name"], *line) for section in sections if not section["models"] for line in section["headline"]],
+        numbers=numbers,
         compared=[section for section in sections if section["models"]],
         intervals=_intervals(report),
         style=Markup(style.replace("FONT", FONT)),
@@ -195,23 +220,30 @@ def _section(name: str, result: Result, figures: list[str]) -> dict[str, Any]:
     """Build the section of one result; append its figures to a list as JSON."""
     plots = []
     for picture in result.pictures:
-        shown = [(picture.name, picture.title)]
+        fields_and_titles = [(picture.name, picture.title)]
         if len(result.declared(picture.name).axes) == 2 and result.of_untrained(picture.name) is not None:
-            shown.append((f"{UNTRAINED}{picture.name}", f"{picture.title}, untrained"))
-        for field, title in shown:
+            fields_and_titles.append((f"{UNTRAINED}{picture.name}", f"{picture.title}, untrained"))
+        for field, title in fields_and_titles:
             figure = result.plot(field)
-            size = {"width": figure.layout.width, "height": figure.layout.height}
-            table = _numbers(result, picture.name)
-            plots.append({"number": len(figures), "title": title, "meaning": picture.caption, "table": table, **size})
+            plots.append(
+                {
+                    "number": len(figures),
+                    "title": title,
+                    "meaning": picture.caption,
+                    "table": _numbers(result, picture.name),
+                    "width": figure.layout.width,
+                    "height": figure.layout.height,
+                }
+            )
             figures.append(figure.to_json())
-    models, lines = in_columns(result)
+    models, rows = in_columns(result)
     return {
         "name": name,
         "words": result.declared().words,
         "finding": finding(result),
         "headline": list(headline_texts(result).items()),
         "models": models,
-        "in_columns": lines,
+        "in_columns": rows,
         "plots": plots,
         "sites": _sites(result),
         "provenance": _provenance(result.provenance),
@@ -228,35 +260,30 @@ def _numbers(result: Result, field: str) -> dict[str, Any]:
     if len(axes) == 2:
         table = table.set_index(table.columns[0]).T.reset_index()
         columns = [columns[0], *(series_label(axes[0], label) for label in result.coordinates(axes[0]))]
-    if len(table) > MOST_LINES or table.shape[1] > MOST_COLUMNS:
+    if len(table) > MOST_TABLE_ROWS or table.shape[1] > MOST_TABLE_COLUMNS:
         return {}
     return {"columns": columns, "lines": table.replace("nan", "–").to_numpy().tolist()}
 
 
 def _warnings(report: Mapping[str, Result]) -> list[tuple[str, str]]:
     """Distinct warnings of a report, as pairs (names of results, text)."""
-    about: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for name, result in report.items():
         for text in result.provenance.warnings:
-            about.setdefault(text, []).append(name)
-    return [(", ".join(names), text) for text, names in about.items()]
+            names_by_text.setdefault(text, []).append(name)
+    return [(", ".join(names), text) for text, names in names_by_text.items()]
 
 
 def _provenance(run: Provenance) -> list[tuple[str, list[tuple[str, str]]]]:
     """Record of a run, as titled tables of names and values."""
-    record = [(words, getattr(run, name)) for name, words in RECORD.items()]
-    return [
-        (
-            "Record",
-            [
-                (name, f"{value:.2f}" if isinstance(value, float) else str(value))
-                for name, value in record
-                if value not in (None, "")
-            ],
-        ),
-        ("Options", [(name, _option(value)) for name, value in run.options.items() if value is not None]),
-        ("Versions", [(name, str(value)) for name, value in run.versions.items()]),
-    ]
+    record = []
+    for field, words in RECORD.items():
+        value = getattr(run, field)
+        if value not in (None, ""):
+            record.append((words, f"{value:.2f}" if isinstance(value, float) else str(value)))
+    options = [(name, _option(value)) for name, value in run.options.items() if value is not None]
+    versions = [(name, str(version)) for name, version in run.versions.items()]
+    return [("Record", record), ("Options", options), ("Versions", versions)]
 
 
 def _option(value: Any) -> str:
@@ -265,29 +292,37 @@ def _option(value: Any) -> str:
 
 def _intervals(report: Mapping[str, Result]) -> str:
     """Description of the report's intervals; empty without intervals."""
-    blocks = {name: len(result.block_tokens) for name, result in report.items() if result.has_intervals}
-    if max(blocks.values(), default=0) < 2:
+    block_counts = {name: len(result.block_tokens) for name, result in report.items() if result.has_intervals}
+    if max(block_counts.values(), default=0) < 2:
         return ""
-    counts = sorted(set(blocks.values()))
-    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    without = [name for name in report if name not in blocks]
-    return (
+    fewest = min(block_counts.values())
+    most = max(block_counts.values())
+    blocks = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    text = (
         "The numbers have 95 % confidence intervals: ± is half of the interval, and figures show intervals as bands, "
-        f"whiskers or hover texts. They were computed from {each} contiguous blocks of the data (a delete-one-block "
+        f"whiskers or hover texts. They were computed from {blocks} contiguous blocks of the data (a delete-one-block "
         "jackknife with Student's t) and describe another sample of as many texts of the same kind, not another training of "
-        "the model." + (f" No intervals: {', '.join(without)}." if without else "")
+        "the model."
     )
+    names_without = [name for name in report if name not in block_counts]
+    if names_without:
+        text += f" No intervals: {', '.join(names_without)}."
+    return text
 
 
 def _sites(result: Result) -> str:
     """Sites of a result in words; empty for a result without sites."""
     if not result.layers:
         return ""
-    further = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))
-    axes = {axis for own in result.tensor_fields().values() for axis in own}
-    labels = {label for axis in axes for label in result.coordinates(axis)}
+    labels = set[Any]()
+    for axes in result.tensor_fields().values():
+        for axis in axes:
+            labels.update(result.coordinates(axis))
     # A lens has no numbers at the input of block 0, although the run reads this site.
     measured = [name for name in result.layers if name in labels] or result.layers
-    own = listed_sites(tuple(dict.fromkeys((*measured, *further))))
+    further_sites = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))
+    sites = listed_sites(tuple(dict.fromkeys((*measured, *further_sites))))
     columns = result.coordinates("column")
-    return own if columns == result.layers else f"{own}; second model: {listed_sites(columns)}"
+    if columns != result.layers:
+        sites += f"; second model: {listed_sites(columns)}"
+    return sites

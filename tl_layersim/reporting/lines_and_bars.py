@@ -42,12 +42,15 @@ MOST_MARKERS = 60
 FAN = (0.16, 0.3, 0.4)
 # Smallest distance between named points, as a fraction of the plot.
 MOST_APART = 0.12
-# Number of tokens above which paths are fainter, and maximum number of letters of a token.
-MOST_STRONG, LETTERS = 25, 14
+# Number of tokens above which paths are fainter.
+MOST_STRONG = 25
+# Maximum number of letters of a token.
+MOST_LETTERS = 14
 # A line at 0, for quantities of both signs.
 ZERO_LINE = {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "#888888"}
 # Opacities of a band and of its outline; the outline shows the interval of a single point.
-FILL, OUTLINE = 0.16, 0.22
+FILL = 0.16
+OUTLINE = 0.22
 
 
 class Ends(NamedTuple):
@@ -60,16 +63,20 @@ class Ends(NamedTuple):
         return Ends(self.low[index], self.high[index])
 
 
-def interval_ends(result: Result, what: str | Callable[[Any], Any]) -> Ends | None:
+def interval_ends(result: Result, quantity: str | Callable[[Any], Any]) -> Ends | None:
     """Ends of the intervals of a field; None without intervals.
 
     Args:
         result: the result.
-        what: name of the field, "values" for the field of `values_name`, or a function of the result, see `Result.interval`.
+        quantity: name of the field, "values" for the field of `values_name`, or a function of the result, see
+            `Result.interval`.
     """
-    if not result.has_intervals or (isinstance(what, str) and bounds_of(result).get(what, ()) is None):
+    if not result.has_intervals:
         return None
-    _, low, high, _ = result.interval(what)
+    # Fields that have no intervals are declared with the bounds None.
+    if isinstance(quantity, str) and bounds_of(result).get(quantity, ()) is None:
+        return None
+    _, low, high, _ = result.interval(quantity)
     return Ends(low.numpy(), high.numpy())
 
 
@@ -82,8 +89,10 @@ def hover_texts(ends: Ends, digits: str = ".4f") -> Any:
     """
     texts = np.empty(np.shape(ends.low), dtype=object)
     for index in np.ndindex(texts.shape):
-        low, high = float(ends.low[index]), float(ends.high[index])
-        texts[index] = f" ({low:{digits}} to {high:{digits}})" if np.isfinite(low) and np.isfinite(high) else ""
+        low = float(ends.low[index])
+        high = float(ends.high[index])
+        known = np.isfinite(low) and np.isfinite(high)
+        texts[index] = f" ({low:{digits}} to {high:{digits}})" if known else ""
     return texts
 
 
@@ -100,8 +109,11 @@ def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str
             "customdata": list(map(markup, names)),
             "hovertemplate": "%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
         }
-    data = [list(pair) for pair in zip(map(markup, names), hover_texts(ends), strict=True)]
-    return {"customdata": data, "hovertemplate": "%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>"}
+    names_and_intervals = zip(map(markup, names), hover_texts(ends), strict=True)
+    return {
+        "customdata": [list(pair) for pair in names_and_intervals],
+        "hovertemplate": "%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>",
+    }
 
 
 def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, **trace: Any) -> None:
@@ -202,41 +214,47 @@ def lines(
         most_bands: with more lines, their intervals are in the hover texts only.
         joined: whether points over names are joined by lines too.
     """
-    shown = known_columns(np.stack([one.values for one in series])) if axis in LAYER_AXES else slice(None)
-    names = names[shown]
-    series = [
-        one._replace(values=one.values[shown], ends=one.ends and one.ends.at(shown), names=one.names and one.names[shown])
-        for one in series
-    ]
+    columns = known_columns(np.stack([line.values for line in series])) if axis in LAYER_AXES else slice(None)
+    names = names[columns]
+    series = [_columns_of(line, columns) for line in series]
     fig = go.Figure()
-    numbers = is_numeric_axis(names, axis)
-    x = list(names) if numbers else list(range(len(names)))
-    bands = len(names) > 1 and (numbers or axis in LAYER_AXES or joined)
-    values = np.concatenate([one.values for one in series])
-    known = values[np.isfinite(values)]
-    log = log and bool(len(known)) and bool((known > 0).all())
-    for one in series:
-        if one.ends is not None and bands and len(series) <= most_bands:
-            ends = on_log_axis(one.ends, one.values) if log else one.ends
-            add_band(fig, x if one.x is None else one.x, ends, one.colour, legendgroup=one.label)
-    for one in series:
+    is_numeric = is_numeric_axis(names, axis)
+    x = list(names) if is_numeric else list(range(len(names)))
+    # Points over names are joined by lines only if the caller says so.
+    is_curve = len(names) > 1 and (is_numeric or axis in LAYER_AXES or joined)
+    values = np.concatenate([line.values for line in series])
+    finite = values[np.isfinite(values)]
+    log = log and bool(len(finite)) and bool((finite > 0).all())
+    # All bands lie below all lines.
+    for line in series:
+        if line.ends is not None and is_curve and len(series) <= most_bands:
+            ends = on_log_axis(line.ends, line.values) if log else line.ends
+            add_band(fig, x if line.x is None else line.x, ends, line.colour, legendgroup=line.label)
+    mode = "markers"
+    if is_curve:
+        mode = "lines+markers" if len(names) <= MOST_MARKERS else "lines"
+    for line in series:
+        interval_settings: dict[str, Any] = {}
+        if line.ends is not None:
+            interval_settings["legendgroup"] = line.label
+            if not is_curve:
+                interval_settings["error_y"] = whiskers(line.values, line.ends)
         fig.add_scatter(
-            x=x if one.x is None else one.x,
-            y=one.values,
-            name=one.label,
-            mode="lines+markers" if bands and len(names) <= MOST_MARKERS else "lines" if bands else "markers",
-            line={"color": one.colour, "dash": one.dash},
-            marker={"symbol": one.symbol, "color": one.colour},
+            x=x if line.x is None else line.x,
+            y=line.values,
+            name=line.label,
+            mode=mode,
+            line={"color": line.colour, "dash": line.dash},
+            marker={"symbol": line.symbol, "color": line.colour},
             # Markers at 0 are drawn whole, across the axis.
             cliponaxis=False,
-            **point_hover(list(one.names or names), one.ends, one.label),
-            **({} if one.ends is None else {"legendgroup": one.label}),
-            **({"error_y": whiskers(one.values, one.ends)} if one.ends is not None and not bands else {}),
+            **point_hover(list(line.names or names), line.ends, line.label),
+            **interval_settings,
         )
     label_axis(fig, names, axis)
     if log:
         # Labels 1, 2, 5, 10 and so on below three decades, else powers of 10.
-        labels = {"tickformat": "~g", "dtick": "D2"} if known.max() < 1000 * known.min() else {}
+        labels = {"tickformat": "~g", "dtick": "D2"} if finite.max() < 1000 * finite.min() else {}
         fig.update_yaxes(title=quantity, type="log", **labels)
     else:
         # A few curves without negative values start at 0: a cut axis makes a ripple look like a fall.
@@ -245,10 +263,19 @@ def lines(
     return styled(fig, title).update_layout(showlegend=len(series) > 1)
 
 
+def _columns_of(line: Series, columns: slice) -> Series:
+    """A line without the points outside of `columns`."""
+    return line._replace(
+        values=line.values[columns],
+        ends=line.ends and line.ends.at(columns),
+        names=line.names and line.names[columns],
+    )
+
+
 def is_wide(values: Any) -> bool:
     """Whether values span a range that needs a logarithmic axis."""
-    known = values[np.isfinite(values)]
-    return bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
+    finite = values[np.isfinite(values)]
+    return bool(len(finite)) and bool(finite.max() > LOG_FACTOR * max(finite.min(), 0))
 
 
 def known_columns(values: Any) -> slice:
@@ -259,8 +286,10 @@ def known_columns(values: Any) -> slice:
     Args:
         values: the matrix, `row column`.
     """
-    known = np.flatnonzero(np.isfinite(values).any(axis=0))
-    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
+    finite_columns = np.flatnonzero(np.isfinite(values).any(axis=0))
+    if not len(finite_columns):
+        return slice(None)
+    return slice(int(finite_columns[0]), int(finite_columns[-1]) + 1)
 
 
 def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
@@ -274,20 +303,25 @@ def widen_axis(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
         fig: a line plot. Other figures, logarithmic axes and axes with a fixed range are not changed.
         bounds: lowest and highest possible value; infinite if there is none.
     """
-    axis, (low, high) = fig.layout.yaxis, bounds
+    axis = fig.layout.yaxis
+    low, high = bounds
     if axis.type == "log" or axis.range is not None or any(trace.type != "scatter" for trace in fig.data):
         return fig
-    bars = [0.0 if trace.error_y.array is None else np.nan_to_num(trace.error_y.array) for trace in fig.data]
-    drawn = [np.asarray(trace.y, dtype=float) + bar for trace, bar in zip(fig.data, bars, strict=True)]
-    known = [float(y) for y in np.concatenate(drawn) if math.isfinite(y)]
-    least = (high - low) / 10
-    if axis.rangemode == "tozero" and 0 < low < math.inf:
-        span = (max(known, default=low) - low) or 1.0
-        # Far above the bound, a twentieth of the axis would reach below 0.
-        fig.update_yaxes(range=[max(0.0, low - 0.05 * span), low + 1.08 * span])
-    elif axis.rangemode != "tozero" and math.isfinite(least) and known and max(known) - min(known) < least:
-        middle = float(np.clip((max(known) + min(known)) / 2, low + least / 2, high - least / 2))
-        fig.update_yaxes(range=[middle - 0.53 * least, middle + 0.53 * least])
+    heights = list[float]()
+    for trace in fig.data:
+        whisker = 0.0 if trace.error_y.array is None else np.nan_to_num(trace.error_y.array)
+        upper_ends = np.asarray(trace.y, dtype=float) + whisker
+        heights += [float(y) for y in upper_ends if math.isfinite(y)]
+    smallest_span = (high - low) / 10
+    if axis.rangemode == "tozero":
+        if 0 < low < math.inf:
+            span = (max(heights, default=low) - low) or 1.0
+            # Far above the bound, a twentieth of the axis would reach below 0.
+            fig.update_yaxes(range=[max(0.0, low - 0.05 * span), low + 1.08 * span])
+    elif math.isfinite(smallest_span) and heights and max(heights) - min(heights) < smallest_span:
+        middle = (max(heights) + min(heights)) / 2
+        middle = float(np.clip(middle, low + smallest_span / 2, high - smallest_span / 2))
+        fig.update_yaxes(range=[middle - 0.53 * smallest_span, middle + 0.53 * smallest_span])
     return fig
 
 
@@ -306,7 +340,7 @@ def layer_title(names: tuple[str, ...], axis: str) -> str:
         axis: name of the axis.
     """
     if axis in STREAM_AXES:
-        return axis_title("residual" if not names or names[0].endswith("resid_pre") else "layer")
+        axis = "residual" if not names or names[0].endswith("resid_pre") else "layer"
     return axis_title(axis)
 
 
@@ -329,8 +363,9 @@ def on_log_axis(ends: Ends, values: Any) -> Ends:
 
     Lower ends at or below 0 become half the smallest positive value.
     """
-    above = [number for number in (*values, *ends.low) if number > 0]
-    return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
+    positive = [number for number in (*values, *ends.low) if number > 0]
+    floor = min(positive, default=1.0) / 2
+    return Ends(np.where(ends.low <= 0, floor, ends.low), ends.high)
 
 
 def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
@@ -340,15 +375,23 @@ def with_baselines(fig: go.Figure, baselines: dict[str, float]) -> go.Figure:
         fig: a line plot.
         baselines: names and values of the lines.
     """
-    places = list(fig.data[-1].x) or [0]
-    if len([trace for trace in fig.data if trace.fill is None]) == 1 and baselines:
+    if not baselines:
+        return fig
+    x = list(fig.data[-1].x) or [0]
+    curves = [trace for trace in fig.data if trace.fill is None]
+    if len(curves) == 1:
         # The vertical axis names the curve; the legend names the reference lines.
         fig.update_traces(showlegend=False)
     for number, (name, value) in enumerate(baselines.items()):
-        look = {"color": GREY, "width": 1.5, "dash": DASHES[1 + number % 3]}
-        ends = {"x": [places[0], places[-1]], "y": [value, value]}
-        fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line=look)
-    return fig.update_layout(showlegend=True) if baselines else fig
+        fig.add_scatter(
+            x=[x[0], x[-1]],
+            y=[value, value],
+            name=f"{name}: {value:.4g}",
+            mode="lines",
+            # Not the first dash, which is a solid line.
+            line={"color": GREY, "width": 1.5, "dash": DASHES[1 + number % 3]},
+        )
+    return fig.update_layout(showlegend=True)
 
 
 def quantile_lines(
@@ -366,29 +409,45 @@ def quantile_lines(
         axis: name of the horizontal axis.
         ends: ends of the confidence intervals; None without intervals.
     """
-    shown = known_columns(values) if axis in LAYER_AXES else slice(None)
-    names, values, ends = names[shown], values[:, shown], ends and ends.at((slice(None), shown))
+    columns = known_columns(values) if axis in LAYER_AXES else slice(None)
+    names = names[columns]
+    values = values[:, columns]
+    if ends is not None:
+        ends = ends.at((slice(None), columns))
     fig = go.Figure()
     x = list(range(len(names)))
     words = [series_label("quantile", level) for level in levels]
     # From the outermost pair of quantiles inwards.
     for number in range(len(levels) // 2):
-        lower, upper = number, len(levels) - 1 - number
-        fill = {"fill": "tonexty", "fillcolor": FAINT.format(FAN[min(number, len(FAN) - 1)])}
-        for n in (lower, upper):
-            fig.add_scatter(
-                x=x,
-                y=values[n],
-                name=f"{100 * levels[lower]:g} to {100 * levels[upper]:g} % of tokens" if n == upper else words[n],
-                mode="lines",
-                line={"width": 0.5, "color": FAINT.format(0.4)},
-                **(fill if n == upper else {}),
-                legendgroup=f"{number}",
-                showlegend=n == upper,
-                **point_hover(list(names), ends and ends.at(n), words[n]),
-            )
+        lower = number
+        upper = len(levels) - 1 - number
+        outline = {"width": 0.5, "color": FAINT.format(0.4)}
+        fig.add_scatter(
+            x=x,
+            y=values[lower],
+            name=words[lower],
+            mode="lines",
+            line=outline,
+            legendgroup=f"{number}",
+            showlegend=False,
+            **point_hover(list(names), ends and ends.at(lower), words[lower]),
+        )
+        # The fill reaches down to the trace before it.
+        fig.add_scatter(
+            x=x,
+            y=values[upper],
+            name=f"{100 * levels[lower]:g} to {100 * levels[upper]:g} % of tokens",
+            mode="lines",
+            line=outline,
+            fill="tonexty",
+            fillcolor=FAINT.format(FAN[min(number, len(FAN) - 1)]),
+            legendgroup=f"{number}",
+            showlegend=True,
+            **point_hover(list(names), ends and ends.at(upper), words[upper]),
+        )
     middle = min(range(len(levels)), key=lambda n: abs(levels[n] - 0.5))
-    own, label = ends and ends.at(middle), "median" if levels[middle] == 0.5 else words[middle]
+    label = "median" if levels[middle] == 0.5 else words[middle]
+    middle_ends = ends and ends.at(middle)
     fig.add_scatter(
         x=x,
         y=values[middle],
@@ -397,8 +456,8 @@ def quantile_lines(
         legendgroup=label,
         line={"color": BLUE},
         marker={"color": BLUE},
-        **point_hover(list(names), own, label),
-        **({} if own is None else {"error_y": whiskers(values[middle], own)}),
+        **point_hover(list(names), middle_ends, label),
+        **({} if middle_ends is None else {"error_y": whiskers(values[middle], middle_ends)}),
     )
     label_axis(fig, names, axis)
     fig.update_yaxes(title=titles[1], rangemode="tozero" if bool((np.nan_to_num(values) >= 0).all()) else "normal")
@@ -419,14 +478,16 @@ def sublayer_series(names: tuple[str, ...], blocks: list[str], values: Any, ends
         ("cross_attn", "Attention to the encoder", GREEN, "diamond"),
         ("mlp", "MLP", ORANGE, "square"),
     )
-    padded, series = [np.append(part, np.nan) for part in (values, *(ends or ()))], []
+    padded_values = np.append(values, np.nan)
+    padded_ends = None if ends is None else Ends(np.append(ends.low, np.nan), np.append(ends.high, np.nan))
+    series = []
     for kind, label, colour, symbol in kinds:
         sites = [f"{block}.hook_{kind}_out" for block in blocks]
         # NaN, the last entry, stands for blocks without this sublayer.
-        at = [names.index(site) if site in names else len(names) for site in sites]
-        if min(at) < len(names):
-            own, *both = (part[at] for part in padded)
-            series.append(Series(label, own, Ends(*both) if both else None, colour, symbol, names=tuple(sites)))
+        index = [names.index(site) if site in names else len(names) for site in sites]
+        if min(index) < len(names):
+            kind_ends = padded_ends and padded_ends.at(index)
+            series.append(Series(label, padded_values[index], kind_ends, colour, symbol, names=tuple(sites)))
     return series
 
 
@@ -475,18 +536,19 @@ def named_points(
         kind: kind of the names, for the legend.
         titles: titles of the figure, the horizontal axis and the vertical axis.
     """
-    bars = {
-        f"error_{side}": whiskers(values, own) | {"color": FAINT.format(0.5)}
-        for side, values, own in zip("xy", points, ends, strict=True)
-        if own is not None
-    }
+    error_bars = {}
+    for side, side_values, side_ends in zip("xy", points, ends, strict=True):
+        if side_ends is not None:
+            error_bars[f"error_{side}"] = whiskers(side_values, side_ends) | {"color": FAINT.format(0.5)}
+    coordinates = np.stack(points)
+    ranges = np.ptp(np.nan_to_num(coordinates), axis=1, keepdims=True)
+    places = coordinates / np.maximum(ranges, 1e-12)
     # Points far enough from the previous named point.
-    places = np.stack(points) / np.maximum(np.ptp(np.nan_to_num(np.stack(points)), axis=1, keepdims=True), 1e-12)
     named = [0] if names else []
     for n in range(len(names)):
         if np.linalg.norm(places[:, n] - places[:, named[-1]]) > MOST_APART:
             named.append(n)
-    margins = [[""] * len(names) if own is None else hover_texts(own) for own in ends]
+    margins = [[""] * len(names) if side_ends is None else hover_texts(side_ends) for side_ends in ends]
     fig = go.Figure()
     fig.add_scatter(
         x=points[0],
@@ -501,7 +563,7 @@ def named_points(
         customdata=list(zip(names, *margins, strict=True)),
         hovertemplate=f"{kind} %{{customdata[0]}}<br>{titles[1]}: %{{x:.4f}}%{{customdata[1]}}<br>"
         f"{titles[2]}: %{{y:.4g}}%{{customdata[2]}}<extra></extra>",
-        **bars,
+        **error_bars,
     )
     fig.update_xaxes(title=titles[1])
     fig.update_yaxes(title=titles[2], rangemode="tozero")
@@ -525,38 +587,49 @@ def paths(
     """
     fig = go.Figure()
     last = len(tokens) - 1
-    names = [html.escape(f"{n + skipped} {visible_token(token, LETTERS)}", quote=False) for n, token in enumerate(tokens)]
-    looks = {0: "first token", last: "last token"}
+    names = [html.escape(f"{n + skipped} {visible_token(token, MOST_LETTERS)}", quote=False) for n, token in enumerate(tokens)]
+    labels_of_ends = {0: "first token", last: "last token"}
+    # "embed" is the input of block 0.
     places = ["before the first block" if name == "embed" else f"after block {markup(name)}" for name in short_names(layers)]
+    places_and_layers = [f"{place}<br>{markup(layer)}" for place, layer in zip(places, layers, strict=True)]
     symbols = ["circle-open", *["circle"] * (len(layers) - 2), "square"]
+    sizes = [7] + [4] * (len(layers) - 2) + [8]
+    faint = 0.7 if len(tokens) <= MOST_STRONG else 0.35
     # The first and the last token are drawn last, above the others.
     for i in [*range(1, last), *dict.fromkeys((0, last))]:
+        is_end = i in labels_of_ends
+        colour = ordered_colour(i / max(1, last))
         fig.add_scatter(
             x=coordinates[i, :, 0],
             y=coordinates[i, :, 1],
             mode="lines+markers+text",
-            name=f"{looks[i]}: {names[i]}" if i in looks else names[i],
-            showlegend=i in looks,
-            opacity=1 if i in looks else 0.7 if len(tokens) <= MOST_STRONG else 0.35,
-            line={"color": ordered_colour(i / max(1, last)), "width": 3 if i in looks else 1.2},
-            marker={"size": [7] + [4] * (len(layers) - 2) + [8], "symbol": symbols, "color": ordered_colour(i / max(1, last))},
-            text=[""] * (len(layers) - 1) + [f"<b>{names[i]}</b>" if i in looks else ""],
+            name=f"{labels_of_ends[i]}: {names[i]}" if is_end else names[i],
+            showlegend=is_end,
+            opacity=1 if is_end else faint,
+            line={"color": colour, "width": 3 if is_end else 1.2},
+            marker={"size": sizes, "symbol": symbols, "color": colour},
+            text=[""] * (len(layers) - 1) + [f"<b>{names[i]}</b>" if is_end else ""],
             textposition="top center",
             cliponaxis=False,
-            customdata=[
-                f"token <b>{names[i]}</b><br>{place}<br>{markup(name)}" for place, name in zip(places, layers, strict=True)
-            ],
+            customdata=[f"token <b>{names[i]}</b><br>{place}" for place in places_and_layers],
             hovertemplate="%{customdata}<extra></extra>",
         )
     for name, symbol in (("first layer", "circle-open"), ("last layer", "square")):
         fig.add_scatter(x=[None], y=[None], mode="markers", marker={"symbol": symbol, "size": 8, "color": GREY}, name=name)
-    scale = [[n / 10, ordered_colour(n / 10)] for n in range(11)]
-    marker = {"color": [skipped], "cmin": skipped, "cmax": skipped + max(1, last), "colorscale": scale, "showscale": True}
-    marker |= {"colorbar": colour_bar("Position in the prompt") | {"thickness": 12}}
+    # A trace without points carries the colour bar.
+    marker = {
+        "color": [skipped],
+        "cmin": skipped,
+        "cmax": skipped + max(1, last),
+        "colorscale": [[n / 10, ordered_colour(n / 10)] for n in range(11)],
+        "showscale": True,
+        "colorbar": colour_bar("Position in the prompt") | {"thickness": 12},
+    }
     fig.add_scatter(x=[None], y=[None], mode="markers", marker=marker, hoverinfo="skip", showlegend=False)
     shares = [f"PC {n} ({100 * share:.0f} % of variance)" for n, share in enumerate(explained, start=1)]
     # Room for the labels of the first and the last token.
-    low, high = float(np.nanmin(coordinates[..., 0])), float(np.nanmax(coordinates[..., 0]))
+    low = float(np.nanmin(coordinates[..., 0]))
+    high = float(np.nanmax(coordinates[..., 0]))
     room = (high - low) / 3 or 1.0
     fig.update_xaxes(title=shares[0], range=[low - room, high + room])
     fig.update_yaxes(title=shares[1], scaleanchor="x", scaleratio=1)

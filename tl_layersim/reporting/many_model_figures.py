@@ -18,7 +18,7 @@ from ..core.report_tables import LAYER_AXES
 from ..core.wording import equation, number_text, p_value_text
 from .heat_map import MATRICES, ColourScale, HeatMapAxis, about_zero, heat_map, narrow_scale, scale_within
 from .lines_and_bars import ZERO_LINE, Ends, Series, layer_title, lines
-from .site_labels import axis_title, inside_title, quantity_with_unit, short_names, site_axis_title, site_words
+from .site_labels import axis_title, lower_first_letter, quantity_with_unit, short_names, site_axis_title, site_words
 from .style import (
     DARK,
     DASHES,
@@ -53,36 +53,39 @@ def line_plot(drawn: xarray.Dataset, over: str, sites: Sequence[str], most_bands
         sites: the dimensions whose labels are names of sites.
         most_bands: most lines with bands.
     """
-    other = next((str(dim) for dim in drawn["value"].dims if dim != over), None)
+    line_dim = next((str(dim) for dim in drawn["value"].dims if dim != over), None)
     depth = drawn.coords.get(f"{over}_depth")
-    by_depth = over in sites and depth is not None and other in depth.dims
-    labels = () if other is None else _labels(drawn, other)
-    each = [drawn] if other is None else [drawn.isel({other: number}) for number in range(len(labels))]
+    # Sites of models of different depth stand at relative depths, which differ from line to line.
+    by_depth = over in sites and depth is not None and line_dim in depth.dims
+    labels = () if line_dim is None else _labels(drawn, line_dim)
+    tables = [drawn] if line_dim is None else [drawn.isel({line_dim: number}) for number in range(len(labels))]
     if by_depth:
-        each = [one.dropna(over, subset=["value"]) for one in each]
-    ordered = other in sites or not all(isinstance(label, str) for label in labels)
-    names = short_names(labels) if other in sites else list(map(_text, labels))
-    series = [
-        Series(
-            html.escape(name),
-            one["value"].values,
-            _ends(one),
-            **look,
-            names=tuple(map(_text, _labels(one, over))),
-            x=one[f"{over}_depth"].values if by_depth else None,
-        )
-        for one, name, look in zip(each, names or [""], series_look(len(each), ordered), strict=True)
-    ]
-    places, ticks = (_labels(drawn, over), {}) if over in sites else _places(_labels(drawn, over))
+        tables = [table.dropna(over, subset=["value"]) for table in tables]
+    ordered = line_dim in sites or not all(isinstance(label, str) for label in labels)
+    names = short_names(labels) if line_dim in sites else list(map(_text, labels))
+    series = []
+    for table, name, look in zip(tables, names or [""], series_look(len(tables), ordered), strict=True):
+        names_of_points = tuple(map(_text, _labels(table, over)))
+        x = table[f"{over}_depth"].values if by_depth else None
+        series.append(Series(html.escape(name), table["value"].values, _ends(table), **look, names=names_of_points, x=x))
+    places = _labels(drawn, over)
+    ticks: dict[str, Any] = {}
+    if over not in sites:
+        places, ticks = _places(places)
     axis = _axis(over, sites)
     if by_depth:
-        places, axis = max((tuple(one.x) for one in series), key=len), "relative_depth"
+        places = max((tuple(line.x) for line in series), key=len)
+        axis = "relative_depth"
     title = html.escape(_title(drawn, sites, "" if over in LAYER_AXES or over in sites else over))
-    fig = lines(places, series, title, _words(drawn), axis, most_bands=most_bands, joined=True)
+    fig = lines(places, series, title, _quantity(drawn), axis, most_bands=most_bands, joined=True)
     fig.update_xaxes(**ticks).update_yaxes(rangemode="normal")
     with_subtitle(fig, html.escape(_note(drawn, intervals_in_words(fig))))
-    words = "" if other is None or not ordered or len(each) < 2 else layer_title(labels, _axis(other, sites))
-    return with_room_for_legend(fig, site_axis_title(labels, words) if other in sites else words)
+    legend_title = ""
+    if line_dim is not None and ordered and len(tables) > 1:
+        legend_title = layer_title(labels, _axis(line_dim, sites))
+    if line_dim in sites:
+        legend_title = site_axis_title(labels, legend_title)
+    return with_room_for_legend(fig, legend_title)
 
 
 def map_of_two(
@@ -98,17 +101,19 @@ def map_of_two(
     """
     drawn = _without_self_coupling(drawn, sites)
     # A given scale is the scale of differences, which are shown at all sites.
-    for dim in set(over) & set(sites) if scale is None else ():
-        drawn = drawn.dropna(dim, how="all", subset=["value"])
-    drawn = drawn.transpose(over[1], over[0])
-    others = [dim for dim in over if dim not in sites]
-    square = not others or over[::-1] in MATRICES
-    by = others[0] if len(others) == 1 else ""
-    words = html.escape(_title(drawn, sites, by)), _words(drawn)
-    sides = _map_side(drawn, over[1], sites), _map_side(drawn, over[0], sites)
+    if scale is None:
+        for dim in set(over) & set(sites):
+            drawn = drawn.dropna(dim, how="all", subset=["value"])
+    columns, rows = over
+    drawn = drawn.transpose(rows, columns)
+    dims_without_sites = [dim for dim in over if dim not in sites]
+    square = not dims_without_sites or (rows, columns) in MATRICES
+    by = dims_without_sites[0] if len(dims_without_sites) == 1 else ""
+    titles = (html.escape(_title(drawn, sites, by)), _quantity(drawn))
+    sides = (_map_side(drawn, rows, sites), _map_side(drawn, columns, sites))
     values = drawn["value"].values
-    scale = scale or _scale(values, bool(others))
-    fig = heat_map(values, sides, scale, words, ends=_ends(drawn), decimals=2, square=square)
+    scale = scale or _scale(values, bool(dims_without_sites))
+    fig = heat_map(values, sides, scale, titles, ends=_ends(drawn), decimals=2, square=square)
     # The first layer on top, as in matrices of layers by layers.
     return with_subtitle(fig.update_yaxes(autorange="reversed"), html.escape(_note(drawn, "")))
 
@@ -127,18 +132,22 @@ def matrices(drawn: xarray.Dataset, sides: tuple[str, str], runs: str) -> tuple[
     scale = _scale(drawn["value"].values, sides[0] in JACOBIANS)
     figures = []
     for number, label in enumerate(drawn[runs].values.tolist()):
-        one = drawn.isel({runs: number})
+        table = drawn.isel({runs: number})
         for side in sides:
-            one = one.dropna(side, how="all", subset=["value"])
-        words = label if isinstance(label, str) else f"{axis_title(runs)} {_text(label)}"
-        axes = (_map_side(one, sides[0], sides), _map_side(one, sides[1], sides))
-        figures.append(heat_map(one["value"].values, axes, scale, (html.escape(words), _words(drawn)), ends=_ends(one)))
-    return figures, " · ".join(filter(None, (_title(drawn, sides, ""), _note(drawn, ""), scale.note)))
+            table = table.dropna(side, how="all", subset=["value"])
+        title = label if isinstance(label, str) else f"{axis_title(runs)} {_text(label)}"
+        titles = (html.escape(title), _quantity(drawn))
+        rows_and_columns = (_map_side(table, sides[0], sides), _map_side(table, sides[1], sides))
+        figures.append(heat_map(table["value"].values, rows_and_columns, scale, titles, ends=_ends(table)))
+    parts_of_title = [_title(drawn, sides, ""), _note(drawn, ""), scale.note]
+    return figures, " · ".join(filter(None, parts_of_title))
 
 
 def _without_self_coupling(drawn: xarray.Dataset, sides: Sequence[str]) -> xarray.Dataset:
     """Set the coupling of each block with itself to NaN; leave other tables unchanged."""
-    return drawn.where(drawn["row_block"] != drawn["column_block"]) if set(sides) >= JACOBIANS else drawn
+    if not set(sides) >= JACOBIANS:
+        return drawn
+    return drawn.where(drawn["row_block"] != drawn["column_block"])
 
 
 def _scale(values: Any, narrow: bool) -> ColourScale:
@@ -146,9 +155,11 @@ def _scale(values: Any, narrow: bool) -> ColourScale:
 
     A narrow scale of values of both signs is centred at 0.
     """
-    if narrow:
-        return about_zero(values) if np.nanmin(values) < 0 < np.nanmax(values) else narrow_scale(values)
-    return scale_within(values, (-math.inf, math.inf))
+    if not narrow:
+        return scale_within(values, (-math.inf, math.inf))
+    if np.nanmin(values) < 0 < np.nanmax(values):
+        return about_zero(values)
+    return narrow_scale(values)
 
 
 def _ends(drawn: xarray.Dataset) -> Ends | None:
@@ -156,7 +167,8 @@ def _ends(drawn: xarray.Dataset) -> Ends | None:
 
 
 def _map_side(drawn: xarray.Dataset, dim: str, sites: Sequence[str]) -> HeatMapAxis:
-    labels, axis = _labels(drawn, dim), _axis(dim, sites)
+    labels = _labels(drawn, dim)
+    axis = _axis(dim, sites)
     if dim in sites:
         return HeatMapAxis(labels, layer_title(labels, axis))
     texts = [f"{label:.2f}" if axis == "relative_depth" else _text(label) for label in labels]
@@ -181,14 +193,21 @@ def _places(labels: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     if any(isinstance(label, str) for label in labels):
         return tuple(map(_text, labels)), {}
-    above = [label for label in labels if label > 0]
-    if not above or min(labels) < 0 or max(above) < WIDE * min(above):
+    positive = [label for label in labels if label > 0]
+    if not positive or min(labels) < 0 or max(positive) < WIDE * min(positive):
         return tuple(map(float, labels)), {}
-    zero = math.log10(min(above)) - 0.5
-    places = tuple(math.log10(label) if label > 0 else zero for label in labels)
-    decades = range(math.ceil(math.log10(min(above))), math.floor(math.log10(max(above))) + 1)
-    marks = ({zero: "0"} if 0 in labels else {}) | {float(decade): _short(10.0**decade) for decade in decades}
-    return places, {"tickmode": "array", "tickvals": list(marks), "ticktext": list(marks.values())}
+    place_of_zero = math.log10(min(positive)) - 0.5
+    places = tuple(math.log10(label) if label > 0 else place_of_zero for label in labels)
+    texts_by_place = {place_of_zero: "0"} if 0 in labels else {}
+    first_decade = math.ceil(math.log10(min(positive)))
+    last_decade = math.floor(math.log10(max(positive)))
+    for decade in range(first_decade, last_decade + 1):
+        texts_by_place[float(decade)] = _short(10.0**decade)
+    return places, {
+        "tickmode": "array",
+        "tickvals": list(texts_by_place),
+        "ticktext": list(texts_by_place.values()),
+    }
 
 
 def _short(value: float) -> str:
@@ -200,44 +219,55 @@ def _short(value: float) -> str:
 
 
 def _text(label: Any) -> str:
-    return label if isinstance(label, str) else f"{label:,}" if isinstance(label, int) else f"{label:.4g}"
+    if isinstance(label, str):
+        return label
+    return f"{label:,}" if isinstance(label, int) else f"{label:.4g}"
 
 
 def _labels(drawn: xarray.Dataset, dim: str) -> tuple[Any, ...]:
     return tuple(drawn[dim].values.tolist())
 
 
-def _words(drawn: xarray.Dataset) -> str:
-    about = drawn["value"].attrs
-    return quantity_with_unit(about, str(about.get("standard_name", "Value")))
+def _quantity(drawn: xarray.Dataset) -> str:
+    attributes = drawn["value"].attrs
+    return quantity_with_unit(attributes, str(attributes.get("standard_name", "Value")))
 
 
 def _title(drawn: xarray.Dataset, sites: Sequence[str], by: str) -> str:
     """Title of a figure, such as "Effective rank, by model" if dimension `by` is "model"."""
-    about = drawn["value"].attrs
+    attributes = drawn["value"].attrs
     names = next((_labels(drawn, dim) for dim in sites), ())
     # A field's title is about its layers, which a selection or a mean may have removed.
-    words = site_words(names, str((names and about.get("description")) or about.get("long_name", "Value")))
-    return words + (f", by {inside_title(axis_title(by).partition(' (')[0])}" if by else "")
+    description = attributes.get("description") if names else None
+    title = site_words(names, str(description or attributes.get("long_name", "Value")))
+    if by:
+        title += f", by {lower_first_letter(axis_title(by).partition(' (')[0])}"
+    return title
 
 
-def _note(drawn: xarray.Dataset, more: str) -> str:
+def _note(drawn: xarray.Dataset, further_words: str) -> str:
     """Note below a title: model, tokens, selected labels and further words."""
-    about = drawn.attrs
-    models = names_of_models(str(about.get("model", "")))
-    data = f"{about['tokens']:,} tokens" if "tokens" in about else "different data" if about else ""
-    selected = [
-        f"{str(name).replace('_', ' ')} {_text(coordinate.item())}"
-        for name, coordinate in drawn.coords.items()
-        if not coordinate.dims and not str(name).endswith("_depth")
-    ]
-    return " · ".join(filter(None, [" and ".join(models), data, *selected, more]))
+    attributes = drawn.attrs
+    models = names_of_models(str(attributes.get("model", "")))
+    data = ""
+    if "tokens" in attributes:
+        data = f"{attributes['tokens']:,} tokens"
+    elif attributes:
+        data = "different data"
+    # A selected label stays as a coordinate without a dimension.
+    selected = []
+    for name, coordinate in drawn.coords.items():
+        if not coordinate.dims and not str(name).endswith("_depth"):
+            selected.append(f"{str(name).replace('_', ' ')} {_text(coordinate.item())}")
+    return " · ".join(filter(None, [" and ".join(models), data, *selected, further_words]))
 
 
 # Distances of a model to itself are 0 up to this rounding error.
 OWN_DISTANCE = 1e-9
-# Longest upright names below a heat map; most letters side by side below a dendrogram.
-UPRIGHT, ACROSS = 2, 70
+# Longest upright names below a heat map.
+UPRIGHT = 2
+# Most letters side by side below a dendrogram.
+ACROSS = 70
 
 
 def clusters(distances: Any) -> Any:
@@ -250,9 +280,9 @@ def clusters(distances: Any) -> Any:
     """
     from scipy.cluster.hierarchy import linkage
 
-    above = np.clip(distances, 0, None)
-    both = (above + above.T) / 2
-    return linkage(both[np.triu_indices(len(both), 1)], method="average", optimal_ordering=True)
+    distances = np.clip(distances, 0, None)
+    symmetric = (distances + distances.T) / 2
+    return linkage(symmetric[np.triu_indices(len(symmetric), 1)], method="average", optimal_ordering=True)
 
 
 def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
@@ -269,16 +299,20 @@ def model_heatmap(grid: Any, title: str, quantity: str, ends: Ends | None = None
     from scipy.cluster.hierarchy import leaves_list
 
     values = grid.values.numpy()
-    known = bool(np.isfinite(values[~np.eye(len(values), dtype=bool)]).all())
-    order = leaves_list(clusters(values)) if known else np.arange(len(values))
-    values, ends = values[order][:, order], ends and ends.at(np.ix_(order, order))
+    off_diagonal = values[~np.eye(len(values), dtype=bool)]
+    # Only distances that are all known can be clustered.
+    order = leaves_list(clusters(values)) if bool(np.isfinite(off_diagonal).all()) else np.arange(len(values))
+    values = values[order][:, order]
+    if ends is not None:
+        ends = ends.at(np.ix_(order, order))
     names = tuple(grid.models[n] for n in order)
     groups = [grid.groups[n] for n in order] if grid.groups else []
     scale = about_zero(values) if np.nanmin(values) < -OWN_DISTANCE else scale_within(values, (-math.inf, math.inf))
     side = HeatMapAxis(names, "Model", list(names))
     fig = heat_map(values, (side, side), scale, (title, quantity), ends=ends, decimals=2)
-    ticks = {"tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
-    fig.update_xaxes(tickangle=-90 if max(map(len, names)) > UPRIGHT else 0, **ticks).update_yaxes(**ticks)
+    ticks = {"tickvals": list(range(len(names))), "ticktext": _coloured_names(names, groups)}
+    fig.update_xaxes(tickangle=-90 if max(map(len, names)) > UPRIGHT else 0, **ticks)
+    fig.update_yaxes(**ticks)
     return styled(_with_groups(fig, groups), title)
 
 
@@ -293,26 +327,35 @@ def tree_of_models(array: xarray.DataArray, names: Sequence[str], groups: Sequen
     from scipy.cluster.hierarchy import dendrogram
 
     merges = clusters(array.values)
-    below = [{group} for group in groups or [""] * len(names)]
+    # Groups of the models below each node: first the models, then the merges, as scipy numbers them.
+    groups_below = [{group} for group in groups or [""] * len(names)]
     for first, second in merges[:, :2].astype(int):
-        below.append(below[first] | below[second])
-    colours = [_colours(groups).get("".join(one), GREY) if len(one) == 1 else GREY for one in below]
-    drawn = dendrogram(merges, no_plot=True, link_color_func=lambda n: colours[n])
+        groups_below.append(groups_below[first] | groups_below[second])
+    colours = []
+    for groups_of_node in groups_below:
+        group = "".join(groups_of_node) if len(groups_of_node) == 1 else None
+        colours.append(GREY if group is None else _colours(groups).get(group, GREY))
+    tree = dendrogram(merges, no_plot=True, link_color_func=lambda node: colours[node])
     fig = go.Figure()
-    for x, y, colour in zip(drawn["icoord"], drawn["dcoord"], drawn["color_list"], strict=True):
+    for x, y, colour in zip(tree["icoord"], tree["dcoord"], tree["color_list"], strict=True):
         fig.add_scatter(x=x, y=y, mode="lines", line={"color": colour, "width": 2}, hoverinfo="y", showlegend=False)
-    order = drawn["leaves"]
-    ticktext = _coloured([names[n] for n in order], [groups[n] for n in order] if groups else [])
-    # Leaves stand at 5, 15, 25, ...
-    places = {"tickmode": "array", "tickvals": [10 * n + 5 for n in range(len(names))], "range": [0, 10 * len(names)]}
-    turned = -45 if sum(len(name) + 2 for name in names) > ACROSS else 0
-    fig.update_xaxes(title="Model", ticktext=ticktext, tickangle=turned, showgrid=False, **places)
+    order = tree["leaves"]
+    fig.update_xaxes(
+        title="Model",
+        ticktext=_coloured_names([names[n] for n in order], [groups[n] for n in order] if groups else []),
+        tickangle=-45 if sum(len(name) + 2 for name in names) > ACROSS else 0,
+        showgrid=False,
+        tickmode="array",
+        # scipy places leaves at 5, 15, 25, ...
+        tickvals=[10 * n + 5 for n in range(len(names))],
+        range=[0, 10 * len(names)],
+    )
     fig.update_yaxes(title=quantity_with_unit(array.attrs, "Distance"), rangemode="tozero")
     fig = styled(_with_groups(fig, groups), "Dendrogram of the models")
     return with_subtitle(fig, "directions below 0 count as 0" if bool((array < -OWN_DISTANCE).any()) else "")
 
 
-def group_figure(found: xarray.Dataset) -> go.Figure:
+def group_figure(comparison: xarray.Dataset) -> go.Figure:
     """Plot mean distances within and between groups of models, with one standard deviation.
 
     Drawn as lines over sites with bands, or as points with whiskers.
@@ -320,45 +363,63 @@ def group_figure(found: xarray.Dataset) -> go.Figure:
     A mean within a group has the colour of the group; a mean between groups is dark or grey.
 
     Args:
-        found: the result of `compare_groups`.
+        comparison: the result of `compare_groups`.
     """
     # The first two comparisons are of all groups together.
-    found = found.isel(comparison=slice(2, None)).transpose("comparison", ...)
-    names, firsts, seconds = (found[one].values.tolist() for one in ("comparison", "first_group", "second_group"))
-    further = [str(dim) for dim in found["mean"].dims[1:]]
-    mean, sd = found["mean"].values, found["sd"].fillna(0).values
-    labels = tuple(map(str, found[further[0]].values)) if further else tuple(names)
+    comparison = comparison.isel(comparison=slice(2, None)).transpose("comparison", ...)
+    names = comparison["comparison"].values.tolist()
+    first_groups = comparison["first_group"].values.tolist()
+    second_groups = comparison["second_group"].values.tolist()
+    mean = comparison["mean"].values
+    sd = comparison["sd"].fillna(0).values
+    dims_of_sites = [str(dim) for dim in comparison["mean"].dims[1:]]
+    over_sites = bool(dims_of_sites)
+    labels = tuple(map(str, comparison[dims_of_sites[0]].values)) if over_sites else tuple(names)
     # Stitch points that join different layers of two models are numbered.
-    joined = any("," in label for label in labels) and bool(further)
-    if joined:
+    numbered = over_sites and any("," in label for label in labels)
+    if numbered:
         labels = tuple(str(n + 1) for n in range(len(labels)))
-    if not further:
+    if not over_sites:
+        # One point for each series.
         mean = np.where(np.eye(len(names), dtype=bool), mean, np.nan)
-    colours, series, between = _colours(firsts + seconds), [], 0
+    colours = _colours(first_groups + second_groups)
+    series = []
+    pairs_of_groups = 0
     for n, name in enumerate(names):
-        within = firsts[n] == seconds[n]
-        between += not within
-        colour, look = (colours[firsts[n]], 0) if within else ((DARK, GREY)[between % 2], between)
-        dash, symbol = DASHES[look % len(DASHES)], SYMBOLS[look % len(SYMBOLS)]
+        if first_groups[n] == second_groups[n]:
+            colour = colours[first_groups[n]]
+            look = 0
+        else:
+            pairs_of_groups += 1
+            colour = (DARK, GREY)[pairs_of_groups % 2]
+            look = pairs_of_groups
+        dash = DASHES[look % len(DASHES)]
+        symbol = SYMBOLS[look % len(SYMBOLS)]
         series.append(Series(html.escape(name), mean[n], Ends(mean[n] - sd[n], mean[n] + sd[n]), colour, symbol, dash))
-    title = f"{found['mean'].attrs.get('long_name', 'Distance')} within and between groups"
-    fig = lines(labels, series, title, quantity_with_unit(found["mean"].attrs, "Distance"), "site" if further else "comparison")
-    fig.update_layout(showlegend=bool(further)).update_yaxes(rangemode="normal")
-    if joined:
+    attributes = comparison["mean"].attrs
+    title = f"{attributes.get('long_name', 'Distance')} within and between groups"
+    quantity = quantity_with_unit(attributes, "Distance")
+    fig = lines(labels, series, title, quantity, "site" if over_sites else "comparison")
+    fig.update_layout(showlegend=over_sites).update_yaxes(rangemode="normal")
+    if numbered:
         fig.update_xaxes(title="Stitch point")
-    if further:
+    if over_sites:
         return with_subtitle(with_room_for_legend(fig), "Bands: standard deviation over pairs of models")
-    p, drawn = equation("p", p_value_text(float(found["p_value"]))), "" if found.attrs["exact"] else "random "
-    test = f"{float(found['difference']):.3g}, {html.escape(p)} ({found.attrs['relabelings']:,} {drawn}relabelings, "
-    test += f"smallest possible {number_text(float(found['smallest_p']))})"
+    p = html.escape(equation("p", p_value_text(float(comparison["p_value"]))))
+    relabelings = "relabelings" if comparison.attrs["exact"] else "random relabelings"
+    test = f"{float(comparison['difference']):.3g}, {p} ({comparison.attrs['relabelings']:,} {relabelings}, "
+    test += f"smallest possible {number_text(float(comparison['smallest_p']))})"
     return with_subtitle(fig, f"Whiskers: standard deviation over pairs of models. Difference of means {test}")
 
 
-def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
+def _coloured_names(names: Sequence[str], groups: Sequence[str]) -> list[str]:
     """Model names as HTML spans in the colours of their groups."""
     colours = _colours(groups)
-    shown = zip(map(html.escape, names), groups or [""] * len(names), strict=True)
-    return [f'<span style="color:{colours[group]}">{name}</span>' if group in colours else name for name, group in shown]
+    spans = []
+    for name, group in zip(names, groups or [""] * len(names), strict=True):
+        text = html.escape(name)
+        spans.append(f'<span style="color:{colours[group]}">{text}</span>' if group in colours else text)
+    return spans
 
 
 def _colours(groups: Sequence[str]) -> dict[str, str]:
@@ -392,19 +453,31 @@ def stitch_lines(
         seams: names of the stitch points.
         titles: titles of the figure and of the vertical axis.
     """
-    pairs, own = list(permutations(range(len(names)), 2)), [(n, n) for n in range(len(names))]
+    pairs = list(permutations(range(len(names)), 2))
     looks = series_look(len(pairs), ordered=False)
-    looks += [{"colour": GREY, "symbol": SYMBOLS[n % len(SYMBOLS)], "dash": DASHES[1 + n % 3]} for n, _ in own]
+    for n in range(len(names)):
+        pairs.append((n, n))
+        # Not the first dash, which is a solid line.
+        looks.append({"colour": GREY, "symbol": SYMBOLS[n % len(SYMBOLS)], "dash": DASHES[1 + n % 3]})
     series = []
-    for pair, look in zip(pairs + own, looks, strict=True):
+    for pair, look in zip(pairs, looks, strict=True):
         ends = Ends(low, high).at(pair)
         # A field without intervals has equal ends.
-        known = ends if bool((ends.low < ends.high).any()) else None
+        has_intervals = bool((ends.low < ends.high).any())
         label = html.escape(" into ".join(names[n] for n in pair))
-        series.append(Series(label, values[pair], known, **look, names=seams))
-    joined = any("," in seam for seam in seams)
-    places = tuple(", ".join(short_names(tuple(map(str.strip, seam.split(","))))) for seam in seams) if joined else seams
-    fig = lines(places, series, *titles, "seam" if joined else "site").update_yaxes(ZERO_LINE)
-    if joined:
+        series.append(Series(label, values[pair], ends if has_intervals else None, **look, names=seams))
+    # A stitch point that joins different layers of the models names the layer of each.
+    layers_differ = any("," in seam for seam in seams)
+    places = seams
+    if layers_differ:
+        places = tuple(_short_seam(seam) for seam in seams)
+    fig = lines(places, series, *titles, "seam" if layers_differ else "site").update_yaxes(ZERO_LINE)
+    if layers_differ:
         fig.update_xaxes(title="Stitch point (blocks of front, back)")
     return with_room_for_legend(fig)
+
+
+def _short_seam(seam: str) -> str:
+    """Label of a stitch point that names the layer of each model, with short names of the layers."""
+    layers = tuple(layer.strip() for layer in seam.split(","))
+    return ", ".join(short_names(layers))

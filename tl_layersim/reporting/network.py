@@ -35,32 +35,34 @@ def block_network(strength: Any, strongest: float, names: tuple[str, ...], title
     texts = np.full(strength.shape, "", dtype=object) if ends is None else hover_texts(ends, ".3f")
     blocks = len(names)
     angle = np.pi / 2 - 2 * np.pi * np.arange(blocks) / blocks
-    x, y = np.cos(angle), np.sin(angle)
+    x = np.cos(angle)
+    y = np.sin(angle)
     fig = go.Figure()
     opacity = np.clip(strength / max(strongest, 1e-12), 0, 1)
+    # Every pair once: edges have no direction.
+    edges = [(a, b) for a in range(blocks) for b in range(a)]
     # Weak edges first, below the strong ones.
     for level in range(1, LEVELS + 1):
-        pairs = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(LEVELS * opacity[a, b])) == level]
-        if pairs:
-            xs = [v for a, b in pairs for v in (x[a], x[b], None)]
-            ys = [v for a, b in pairs for v in (y[a], y[b], None)]
+        xs: list[Any] = []
+        ys: list[Any] = []
+        for a, b in edges:
+            if int(np.ceil(LEVELS * opacity[a, b])) == level:
+                # None ends a line.
+                xs += [x[a], x[b], None]
+                ys += [y[a], y[b], None]
+        if xs:
             line = {"color": edge_colour(level / LEVELS), "width": 0.5 + 4.5 * level / LEVELS}
             fig.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip")
-    middle = [
-        ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, markup(names[a]), markup(names[b]), strength[a, b], texts[a, b])
-        for a in range(blocks)
-        for b in range(a)
-    ]
     scale = [[n / 10, edge_colour(n / 10)] for n in range(11)]
     bar = colour_bar("Coupling beyond chance (1: full)") | {"thickness": 16, "outlinewidth": 0}
     colours = {"colorscale": scale, "cmin": 0.0, "cmax": strongest if strongest > 0 else 1.0, "colorbar": bar}
     fig.add_scatter(
-        x=[edge[0] for edge in middle],
-        y=[edge[1] for edge in middle],
+        x=[(x[a] + x[b]) / 2 for a, b in edges],
+        y=[(y[a] + y[b]) / 2 for a, b in edges],
         mode="markers",
         # Invisible points that carry the hover texts of edges and the colour bar.
-        marker={"size": 9, "opacity": 0, "color": [edge[4] for edge in middle], "showscale": True, **colours},
-        customdata=[edge[2:] for edge in middle],
+        marker={"size": 9, "opacity": 0, "color": [strength[a, b] for a, b in edges], "showscale": True, **colours},
+        customdata=[(markup(names[a]), markup(names[b]), strength[a, b], texts[a, b]) for a, b in edges],
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>"
         "%{customdata[2]:.3f}%{customdata[3]} beyond chance<extra></extra>",
     )

@@ -91,8 +91,13 @@ STREAM = ("hook_resid_pre", "hook_resid_post")
 
 def _parse_sites(names: tuple[str, ...]) -> list[SiteParts] | None:
     """Parts of the name of each site; None unless all are TransformerLens names."""
-    sites = [site for name in names if (site := parse_site(name)) is not None]
-    return sites if len(sites) == len(names) else None
+    sites = []
+    for name in names:
+        site = parse_site(name)
+        if site is None:
+            return None
+        sites.append(site)
+    return sites
 
 
 def short_names(names: tuple[str, ...]) -> list[str]:
@@ -116,9 +121,13 @@ def short_names(names: tuple[str, ...]) -> list[str]:
     sites = _parse_sites(names)
     if sites is None:
         return _short_paths(names)
-    several = len({_family(site) for site in sites}) > 1
-    stacks = len({site.stack for site in sites}) > 1
-    return [(f"{site.stack[:3]} " if stacks else "") + _tick_label(site, several) for site in sites]
+    several_families = len({_family(site) for site in sites}) > 1
+    several_stacks = len({site.stack for site in sites}) > 1
+    labels = []
+    for site in sites:
+        label = _tick_label(site, several_families)
+        labels.append(f"{site.stack[:3]} {label}" if several_stacks else label)
+    return labels
 
 
 def site_axis_title(names: tuple[str, ...], title: str) -> str:
@@ -140,17 +149,19 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
         return re.sub(r"\b([Bb])lock\b", lambda match: "Module" if match[1] == "B" else "module", title, count=1)
     families = {_family(site) for site in sites}
     if families <= {"stream"}:
-        stack = sites[0].stack if len({site.stack for site in sites}) == 1 else ""
+        stacks = {site.stack for site in sites}
+        stack = sites[0].stack if len(stacks) == 1 else ""
         return STACK_TITLES.get((stack, title), title)
-    of_model = "".join(title.partition(" of ")[1:])
-    [family, *others] = families
-    if others:
-        own = "Head" if all(site.head for site in sites) else "Site"
-    elif all(site.head for site in sites):
-        own = HEAD_TITLES.get(family, "Head")
+    # The title may end with the name of the model, as in "After block of gpt2".
+    _, of, model = title.partition(" of ")
+    are_heads = all(site.head for site in sites)
+    if len(families) > 1:
+        sites_title = "Head" if are_heads else "Site"
+    elif are_heads:
+        sites_title = HEAD_TITLES.get(sites[0].place, "Head")
     else:
-        own = FAMILY_TITLES.get(family, f"{family} of block")
-    return own + of_model
+        sites_title = FAMILY_TITLES.get(sites[0].place, f"{sites[0].place} of block")
+    return f"{sites_title}{of}{model}"
 
 
 def site_words(names: tuple[str, ...], text: str) -> str:
@@ -175,34 +186,39 @@ def site_words(names: tuple[str, ...], text: str) -> str:
 def heads_in_block(names: tuple[str, ...]) -> int:
     """Number of heads in the first block; 0 unless every site is a head."""
     sites = _parse_sites(names)
-    return sum(site[:3] == sites[0][:3] for site in sites) if sites and all(site.head for site in sites) else 0
+    if not sites or not all(site.head for site in sites):
+        return 0
+    return sum(site[:3] == sites[0][:3] for site in sites)
 
 
 def _family(site: SiteParts) -> str:
     return "stream" if site.place in STREAM else site.place
 
 
-def _tick_label(site: SiteParts, several: bool) -> str:
+def _tick_label(site: SiteParts, with_family: bool) -> str:
     if site.head:
-        return f"L{site.block}H{site.head}" + (f" {site.place[-1]}" if several else "")
+        label = f"L{site.block}H{site.head}"
+        # The last letter of "attn.hook_q" and the like.
+        return f"{label} {site.place[-1]}" if with_family else label
     if site.place == "hook_resid_pre":
         return "embed" if site.block == "0" else f"into {site.block}"
     if not site.block:
         return "final norm"
     name = site.place.removesuffix(".hook_normalized").split(".")[-1].removeprefix("hook_")
-    return f"{site.block} {name}" if several else site.block
+    return f"{site.block} {name}" if with_family else site.block
 
 
 def _short_paths(names: tuple[str, ...]) -> list[str]:
-    parts = [name.removesuffix(".input").split(".") for name in names]
-    # Never the last part, which tells sites apart.
+    paths = [name.removesuffix(".input").split(".") for name in names]
+    # Number of parts that all paths have in common. Never the last part, which tells sites apart.
     common = 0
-    while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
+    while all(len(path) > common + 1 and path[common] == paths[0][common] for path in paths):
         common += 1
-    return [
-        f"into {'.'.join(part[common:])}" if name.endswith(".input") else ".".join(part[common:])
-        for name, part in zip(names, parts, strict=True)
-    ]
+    labels = []
+    for name, path in zip(names, paths, strict=True):
+        short_path = ".".join(path[common:])
+        labels.append(f"into {short_path}" if name.endswith(".input") else short_path)
+    return labels
 
 
 def axis_title(axis: str) -> str:
@@ -222,7 +238,9 @@ def markup(label: Any) -> Any:
         >>> markup("<a href=x>"), markup(3)
         ('&lt;a href=x&gt;', 3)
     """
-    return html.escape(printable(label, lines=False), quote=False) if isinstance(label, str) else label
+    if not isinstance(label, str):
+        return label
+    return html.escape(printable(label, lines=False), quote=False)
 
 
 def series_label(axis: str, label: object) -> str:
@@ -235,7 +253,9 @@ def series_label(axis: str, label: object) -> str:
     if axis in NAMED:
         return str(label)
     template = SERIES.get(axis)
-    return template.format(label).replace("%", " %") if template else f"{_words(axis).lower()} {label}"
+    if template is None:
+        return f"{_words(axis).lower()} {label}"
+    return template.format(label).replace("%", " %")
 
 
 def _words(name: str) -> str:
@@ -257,11 +277,11 @@ def quantity_with_unit(attrs: Mapping[Any, Any], default: str) -> str:
     return f"{name} ({attrs['units']})" if attrs.get("units") else name
 
 
-def inside_title(words: str) -> str:
+def lower_first_letter(words: str) -> str:
     """Words with a small first letter, unless they begin with an initialism such as CKA.
 
     Examples:
-        >>> inside_title("Training step"), inside_title("CKA of layers")
+        >>> lower_first_letter("Training step"), lower_first_letter("CKA of layers")
         ('training step', 'CKA of layers')
     """
     return words if words[:2].isupper() else words[:1].lower() + words[1:]
@@ -282,11 +302,16 @@ def listed_sites(names: tuple[str, ...]) -> str:
         >>> listed_sites(("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(32))))
         '33 sites: blocks.0.hook_resid_pre, blocks.0.hook_resid_post to blocks.31.hook_resid_post'
     """
-    families: dict[str, list[str]] = {}
+    names_by_pattern: dict[str, list[str]] = {}
     for name in names:
-        families.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    shown = ", ".join(f"{own[0]} to {own[-1]}" if len(own) > 1 else own[0] for own in families.values())
-    return f"{len(names)} site{'s' if len(names) > 1 else ''}: {shown}"
+        names_by_pattern.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    ranges = []
+    for similar_names in names_by_pattern.values():
+        if len(similar_names) > 1:
+            ranges.append(f"{similar_names[0]} to {similar_names[-1]}")
+        else:
+            ranges.append(similar_names[0])
+    return f"{len(names)} site{'s' if len(names) > 1 else ''}: {', '.join(ranges)}"
 
 
 def visible_token(token: str, letters: int | None = None) -> str:
@@ -301,7 +326,12 @@ def visible_token(token: str, letters: int | None = None) -> str:
         ('·girl', 'a\\\\n', '(empty)', '·extrao…')
     """
     inner = token.strip(" ")
-    before = len(token) - len(token.lstrip(" "))
-    shown = "·" * before + inner + "·" * (len(token) - before - len(inner) if inner else 0)
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown) or "(empty)"
-    return shown if letters is None or len(shown) <= letters else f"{shown[: letters - 1]}…"
+    spaces_before = len(token) - len(token.lstrip(" "))
+    # A token of spaces alone has them all before it.
+    spaces_after = len(token) - spaces_before - len(inner) if inner else 0
+    spaced = "·" * spaces_before + inner + "·" * spaces_after
+    characters = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in spaced]
+    visible = "".join(characters) or "(empty)"
+    if letters is None or len(visible) <= letters:
+        return visible
+    return f"{visible[: letters - 1]}…"

@@ -24,7 +24,11 @@ INTERVALS = "95 % intervals"
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 # Okabe and Ito's colours with a contrast of 3 or more on white; purple is darker, and black is lighter.
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
-BLUE, ORANGE, GREEN, PURPLE, DARK = "#0072b2", "#d55e00", "#009e73", "#a8518a", "#222222"
+BLUE = "#0072b2"
+ORANGE = "#d55e00"
+GREEN = "#009e73"
+PURPLE = "#a8518a"
+DARK = "#222222"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, DARK)
 # Blue with an opacity.
 FAINT = "rgba(0, 114, 178, {})"
@@ -33,24 +37,31 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 GREY = "#666666"
 # Maximum number of lines; more series are drawn as a heat map.
 MOST_LINES = 5
-# Colours of ordered lines: the part of the scale that is dark enough on white.
-ORDERED, BRIGHTEST = "Plasma", 0.62
+# Colours of ordered lines, and the part of the scale that is dark enough on white.
+ORDERED = "Plasma"
+BRIGHTEST = 0.62
 # Sequential colours of values: uniform to the eye, and readable without colours.
 SEQUENTIAL = "Viridis"
 # Colours about 0.
 DIVERGING = "RdBu_r"
 # Pixels of a figure on the screen, readable in a column of 600 pixels.
-WIDTH, HEIGHT = 600, 400
+WIDTH = 600
+HEIGHT = 400
 # Maximum number of tick labels on an axis of sites.
 MOST_TICKS = 24
-# Labels without room are skipped, not turned, if there are more than FEW with at most SHORT letters.
-FEW, SHORT = 10, 5
+# Labels without room are skipped, not turned, if there are more than FEW_LABELS with at most SHORT_LABEL letters.
+FEW_LABELS = 10
+SHORT_LABEL = 5
 # Maximum number of heads with a label each; else each first head of a block has a label.
 MOST_HEADS = 16
-# Pixels above the title, for plotly's buttons; of a colour bar; and of a colour bar in a paper.
-BUTTONS, BAR, PAPER_BAR = 24, 88, 72
+# Pixels above the title, for plotly's buttons.
+BUTTONS = 24
+# Pixels of a colour bar, and of a colour bar in a paper.
+BAR = 88
+PAPER_BAR = 72
 # Largest height of a plot of square cells: over its width, and in pixels in a paper.
-HIGHEST, PAPER_HIGHEST = 1.6, 430
+HIGHEST = 1.6
+PAPER_HIGHEST = 430
 # Axes of cells, which need no lines; invisible ticks keep labels away from the cells.
 CELL_AXIS = {"showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
 # Width of a letter, over the size of its font.
@@ -58,7 +69,8 @@ LETTER = 0.55
 # Numbers on axes and colour bars: powers of 10 beyond 99,999 and below 0.0001, and no letters such as µ.
 TICK_NUMBERS = {"exponentformat": "power", "minexponent": 4, "separatethousands": True}
 # Names of the templates, as `fig.update_layout(template=...)` takes them.
-SCREEN, PAPER = "tl_layersim", "tl_layersim_paper"
+SCREEN = "tl_layersim"
+PAPER = "tl_layersim_paper"
 
 
 class Size(NamedTuple):
@@ -142,7 +154,8 @@ def with_provenance(fig: go.Figure, provenance: Provenance, samples: str = "") -
         provenance: provenance of the result in the figure.
         samples: number and kind of the samples in words, if they are not the tokens or rows of the run.
     """
-    return with_subtitle(fig, html.escape(" · ".join(filter(None, (on_what(provenance, samples), intervals_in_words(fig))))))
+    parts = [on_what(provenance, samples), intervals_in_words(fig)]
+    return with_subtitle(fig, html.escape(" · ".join(filter(None, parts))))
 
 
 def intervals_in_words(fig: go.Figure) -> str:
@@ -155,9 +168,20 @@ def intervals_in_words(fig: go.Figure) -> str:
         >>> intervals_in_words(go.Figure(go.Scatter(x=[0], y=[0.3], error_y={"array": [0.2]})))
         'whiskers: 95 % intervals'
     """
-    bars = [trace[side].array for trace in fig.data for side in ("error_x", "error_y") if side in trace]
-    marks = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data)
-    marks += ["whiskers"] * any(bar is not None and np.nansum(np.array(bar, dtype=float)) > 0 for bar in bars)
+    has_bands = False
+    has_whiskers = False
+    for trace in fig.data:
+        has_bands = has_bands or trace.meta == INTERVALS
+        for side in ("error_x", "error_y"):
+            lengths = trace[side].array if side in trace else None
+            # Whiskers of unknown intervals are NaN, and are not drawn.
+            if lengths is not None and np.nansum(np.array(lengths, dtype=float)) > 0:
+                has_whiskers = True
+    marks = []
+    if has_bands:
+        marks.append("bands")
+    if has_whiskers:
+        marks.append("whiskers")
     return f"{' and '.join(marks)}: {INTERVALS}" if marks else ""
 
 
@@ -189,8 +213,10 @@ def with_size(fig: go.Figure, width: str | None, title: str | None, pixels: int 
         fig.layout.title.text = html.escape(title, quote=False)
     if width or title == "":
         fig.layout.title.subtitle.text = ""
-    size, plot = PAPER_SIZES[width], fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
-    return _with_layout(fig, size._replace(width=pixels or (size.width if width else fig.layout.width)), plot)
+    size = PAPER_SIZES[width]
+    plot_height = fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
+    figure_width = size.width if width else fig.layout.width
+    return _with_layout(fig, size._replace(width=pixels or figure_width), plot_height)
 
 
 def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
@@ -204,44 +230,42 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
     return with_size(fig, None, None)
 
 
-def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
-    """Set height, margins, ticks and line breaks of a figure; `plot` is the height of the plot area."""
-    layout, paper, letter = fig.layout, size.template == PAPER, LETTER * size.font
-    bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
-    bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
-    bars += [layout.coloraxis.colorbar] if layout.coloraxis.colorscale else []
-    labels = {name: max([*map(_letters, _tick_texts(fig, name))], default=0) for name in "xy"}
-    left = min(2.2 * size.font + 14 + max(labels["y"], 4.5) * letter, 0.45 * size.width)
-    right: float = (PAPER_BAR if paper else BAR) if bars else 10 if paper else 24
-    wide = size.width - left - right
-    [*maps] = [trace for trace in fig.data if trace.type == "heatmap"]
+def _with_layout(fig: go.Figure, size: Size, plot_height: float) -> go.Figure:
+    """Set height, margins, ticks and line breaks of a figure; `plot_height` is the height of the plot area."""
+    layout = fig.layout
+    paper = size.template == PAPER
+    letter = LETTER * size.font
+    colour_bars = [trace.colorbar for trace in fig.data if trace.type == "heatmap" and trace.coloraxis is None]
+    colour_bars += [trace.marker.colorbar for trace in fig.data if trace.type == "scatter" and trace.marker.showscale]
+    if layout.coloraxis.colorscale:
+        colour_bars.append(layout.coloraxis.colorbar)
+    letters_of_x = max(map(_letters, _tick_texts(fig, "x")), default=0)
+    letters_of_y = max(map(_letters, _tick_texts(fig, "y")), default=0)
+    left = min(2.2 * size.font + 14 + max(letters_of_y, 4.5) * letter, 0.45 * size.width)
+    right: float = 10 if paper else 24
+    if colour_bars:
+        right = PAPER_BAR if paper else BAR
+    plot_width = size.width - left - right
+    maps = [trace for trace in fig.data if trace.type == "heatmap"]
     square = layout.yaxis.scaleanchor is not None and len(maps) < 2
     rows, columns = np.shape(maps[0].z) if maps else (1, 1)
     if square:
-        plot = min(wide * min(rows / max(columns, 1), HIGHEST), PAPER_HIGHEST if paper else math.inf)
+        plot_height = min(plot_width * min(rows / max(columns, 1), HIGHEST), PAPER_HIGHEST if paper else math.inf)
     elif paper and len(maps) < 2:
-        plot = max(size.shape * size.width, (size.font + 2) * max((len(_tick_texts(fig, "y")), 1)))
-    for axes, room in ((fig.select_xaxes(), wide), (fig.select_yaxes(), plot)):
+        # Every tick label beside the vertical axis gets a line.
+        plot_height = max(size.shape * size.width, (size.font + 2) * max(len(_tick_texts(fig, "y")), 1))
+    for axes, room in ((fig.select_xaxes(), plot_width), (fig.select_yaxes(), plot_height)):
         for axis in axes:
             share = (axis.domain[1] - axis.domain[0]) if axis.domain else 1.0
             _fit_ticks(axis, room * share, size)
             if axis.title.text:
                 axis.title.text = _broken(axis.title.text, room * share / letter)
-    for bar in bars:
-        bar.title.text = _broken(bar.title.text or "", plot / letter)
-    turned = max((abs(math.sin(math.radians(axis.tickangle or 0))) for axis in fig.select_xaxes()), default=0.0)
-    x_lines = max(((axis.title.text or "").count("<br>") for axis in fig.select_xaxes()), default=0)
-    bottom = (2.4 + 1.3 * x_lines) * size.font + 12 + max(turned * labels["x"] * letter, size.font)
-    title = _broken((layout.title.text or "").replace("<br>", " "), (size.width - 40) / (0.49 * size.title))
-    small = [part.replace("\n", " ") for part in (layout.title.subtitle.text or "").split("<br>")]
-    subtitle = "<br>".join(_broken(part, (size.width - 40) / (0.5 * size.font)) for part in small if part)
-    top = 8.0 if paper else BUTTONS + 10
-    top += 1.25 * size.title * (title.count("<br>") + 1) if title else 0
-    top += (8 if paper else 12) + 1.35 * size.font * (subtitle.count("<br>") + 1) if subtitle else 0
-    # Titles of panels stand above the first row.
-    top += 1.6 * size.font * any((note.y, note.yref, note.yanchor) == (1, "paper", "bottom") for note in layout.annotations)
+    for bar in colour_bars:
+        bar.title.text = _broken(bar.title.text or "", plot_height / letter)
+    top, title, subtitle = _title_area(fig, size)
+    bottom = _height_below_axes(fig, size, letters_of_x)
     if paper:
-        _for_paper(fig, size, wide / max(columns, 1))
+        _for_paper(fig, size, plot_width / max(columns, 1))
     return fig.update_layout(
         title={
             "text": title,
@@ -257,7 +281,7 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
         },
         template=size.template,
         width=size.width,
-        height=round(top + plot + bottom) + _legend_height(fig, size),
+        height=round(top + plot_height + bottom) + _legend_height(fig, size),
         margin={"l": round(left), "r": round(right), "t": round(top), "b": round(bottom) + _legend_height(fig, size)},
         legend={
             "orientation": "h",
@@ -271,28 +295,71 @@ def _with_layout(fig: go.Figure, size: Size, plot: float) -> go.Figure:
     )
 
 
+def _title_area(fig: go.Figure, size: Size) -> tuple[float, str, str]:
+    """Height above the plot area, and title and subtitle broken into lines."""
+    layout = fig.layout
+    paper = size.template == PAPER
+    # Letters of the title and of the subtitle are 0.49 and 0.5 of their font's size wide.
+    title = _broken((layout.title.text or "").replace("<br>", " "), (size.width - 40) / (0.49 * size.title))
+    subtitle_lines = []
+    for line in (layout.title.subtitle.text or "").split("<br>"):
+        if line:
+            subtitle_lines.append(_broken(line.replace("\n", " "), (size.width - 40) / (0.5 * size.font)))
+    subtitle = "<br>".join(subtitle_lines)
+    height = 8.0 if paper else BUTTONS + 10
+    if title:
+        height += 1.25 * size.title * (title.count("<br>") + 1)
+    if subtitle:
+        height += (8 if paper else 12) + 1.35 * size.font * (subtitle.count("<br>") + 1)
+    # Titles of panels stand above the first row.
+    if any((note.y, note.yref, note.yanchor) == (1, "paper", "bottom") for note in layout.annotations):
+        height += 1.6 * size.font
+    return height, title, subtitle
+
+
+def _height_below_axes(fig: go.Figure, size: Size, letters: int) -> float:
+    """Height of the tick labels and the title below the horizontal axes.
+
+    Args:
+        fig: the figure, with turned labels and broken titles.
+        size: size of the figure.
+        letters: number of letters of the longest tick label.
+    """
+    sine = 0.0
+    line_breaks = 0
+    for axis in fig.select_xaxes():
+        sine = max(sine, abs(math.sin(math.radians(axis.tickangle or 0))))
+        line_breaks = max(line_breaks, (axis.title.text or "").count("<br>"))
+    height_of_labels = max(sine * letters * (LETTER * size.font), size.font)
+    return (2.4 + 1.3 * line_breaks) * size.font + 12 + height_of_labels
+
+
 def _fit_ticks(axis: Any, room: float, size: Size) -> None:
     """Turn or skip the labels of an axis that would overlap."""
     # Below an axis, long or few labels are turned, and others are skipped. In a paper, turned labels and labels beside an axis
     # are skipped too.
-    texts, across = list(axis.ticktext or ()), axis.plotly_name.startswith("x")
+    texts = list(axis.ticktext or ())
+    horizontal = axis.plotly_name.startswith("x")
     letters = [_letters(text) for text in texts]
 
     def crowded(step: int) -> bool:
-        shown = letters[::step]
-        flat = across and not axis.tickangle
-        needs = [LETTER * size.font * (a + b) / 2 + 3 for a, b in pairwise(shown)] if flat else [size.font + 3]
-        return max(needs, default=0) * len(shown) > room
+        """Whether every `step`-th label needs more room than there is."""
+        letters_shown = letters[::step]
+        # Labels beside an axis, and turned labels, need the height of a line.
+        distances: list[float] = [size.font + 3]
+        if horizontal and not axis.tickangle:
+            distances = [LETTER * size.font * (a + b) / 2 + 3 for a, b in pairwise(letters_shown)]
+        return max(distances, default=0) * len(letters_shown) > room
 
-    turns = len(texts) <= FEW or max(letters) > SHORT
-    if across and axis.tickangle is None and turns and crowded(1):
+    may_turn = len(texts) <= FEW_LABELS or max(letters) > SHORT_LABEL
+    if horizontal and axis.tickangle is None and may_turn and crowded(1):
         axis.tickangle = -90
     step = next((step for step in range(1, len(texts)) if not crowded(step)), 1)
-    if step > 1 and (size.template == PAPER or (across and not axis.tickangle)):
+    if step > 1 and (size.template == PAPER or (horizontal and not axis.tickangle)):
         axis.update(ticktext=texts[::step], tickvals=list(axis.tickvals)[::step])
 
 
-def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
+def _for_paper(fig: go.Figure, size: Size, cell_width: float) -> None:
     """Adapt a figure to a paper: one font size, and numbers only in cells with room."""
     fig.update_xaxes(tickfont_size=None).update_yaxes(tickfont_size=None)
     fig.update_annotations(font_size=size.font)
@@ -300,34 +367,48 @@ def _for_paper(fig: go.Figure, size: Size, cell: float) -> None:
         if trace.type == "heatmap" and trace.texttemplate:
             longest = max((_letters(text) for row in trace.text for text in row), default=0)
             trace.textfont.size = size.font
-            if longest * LETTER * size.font > cell:
+            if longest * LETTER * size.font > cell_width:
                 # Dots mark findings, and always have room.
                 trace.text = [["•" if "•" in text else "" for text in row] for row in trace.text]
 
 
 def _legend_height(fig: go.Figure, size: Size) -> int:
-    shown = [trace for trace in fig.data if trace.showlegend is not False and trace.type != "heatmap"]
-    named = fig.layout.showlegend or (fig.layout.showlegend is None and len(shown) > 1)
-    widths = [4 * size.font + LETTER * size.font * _letters(trace.name or "") for trace in shown] if named else []
+    entries = [trace for trace in fig.data if trace.showlegend is not False and trace.type != "heatmap"]
+    # plotly's own default: a legend if there are several entries.
+    has_legend = fig.layout.showlegend or (fig.layout.showlegend is None and len(entries) > 1)
+    if not has_legend or not entries:
+        return 0
+    widths = [4 * size.font + LETTER * size.font * _letters(trace.name or "") for trace in entries]
     room = size.width - 40
-    # One row, or columns of equal width.
-    rows = bool(widths) if sum(widths) <= room else -(-len(widths) // max(1, int(room / max(widths))))
-    return round(1.5 * size.font * (rows + bool(fig.layout.legend.title.text and widths)))
+    rows = 1
+    if sum(widths) > room:
+        # More than one row has columns of equal width.
+        columns = max(1, int(room / max(widths)))
+        rows = -(-len(entries) // columns)
+    if fig.layout.legend.title.text:
+        rows += 1
+    return round(1.5 * size.font * rows)
 
 
 def _tick_texts(fig: go.Figure, name: str) -> list[str]:
     """Tick labels of all x axes or all y axes of a figure."""
     axes = fig.select_xaxes() if name == "x" else fig.select_yaxes()
-    texts = [str(text) for axis in axes for text in axis.ticktext or ()]
+    texts = []
+    for axis in axes:
+        texts += [str(text) for text in axis.ticktext or ()]
     if texts:
         return texts
-    named = [trace[name] for trace in fig.data if trace.type in ("heatmap", "bar") and trace[name] is not None]
-    return [text for own in named for text in own if isinstance(text, str)]
+    # Without tick texts, plotly labels cells and bars by their own names.
+    for trace in fig.data:
+        if trace.type in ("heatmap", "bar") and trace[name] is not None:
+            texts += [label for label in trace[name] if isinstance(label, str)]
+    return texts
 
 
 def _letters(text: str) -> int:
     """Number of letters in the longest line of markup."""
-    return max(map(len, re.sub(r"<(?!br)[^>]*>|&[^;]*;", "", html.unescape(str(text))).split("<br>")))
+    plain_text = re.sub(r"<(?!br)[^>]*>|&[^;]*;", "", html.unescape(str(text)))
+    return max(map(len, plain_text.split("<br>")))
 
 
 def on_what(provenance: Provenance, samples: str = "") -> str:
@@ -345,13 +426,16 @@ def on_what(provenance: Provenance, samples: str = "") -> str:
         'EleutherAI/pythia-14m · 12,345 tokens'
     """
     models = names_of_models(provenance.model)
-    names = " and ".join(models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
-    # One position of each row: images, sentences.
-    row = "image" if provenance.options.get("main_input") == "pixel_values" else "row"
-    count = (
-        amount(provenance.tokens, row if provenance.tokens == provenance.sequences else "token") if provenance.tokens else ""
-    )
-    return " · ".join(part for part in (names, samples or count) if part)
+    names = " and ".join(models[:2])
+    if len(models) > 2:
+        names += f" and {len(models) - 2} more"
+    if not samples and provenance.tokens:
+        noun = "token"
+        if provenance.tokens == provenance.sequences:
+            # One position of each row: images, sentences.
+            noun = "image" if provenance.options.get("main_input") == "pixel_values" else "row"
+        samples = amount(provenance.tokens, noun)
+    return " · ".join(part for part in (names, samples) if part)
 
 
 def names_of_models(model: str) -> tuple[str, ...]:
@@ -370,16 +454,20 @@ def model_name(model: str) -> str:
         model: name in the provenance.
     """
     is_path = model.startswith(("/", ".", "~")) or "\\" in model or model.count("/") > 1
-    return model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if is_path else model
+    if not is_path:
+        return model
+    return model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
 
 
 def _broken(text: str, letters: float) -> str:
     """Wrap HTML text at spaces into lines of about `letters` letters; lines with tags stay whole."""
-    parts: list[str] = []
+    lines: list[str] = []
     for line in text.split("<br>"):
-        wrapped = textwrap.wrap(line, max(int(letters), 12), break_long_words=False, break_on_hyphens=False)
-        parts += [line] if "<" in line else wrapped
-    return "<br>".join(parts)
+        if "<" in line:
+            lines.append(line)
+        else:
+            lines += textwrap.wrap(line, max(int(letters), 12), break_long_words=False, break_on_hyphens=False)
+    return "<br>".join(lines)
 
 
 def ordered_colours(count: int) -> list[str]:
@@ -409,9 +497,14 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
         count: number of lines.
         ordered: whether the lines are ordered; the colours then follow the order.
     """
-    colours = ordered_colours(count) if ordered else [PALETTE[n % len(PALETTE)] for n in range(count)]
-    dashes = ["solid" if ordered else DASHES[n // len(PALETTE) % len(DASHES)] for n in range(count)]
-    return [{"colour": colours[n], "dash": dashes[n], "symbol": SYMBOLS[n % len(SYMBOLS)]} for n in range(count)]
+    scale = ordered_colours(count) if ordered else []
+    looks = []
+    for n in range(count):
+        colour = scale[n] if ordered else PALETTE[n % len(PALETTE)]
+        # A dash for each round of the palette.
+        dash = "solid" if ordered else DASHES[n // len(PALETTE) % len(DASHES)]
+        looks.append({"colour": colour, "dash": dash, "symbol": SYMBOLS[n % len(SYMBOLS)]})
+    return looks
 
 
 def colour_bar(title: str) -> dict[str, Any]:
@@ -428,11 +521,14 @@ def layer_axis(update: Callable[..., go.Figure], names: tuple[Any, ...], title: 
         title: title of the axis. If the sites are not residual layers, see `site_axis_title`.
         labels: labels of names that are not sites; None for the short names of sites.
     """
-    step, heads = max(1, -(-len(names) // MOST_TICKS)), heads_in_block(names) if labels is None else 0
+    step = max(1, -(-len(names) // MOST_TICKS))
     if labels is None:
-        labels, title = short_names(names), site_axis_title(names, title)
-    if heads and len(names) > MOST_HEADS:
-        # The first head of a block, of every second block, ...
-        step = heads * max(1, -(-len(names) // (heads * MOST_TICKS)))
-    at = list(range(0, len(names), step))
-    update(title=title, tickmode="array", tickvals=at, ticktext=[html.escape(labels[i], quote=False) for i in at])
+        heads = heads_in_block(names)
+        if heads and len(names) > MOST_HEADS:
+            # The first head of a block, of every second block, ...
+            step = heads * max(1, -(-len(names) // (heads * MOST_TICKS)))
+        labels = short_names(names)
+        title = site_axis_title(names, title)
+    positions = list(range(0, len(names), step))
+    texts = [html.escape(labels[position], quote=False) for position in positions]
+    update(title=title, tickmode="array", tickvals=positions, ticktext=texts)

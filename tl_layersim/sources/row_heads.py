@@ -30,23 +30,23 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
         logits: the logits of the row, `1 classes`.
         dtype: dtype of the weights.
     """
-    last = recorded.of(last_block)[-1]
-    current = last.returned
+    last = recorded.runs_of(last_block)[-1]
+    current = last.output
     norm = ""
     parts: list[str] = []
     pool: Pool | None = None
     # A mean over positions passes through a norm or an activation only if it comes after them.
     is_linear = True
     for run in tail_runs(recorded, last):
-        if run.given is None or run.returned is None or current is None:
+        if run.input is None or run.output is None or current is None:
             return None
-        if not _agree(run.given, current, dtype):
-            pool = None if pool is not None else _pooling(current, run.given, is_linear, dtype)
+        if not _agree(run.input, current, dtype):
+            pool = None if pool is not None else _pooling(current, run.input, is_linear, dtype)
             if pool is None:
                 return None
             pool = Pool(pool.single, pool.mean_from, before_norm=not norm)
-        current = run.returned
-        if run.returned.shape == run.given.shape and torch.equal(run.returned, run.given):
+        current = run.output
+        if run.output.shape == run.input.shape and torch.equal(run.output, run.input):
             # Dropout.
             continue
         if not parts and not norm and is_norm(run.module):

@@ -728,7 +728,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def _find_row_head(self, row: Batch) -> None:
         dtype = self._model.torch_dtype
         recorded = record_forward(self.module, lambda: self.call(row))
-        hidden = recorded.of(self.paths[-1])[-1].returned
+        hidden = recorded.runs_of(self.paths[-1])[-1].output
         logits = tensor_of(recorded.output)
         assert hidden is not None
         # An image or a recording has as many positions as its activations.

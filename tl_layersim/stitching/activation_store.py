@@ -47,20 +47,21 @@ def fit_and_evaluation(
         LayersimError: the data has no targets, or too few rows to split.
     """
     fit = _batches_with_targets(batches, "data", labels, model)
-    kept, count = fit, sum(len(batch.tokens) for batch in fit)
+    row_count = sum(len(batch.tokens) for batch in fit)
+    evaluation = fit
     if held_out is not None:
-        kept = _batches_with_targets(held_out, "eval_data", labels, model)
+        evaluation = _batches_with_targets(held_out, "eval_data", labels, model)
         if fitted:
-            _warn_of_common_rows(fit, kept)
+            _warn_of_common_rows(fit, evaluation)
     elif fitted:
-        fit, kept = _split(fit)
+        fit, evaluation = _split_between_texts(fit)
         fit = [batch for batch in fit if _has_targets(batch, labels, model)]
-    evaluation = tuple(batch for batch in kept if _has_targets(batch, labels, model))
+    evaluation = [batch for batch in evaluation if _has_targets(batch, labels, model)]
     if not fit or not evaluation:
         raise LayersimError(
-            f"`data` has {count} rows with targets, too few to hold some out for evaluation. Pass more data, or eval_data=."
+            f"`data` has {row_count} rows with targets, too few to hold some out for evaluation. Pass more data, or eval_data=."
         )
-    return tuple(fit) if fitted else (), evaluation
+    return tuple(fit) if fitted else (), tuple(evaluation)
 
 
 def _has_targets(batch: Batch, labels: str | Tensor, model: Model) -> bool:
@@ -74,47 +75,58 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
         if _has_targets(batch, labels, model):
             batches.append(batch)
     if not batches:
-        raise LayersimError(f"`{argument}` has no position with a {'label' if labels != 'next_token' else 'next token'}.")
+        target = "label" if labels != "next_token" else "next token"
+        raise LayersimError(f"`{argument}` has no position with a {target}.")
     return batches
 
 
-def _split(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+def _split_between_texts(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Split the rows between texts. About the last fifth is for the evaluation.
 
     Args:
         batches: rows in the order of the data.
     """
     texts = [text for batch in batches for text in batch.texts]
-    held = max(1, len(texts) // EVALUATION_EVERY)
-    stop_of_fit, start_of_evaluation = split_rows(texts, held)
-    if not stop_of_fit and len(texts) > held:
+    held_out_count = max(1, len(texts) // EVALUATION_EVERY)
+    stop_of_fit, start_of_evaluation = split_rows(texts, held_out_count)
+    if not stop_of_fit and len(texts) > held_out_count:
         warn(
             "The adapter is fitted and evaluated on rows of the same text, so the stitching penalty says nothing about new "
             "text. Pass several texts, or eval_data= with other texts."
         )
-        stop_of_fit = start_of_evaluation = len(texts) - held
+        stop_of_fit = start_of_evaluation = len(texts) - held_out_count
     return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(texts))
 
 
 def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
     """The rows from `start` to `stop - 1`, counted over all batches."""
-    out, before = list[Batch](), 0
+    parts = list[Batch]()
+    rows_before = 0
     for batch in batches:
-        own = max(start - before, 0), min(stop - before, len(batch.tokens))
-        out += [batch.rows(*own)] if own[0] < own[1] else []
-        before += len(batch.tokens)
-    return out
+        first = max(start - rows_before, 0)
+        end = min(stop - rows_before, len(batch.tokens))
+        if first < end:
+            parts.append(batch.rows(first, end))
+        rows_before += len(batch.tokens)
+    return parts
 
 
 def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
-    fitted, judged = ([row_bytes(b, number) for b in part for number in range(len(b.tokens))] for part in (fit, held_out))
-    known = set(fitted)
-    common = sum(row in known for row in judged)
+    fit_rows = set(_rows_as_bytes(fit))
+    held_out_rows = _rows_as_bytes(held_out)
+    common = sum(row in fit_rows for row in held_out_rows)
     if common:
         warn(
-            f"{common} of {len(judged)} rows of eval_data also occur in data, so the stitching penalty is partly measured on "
-            "training data."
+            f"{common} of {len(held_out_rows)} rows of eval_data also occur in data, so the stitching penalty is partly "
+            "measured on training data."
         )
+
+
+def _rows_as_bytes(batches: list[Batch]) -> list[bytes]:
+    rows = []
+    for batch in batches:
+        rows += [row_bytes(batch, number) for number in range(len(batch.tokens))]
+    return rows
 
 
 class ActivationStore:
@@ -129,8 +141,11 @@ class ActivationStore:
     """
 
     def __init__(self, front: SplitModel, layer: int, batches: tuple[Batch, ...]) -> None:
-        self.front, self.layer, self.batches = front, layer, batches
-        self._kept: Tensor | None = None
+        self.front = front
+        self.layer = layer
+        self.batches = batches
+        # `position d_model`, the residuals of all batches in the context `keep`.
+        self._residuals: Tensor | None = None
         self._starts = [0, *itertools.accumulate(batch.tokens.numel() for batch in batches)]
 
     def __len__(self) -> int:
@@ -138,10 +153,10 @@ class ActivationStore:
 
     def __getitem__(self, index: int) -> Tensor:
         """The residuals of a batch (`batch pos d_model`)."""
-        if self._kept is None:
+        if self._residuals is None:
             return self.front.hidden(self.batches[index], self.layer)
-        rows = self._kept[self._starts[index] : self._starts[index + 1]]
-        return rows.view(*self.batches[index].tokens.shape, -1)
+        residuals = self._residuals[self._starts[index] : self._starts[index + 1]]
+        return residuals.view(*self.batches[index].tokens.shape, -1)
 
     @contextmanager
     def keep(self, folder: Path | None, required: bool = True) -> Iterator[None]:
@@ -156,14 +171,16 @@ class ActivationStore:
             OSError: the disk has no room for the file.
         """
         first = self.front.hidden(self.batches[0], self.layer)
-        width, total = first.shape[-1], self._starts[-1]
-        size = total * width * first.element_size()
-        free, place = _free(folder)
+        width = first.shape[-1]
+        position_count = self._starts[-1]
+        size = position_count * width * first.element_size()
+        free, place = _free_bytes(folder)
         if size > 0.9 * free:
             if required or folder is not None:
+                remedy = "Use a smaller max_tokens=." if folder else "Use a smaller max_tokens=, or cache='folder' for a file."
                 raise LayersimError(
                     f"The front model's activations take {in_words(size)}, more than 90 % of the free {place}, "
-                    f"{in_words(free)}. Use a smaller max_tokens=" + ("." if folder else ", or cache='folder' for a file.")
+                    f"{in_words(free)}. {remedy}"
                 )
             tqdm.write(
                 f"The front model's activations take {in_words(size)}, which do not fit into memory. They are computed again "
@@ -176,25 +193,26 @@ class ActivationStore:
             where = f"a file in {folder}" if folder else "memory"
             tqdm.write(f"The front model's activations take {in_words(size)} in {where}.", file=sys.stderr)
         if folder is None:
-            held = torch.empty(total, width, dtype=first.dtype)
+            residuals = torch.empty(position_count, width, dtype=first.dtype)
         else:
             # The mapped file has no name, so a killed process leaves nothing.
             with tempfile.NamedTemporaryFile(dir=folder, prefix="activations-", suffix=".bin") as file:
                 if hasattr(os, "posix_fallocate"):
                     # Writing to a mapped file on a full disk would end the process.
                     os.posix_fallocate(file.fileno(), 0, size)
-                held = torch.from_file(file.name, shared=True, size=total * width, dtype=first.dtype).view(total, width)
+                numbers = torch.from_file(file.name, shared=True, size=position_count * width, dtype=first.dtype)
+                residuals = numbers.view(position_count, width)
         try:
             for index in tqdm(range(len(self)), desc="front", unit="batch", disable=None, leave=False):
                 hidden = first if index == 0 else self.front.hidden(self.batches[index], self.layer)
-                held[self._starts[index] : self._starts[index + 1]] = hidden.reshape(-1, width).cpu()
-            self._kept = held
+                residuals[self._starts[index] : self._starts[index + 1]] = hidden.reshape(-1, width).cpu()
+            self._residuals = residuals
             yield
         finally:
-            self._kept = None
+            self._residuals = None
 
 
-def _free(folder: Path | None) -> tuple[float, str]:
+def _free_bytes(folder: Path | None) -> tuple[float, str]:
     """Number of free bytes on the disk of `folder`, or in memory if `folder` is None. Also returns "disk" or "memory"."""
     import psutil
 

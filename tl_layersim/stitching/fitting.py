@@ -43,13 +43,14 @@ class Progress:
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
         self.file = ResumableFile(path, "stitches", identity)
-        self.states: dict[str, Snapshot] = self.file.resume(_states_of) or {}
+        self.states: dict[str, Snapshot] = self.file.resume(_states_in_file) or {}
 
     def done(self, key: str) -> bool:
         return key in self.states and bool(self.states[key][0]["done"])
 
     def save(self) -> None:
-        if (state := self.snapshot()) is not None:
+        state = self.snapshot()
+        if state is not None:
             self.file.save(*state)
 
     def saved_on_interrupt(self) -> AbstractContextManager[None]:
@@ -58,16 +59,23 @@ class Progress:
 
     def snapshot(self) -> Snapshot | None:
         """State of all stitches as the file stores it: metadata and tensors. None if no stitch has a state."""
-        notes = {key: note for key, (note, _) in self.states.items()}
-        tensors = {f"{key}/{name}": x for key, (_, own) in self.states.items() for name, x in own.items()}
-        return ({"stitches": notes}, tensors) if notes else None
+        if not self.states:
+            return None
+        notes = {}
+        tensors = {}
+        for key, (note, tensors_of_stitch) in self.states.items():
+            notes[key] = note
+            for name, tensor in tensors_of_stitch.items():
+                tensors[f"{key}/{name}"] = tensor
+        return {"stitches": notes}, tensors
 
 
-def _states_of(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Snapshot]:
+def _states_in_file(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Snapshot]:
     states = dict[str, Snapshot]()
     for key, note in header["stitches"].items():
-        own = {name.removeprefix(f"{key}/"): x for name, x in tensors.items() if name.startswith(f"{key}/")}
-        states[key] = note, own
+        prefix = f"{key}/"
+        tensors_of_stitch = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        states[key] = (note, tensors_of_stitch)
     return states
 
 
@@ -76,7 +84,7 @@ Features = Callable[[Tensor], Tensor]
 RANK = 1e-13
 
 
-def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
+def feature_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
     """Sums over tokens of the features and of their outer products.
 
     Args:
@@ -104,7 +112,8 @@ def cross_moments(
     Returns:
         `t`, `d_back`, the sum of the targets; `ut`, `d_front d_back`, the sum of the outer products; `tt`, the sum of squares.
     """
-    hidden, target = hidden.double(), target.double()
+    hidden = hidden.double()
+    target = target.double()
     u = features(hidden)
     if adds_residual(hidden.shape[-1], target.shape[-1]):
         target = target - hidden
@@ -115,7 +124,7 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
     """Solve the least-squares problem. Returns weight, bias and R².
 
     Args:
-        moments: sums of `own_moments` and `cross_moments` over all tokens.
+        moments: sums of `feature_moments` and `cross_moments` over all tokens.
         ridge: the diagonal of X'X is raised by this fraction of itself.
         bias: whether the adapter has a bias. If True, features and targets are centred.
 
@@ -123,7 +132,9 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
         The weight `d_back d_front`, the bias `d_back` or None, and R² over the tokens of the fit. For an adapter that adds the
         residual, R² is that of the target minus the residual.
     """
-    n, uu, ut = float(moments["count"]), moments["uu"], moments["ut"]
+    n = float(moments["count"])
+    uu = moments["uu"]
+    ut = moments["ut"]
     if bias:
         uu = uu - torch.outer(moments["u"], moments["u"]) / n
         ut = ut - torch.outer(moments["u"], moments["t"]) / n
@@ -136,9 +147,11 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
     inverse = torch.where(values > RANK * values[-1], 1.0 / values, 0.0)
     weight = ((vectors * inverse) @ (vectors.T @ (ut / size[:, None]))).T / size
     offset = (moments["t"] - weight @ moments["u"]) / n if bias else None
+    # With a bias, R² is relative to the variance of the targets, else to their squares.
     total = moments["tt"] - (moments["t"].square().sum() / n if bias else 0.0)
-    left = total - 2 * (weight.T * ut).sum() + ((weight @ uu) * weight).sum()
-    return weight, offset, float(1.0 - left / total) if total > 0 else float("nan")
+    residual = total - 2 * (weight.T * ut).sum() + ((weight @ uu) * weight).sum()
+    explained = float(1.0 - residual / total) if total > 0 else float("nan")
+    return weight, offset, explained
 
 
 Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
@@ -208,8 +221,10 @@ class StitchTraining:
             [0.05, 0.1, 0.1, 0.0125]
         """
         warmup = self.steps // 10 if self.warmup is None else self.warmup
-        fraction = (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
-        return self.lr * (1 - self.momentum) * fraction
+        peak = self.lr * (1 - self.momentum)
+        if step < warmup:
+            return peak * ((step + 1) / warmup)
+        return peak * ((self.steps - step) / (self.steps - warmup))
 
 
 def least_squares(
@@ -230,16 +245,18 @@ def least_squares(
     total = Sums()
     moments_of = partial(cross_moments, kind.features, kind.adds_residual)
     for index in tqdm(range(len(acts)), desc="least squares", unit="batch", disable=None, leave=False):
-        batch, h = acts.batches[index], acts[index]
-        moments = own_moments(kind.features, attended(batch, h).cpu()) | back.moments(batch, layer, moments_of, h)
-        total = total + Sums.of(moments)
-    for name, side, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
+        batch = acts.batches[index]
+        hidden = acts[index]
+        front_moments = feature_moments(kind.features, attended(batch, hidden).cpu())
+        total = total + Sums.of(front_moments | back.moments(batch, layer, moments_of, hidden))
+    for name, split_model, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
         if not bool(total[name].isfinite().all()):
             raise LayersimError(
-                f"Activations of {side.model.name} at {side.model.layers[number]} are not finite, so least squares has no "
-                f"solution. {WHY_NOT_FINITE}"
+                f"Activations of {split_model.model.name} at {split_model.model.layers[number]} are not finite, so least "
+                f"squares has no solution. {WHY_NOT_FINITE}"
             )
-    tokens, width = int(total["count"]), len(total["u"])
+    tokens = int(total["count"])
+    width = len(total["u"])
     if tokens < 2 * width:
         warn(
             f"Least squares has {tokens} tokens for {width} features, so the adapter overfits these tokens. Pass more data, or "
@@ -249,7 +266,7 @@ def least_squares(
     return Adapter(kind.name, weight, bias), explained
 
 
-def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
+def identity_adapter(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
     """Identity adapter from which gradient descent starts.
 
     Raises:
@@ -261,7 +278,8 @@ def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
             "fit='lstsq+sgd'."
         )
     weight = torch.zeros(d_back, d_front) if kind.adds_residual(d_front, d_back) else torch.eye(d_back)
-    return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)
+    bias = torch.zeros(d_back).double() if kind.has_bias else None
+    return Adapter(kind.name, weight.double(), bias)
 
 
 class StitchDescent(Descent):
@@ -302,30 +320,41 @@ class StitchDescent(Descent):
         key: str,
     ) -> None:
         assert start.weight is not None
-        self.start, self.explained, self.acts = start, explained, acts
-        self.back, self.layer, self.targets = back, layer, targets
-        self.training, self.progress, self.key, self.dtype = training, progress, key, start.weight.dtype
+        self.start = start
+        self.explained = explained
+        self.acts = acts
+        self.back = back
+        self.layer = layer
+        self.targets = targets
+        self.training = training
+        self.progress = progress
+        self.key = key
+        self.dtype = start.weight.dtype
         # Initial weight and bias by name.
-        self.fixed = {name: part.to(back.device) for name, part in start.named_buffers()}
+        self.initial = {name: part.to(back.device) for name, part in start.named_buffers()}
         # Units of the learnt weight and bias, measured on the first batch.
         self.units = {"weight": 1.0, "bias": 1.0}
         if training.relative:
             batch = acts.batches[0]
             # Apple's GPUs have no float64.
-            u = start.definition.features(attended(batch, acts[0]).cpu())
-            there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
-            self.units = {"weight": there / typical_size(u), "bias": there}
-        learnt = {name: nn.Parameter(torch.zeros_like(part)) for name, part in self.fixed.items()}
-        optimiser = torch.optim.SGD(learnt.values(), lr=training.rate(0), momentum=training.momentum, nesterov=True)
-        super().__init__(f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}", learnt, optimiser, training)
-        self.best, self.stopped = math.inf, -1
-        self._best: dict[str, Tensor] = {}
+            features = start.definition.features(attended(batch, acts[0]).cpu())
+            back_size = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
+            self.units = {"weight": back_size / typical_size(features), "bias": back_size}
+        changes = {name: nn.Parameter(torch.zeros_like(part)) for name, part in self.initial.items()}
+        optimiser = torch.optim.SGD(changes.values(), lr=training.rate(0), momentum=training.momentum, nesterov=True)
+        title = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
+        super().__init__(title, changes, optimiser, training)
+        self.best = math.inf
+        self.stopped = -1
+        self._best_changes: dict[str, Tensor] = {}
         self._shuffle = Shuffle(len(acts), training.seed)
 
     def restore(self, note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.curve, self.best, self.stopped = tensors["curve"].tolist(), note["best"], note["stopped"]
+        self.curve = tensors["curve"].tolist()
+        self.best = note["best"]
+        self.stopped = note["stopped"]
         self.load(tensors)
-        self._best = {name: tensors[f"best/{name}"] for name in self.fixed if f"best/{name}" in tensors}
+        self._best_changes = {name: tensors[f"best/{name}"] for name in self.initial if f"best/{name}" in tensors}
 
     def snapshot(self) -> Snapshot | None:
         # In the middle of a step, the file keeps the state before.
@@ -334,19 +363,19 @@ class StitchDescent(Descent):
             # Copies: a later step changes parameters in place.
             tensors = {name: value.clone() for name, value in self.tensors().items()}
             tensors |= {f"start {name}": part for name, part in self.start.named_buffers()}
-            tensors |= {f"best/{name}": part for name, part in self._best.items()}
+            tensors |= {f"best/{name}": part for name, part in self._best_changes.items()}
             tensors["curve"] = torch.tensor(self.curve, dtype=torch.float64)
             self.progress.states[self.key] = note | {"explained": self.explained}, tensors
         return self.progress.snapshot()
 
-    def parts_of(self, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Dict of the adapter's weight and bias. Each is the initial value plus `learnt` times `units`."""
-        return {name: part + learnt[name] * self.units[name] for name, part in self.fixed.items()}
+    def weight_and_bias(self, changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Dict of the adapter's weight and bias. Each is the initial value plus `changes` times `units`."""
+        return {name: part + changes[name] * self.units[name] for name, part in self.initial.items()}
 
-    def entering(self, index: int, learnt: Mapping[str, Tensor]) -> Tensor:
+    def entering(self, index: int, changes: Mapping[str, Tensor]) -> Tensor:
         """The adapter's output for a batch (`batch pos d_back`)."""
         hidden = self.acts[index].to(self.back.device, self.dtype)
-        x: Tensor = functional_call(self.start, self.parts_of(learnt), hidden)
+        x: Tensor = functional_call(self.start, self.weight_and_bias(changes), hidden)
         return x
 
     def loss_and_gradients(self) -> float:
@@ -359,6 +388,7 @@ class StitchDescent(Descent):
 
     def diverges(self, losses: Sequence[float]) -> bool:
         first = (*self.curve, *losses)[0]
+        # A loss that is NaN is not below the limit, either.
         return not all(loss <= 1.5 * first + 3 for loss in losses)
 
     def on_divergence(self, losses: Sequence[float]) -> None:
@@ -371,13 +401,13 @@ class StitchDescent(Descent):
             recent = sum(self.curve[-WINDOW:]) / WINDOW
             if recent < self.best:
                 self.best = recent
-                self._best = self._now()
+                self._best_changes = self._current_changes()
 
     def status(self) -> str:
         recent = self.curve[-WINDOW:]
         return f"loss {sum(recent) / len(recent):.3f}"
 
-    def _now(self) -> dict[str, Tensor]:
+    def _current_changes(self) -> dict[str, Tensor]:
         return {name: part.detach().clone() for name, part in self.parameters.items()}
 
     def run(self) -> Adapter:
@@ -388,36 +418,53 @@ class StitchDescent(Descent):
         if self.stopped < 0:
             run_steps(self, self.progress.file)
         self.snapshot()
-        last, best, start = "the last adapter", "the best adapter", "the initial adapter"
-        ends = {last: self._now()} if self.stopped < 0 else {}
-        if self._best:
-            ends[best] = {name: part.to(self.fixed[name]) for name, part in self._best.items()}
-        ends[start] = {name: torch.zeros_like(part) for name, part in self.fixed.items()}
-        losses = {name: self._loss_of(ends[name]) for name in (last, start) if last in ends}
+        last = "the last adapter"
+        best = "the best adapter"
+        initial = "the initial adapter"
+        # Changes to the initial weight and bias, by name of the adapter.
+        candidates = {}
+        if self.stopped < 0:
+            candidates[last] = self._current_changes()
+        if self._best_changes:
+            candidates[best] = {name: part.to(self.initial[name]) for name, part in self._best_changes.items()}
+        candidates[initial] = {name: torch.zeros_like(part) for name, part in self.initial.items()}
+        losses = {name: self._loss_of(candidates[name]) for name in (last, initial) if name in candidates}
         chosen = last
-        if last not in ends or not losses[last] <= losses[start]:
-            what = "Training ended with a higher loss than it began with"
+        # A loss that is NaN is not lower, either.
+        if last not in candidates or not losses[last] <= losses[initial]:
+            reason = "Training ended with a higher loss than it began with"
             if self.stopped >= 0:
-                what = f"The loss exploded at step {self.stopped + 1} of {self.steps}"
-            losses = {name: losses[name] if name in losses else self._loss_of(ends[name]) for name in ends}
-            chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
-            said = ", ".join(f"{losses[name]:.4g} ({name})" for name in ends)
+                reason = f"The loss exploded at step {self.stopped + 1} of {self.steps}"
+            if best in candidates:
+                losses[best] = self._loss_of(candidates[best])
+            ranked = {name: math.inf if math.isnan(losses[name]) else losses[name] for name in candidates}
+            chosen = min(ranked, key=lambda name: ranked[name])
+            losses_in_words = ", ".join(f"{losses[name]:.4g} ({name})" for name in candidates)
             rate = min(1.0, self.training.lr / 10)
-            warn(f"{what}. Losses on training batches: {said}. The result holds {chosen}. Try StitchTraining(lr={rate:g}).")
-        return Adapter(self.start.kind, **{name: part.cpu() for name, part in self.parts_of(ends[chosen]).items()})
+            warn(
+                f"{reason}. Losses on training batches: {losses_in_words}. The result holds {chosen}. Try "
+                f"StitchTraining(lr={rate:g})."
+            )
+        parts = {name: part.cpu() for name, part in self.weight_and_bias(candidates[chosen]).items()}
+        return Adapter(self.start.kind, **parts)
 
-    def _loss_of(self, learnt: Mapping[str, Tensor]) -> float:
-        """Mean loss on a few evenly spaced batches, for the adapter with the changes `learnt`."""
-        total, count = 0.0, 0.0
-        for index in range(0, len(self.acts), max(1, len(self.acts) // COMPARED_BATCHES)):
+    def _loss_of(self, changes: Mapping[str, Tensor]) -> float:
+        """Mean loss on a few evenly spaced batches, for the adapter with these changes."""
+        total = 0.0
+        count = 0.0
+        stride = max(1, len(self.acts) // COMPARED_BATCHES)
+        for index in range(0, len(self.acts), stride):
             with torch.no_grad():
-                x = self.entering(index, learnt)
+                x = self.entering(index, changes)
             scores = self.back.score(self.acts.batches[index], self.targets[index], self.layer, x)
-            total, count = total + float(scores["loss"].sum()), count + float(scores["count"].sum())
+            total += float(scores["loss"].sum())
+            count += float(scores["count"].sum())
         return total / count
 
 
 def typical_size(hidden: Tensor) -> float:
     """Geometric mean over tokens of the root mean square of residuals (`token d_model`)."""
-    size = hidden.double().square().mean(-1).sqrt()
-    return float(size[size > 0].log().mean().exp()) if bool((size > 0).any()) else 1.0
+    sizes = hidden.double().square().mean(-1).sqrt()
+    # The logarithm of 0 would make the mean 0.
+    sizes = sizes[sizes > 0]
+    return float(sizes.log().mean().exp()) if len(sizes) else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ from ..sources.shared_modules import refuse_one_model
 from ..sources.source import position_counter, refuse_inference_weights
 from .activation_store import ActivationStore, fit_and_evaluation
 from .adapters import ADAPTER_KINDS, Adapter, AdapterKind
-from .fitting import Fit, Progress, StitchDescent, StitchTraining, least_squares, start_of
+from .fitting import Fit, Progress, StitchDescent, StitchTraining, identity_adapter, least_squares
 from .stitch_results import TEXT_SUMS, StitchGrid, StitchResult, over_texts
 from .stitched_model import StitchedModel
 
@@ -79,40 +80,44 @@ class StitchExperiment:
         cache: FilePath | None,
     ) -> None:
         # Every model once, in the order of the call.
-        self.models = list(dict.fromkeys(model for pair in pairs for model in pair))
+        self.models = list(dict.fromkeys(itertools.chain.from_iterable(pairs)))
         self.backs = list(dict.fromkeys(back for _, back in pairs))
         self._choose_fit(adapter, fit, training, ridge)
         for front, back in pairs:
-            self._refuse(front, back)
+            self._refuse_pair(front, back)
         self.cache = None if cache is None else Path(cache)
         if self.cache is not None:
             refuse_unwritable_folder(self.cache, "cache")
-        shared = self.models[0].model
-        for other in self.models[1:]:
-            shared = shared_tokens(shared, other.model, given=data.tokenizer is not None)
-        known = next((each.model.tokenizer for each in self.models if each.model.tokenizer is not None), None)
-        shared = with_tokenizer(replace(shared, tokenizer=known), data.tokenizer)
+        description = self.models[0].model
+        for split_model in self.models[1:]:
+            description = shared_tokens(description, split_model.model, given=data.tokenizer is not None)
+        tokenizers = (split_model.model.tokenizer for split_model in self.models)
+        first_tokenizer = next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
+        description = with_tokenizer(replace(description, tokenizer=first_tokenizer), data.tokenizer)
         self.labels = usual_labels(labels, [(back.model, back.module) for back in self.backs], data.source)
         if isinstance(self.labels, Tensor) and eval_data is not None:
             raise LayersimError(
                 "`labels` is a tensor; with `eval_data`, it must be 'next_token' or 'data'. 'data' reads the column `labels` "
                 "of each data set."
             )
-        labelled = self.labels == "data" if isinstance(self.labels, str) else False
-        self.batches = Batches(data, shared, labelled, position_counter([each.source for each in self.models]))
+        labelled = isinstance(self.labels, str) and self.labels == "data"
+        self.batches = Batches(
+            data, description, labelled, position_counter([split_model.source for split_model in self.models])
+        )
         held_out = None
         if eval_data is not None:
-            judged = data.like(eval_data)
-            described = with_tokenizer(shared, judged.tokenizer)
-            held_out = replace(self.batches, data=judged, model=described, argument="eval_data")
-        self.tokenizer = shared.tokenizer
+            held_out_data = data.like(eval_data)
+            held_out_description = with_tokenizer(description, held_out_data.tokenizer)
+            held_out = replace(self.batches, data=held_out_data, model=held_out_description, argument="eval_data")
+        self.tokenizer = description.tokenizer
         head = self.backs[0].model.head
         self.unit = "token" if head is None or head.reads == "every" else "row"
         self.fit_data, self.evaluation = fit_and_evaluation(
             self.batches, held_out, self.labels, self.backs[0].model, self.fit != ""
         )
-        self._columns = found_in(self.batches, *([] if held_out is None else [held_out]))
-        wide = any(each.model.dtype == "torch.float64" for each in self.models)
+        data_sets = [self.batches] if held_out is None else [self.batches, held_out]
+        self._row_counts = found_in(*data_sets)
+        wide = any(split_model.model.dtype == "torch.float64" for split_model in self.models)
         self.dtype = torch.float64 if wide else torch.float32
 
     def _choose_fit(self, adapter: str | Adapter, fit: Fit | None, training: StitchTraining | None, ridge: float) -> None:
@@ -121,40 +126,46 @@ class StitchExperiment:
         Raises:
             LayersimError: the arguments contradict one another.
         """
-        self.given = adapter if isinstance(adapter, Adapter) else None
-        self.kind: AdapterKind = (
-            adapter.definition if isinstance(adapter, Adapter) else ADAPTER_KINDS.named(adapter, "adapter")()
-        )
-        self.fit, self.training, self.ridge = "", training or StitchTraining(), float(ridge)
-        if self.given is None and self.kind.has_weight:
-            self.fit = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in self.backs) else "lstsq")
+        self.given_adapter: Adapter | None = None
+        if isinstance(adapter, Adapter):
+            self.given_adapter = adapter
+            self.kind: AdapterKind = adapter.definition
+        else:
+            self.kind = ADAPTER_KINDS.named(adapter, "adapter")()
+        self.fit = ""
+        self.training = training or StitchTraining()
+        self.ridge = float(ridge)
+        if self.given_adapter is None and self.kind.has_weight:
+            gradients = all(back.model.calls == "gradients" for back in self.backs)
+            self.fit = fit or ("lstsq+sgd" if gradients else "lstsq")
         elif fit is not None:
             raise LayersimError(f"`fit` is {fit!r}; it must be None with adapter={brief(adapter)}, which is not fitted.")
-        for name, given, method in (("training", training is not None, "sgd"), ("ridge", ridge, "lstsq")):
-            if given and method not in self.fit:
+        for name, is_set, method in (("training", training is not None, "sgd"), ("ridge", ridge, "lstsq")):
+            if is_set and method not in self.fit:
                 raise LayersimError(f"`{name}` has no effect with adapter={brief(adapter)} and fit={self.fit or None!r}.")
 
-    def _refuse(self, front: SplitModel, back: SplitModel) -> None:
+    def _refuse_pair(self, front: SplitModel, back: SplitModel) -> None:
         """Raise an error if the adapter and its fit do not suit two models.
 
         Raises:
             LayersimError: the widths, the dtype or the sandbox of a server does not allow it.
         """
-        lower, upper = front.model, back.model
+        lower = front.model
+        upper = back.model
         widths = (lower.d_model, upper.d_model)
         if not self.kind.has_weight and None not in widths and widths[0] != widths[1]:
             raise LayersimError(
                 f"`adapter` is {self.kind.name!r}, which needs residual streams of equal width; {lower.name} has width "
                 f"{widths[0]} and {upper.name} {widths[1]}."
             )
-        weight = None if self.given is None else self.given.weight
+        weight = None if self.given_adapter is None else self.given_adapter.weight
         if weight is not None and None not in widths and weight.shape != (widths[1], widths[0]):
             raise LayersimError(
                 f"`adapter` maps width {weight.shape[1]} to {weight.shape[0]}; it must map {widths[0]}, the width of "
                 f"{lower.name}, to {widths[1]}, that of {upper.name}."
             )
-        known = "unknown" not in (lower.stream, upper.stream)
-        if not self.kind.has_weight and known and lower.basis != upper.basis:
+        bases_are_known = "unknown" not in (lower.stream, upper.stream)
+        if not self.kind.has_weight and bases_are_known and lower.basis != upper.basis:
             warn(
                 f"The residual streams of front and back have different bases: {lower.basis}; {upper.basis}. The penalty "
                 "includes this difference."
@@ -176,12 +187,16 @@ class StitchExperiment:
 
     def options(self) -> dict[str, Any]:
         """Dict of the adapter and the settings of its fit, for the provenance."""
-        which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
-        recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
-        recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
-        # The seed is recorded separately.
-        training = {name: value for name, value in asdict(self.training).items() if name != "seed"}
-        return recorded | ({"training": training} if "sgd" in self.fit else {})
+        adapter = self.kind.name
+        if self.given_adapter is not None:
+            adapter = f"{adapter} {self.given_adapter.digest()}"
+        options: dict[str, Any] = {"adapter": adapter, "fit": self.fit}
+        if "lstsq" in self.fit:
+            options["ridge"] = self.ridge
+        if "sgd" in self.fit:
+            # The seed is recorded separately.
+            options["training"] = {name: value for name, value in asdict(self.training).items() if name != "seed"}
+        return options
 
     def progress(self, checkpoint: FilePath | None, **where: Any) -> Progress:
         """Open a checkpoint file with the states of the stitches.
@@ -192,13 +207,14 @@ class StitchExperiment:
         """
         if checkpoint is None:
             return Progress(None, {})
-        here = [each for each in self.models if isinstance(each, LocalSplitModel)]
+        local_models = [split_model for split_model in self.models if isinstance(split_model, LocalSplitModel)]
+        descriptions = [split_model.model for split_model in self.models]
         with ExitStack() as stack:
-            for each in here:
+            for split_model in local_models:
                 # Split models run outside autocast.
-                stack.enter_context(torch.autocast(each.device.type, enabled=False))
-            shared = identity_of([each.model for each in self.models], [each.module for each in here], "checkpoint")
-        identity = shared | {
+                stack.enter_context(torch.autocast(split_model.device.type, enabled=False))
+            identity_of_models = identity_of(descriptions, [split_model.module for split_model in local_models], "checkpoint")
+        identity = identity_of_models | {
             "task": self.options() | {"seed": self.training.seed},
             "data": self.batches.record() | {"digest": self._digest(with_targets=True)},
         }
@@ -208,8 +224,8 @@ class StitchExperiment:
         """SHA-256 of all rows, and of their texts and targets if `with_targets`."""
         digest = new_digest()
         # The roles are part of the digest.
-        for role, part in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
-            for batch in part:
+        for role, batches in ((b"fit", self.fit_data), (b"judged", self.evaluation)):
+            for batch in batches:
                 fingerprint(digest, batch)
                 if with_targets:
                     digest.update(repr([tuple(text) for text in batch.texts]).encode())
@@ -217,19 +233,28 @@ class StitchExperiment:
         hexadecimal: str = digest.hexdigest()
         return hexadecimal
 
-    def provenance(self, models: list[SplitModel], seconds: float, more: Mapping[str, Any]) -> Provenance:
-        """The provenance of the call. Its counts are those of the evaluation data."""
-        held_out, fit = self.evaluation, self.fit_data
-        tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
-        rows = sum(len(batch.tokens) for batch in held_out)
+    def provenance(self, models: list[SplitModel], seconds: float, points: Mapping[str, Any]) -> Provenance:
+        """The provenance of the call. Its counts are those of the evaluation data.
+
+        Args:
+            models: the models.
+            seconds: duration of the call.
+            points: the stitch points, which are recorded among the options.
+        """
+        target_count = 0
+        for batch in self.evaluation:
+            target_count += int((answers(batch, self.labels, self.backs[0].model) != NO_LABEL).sum())
+        rows = sum(len(batch.tokens) for batch in self.evaluation)
         texts = int(self._text_of_row()[-1]) + 1
-        tally = Tally(len(held_out), rows, tokens, self._digest(), seconds, texts=texts)
-        options = self.batches.record() | self._columns | self.options() | dict(more)
-        options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
-        options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}
+        tally = Tally(len(self.evaluation), rows, target_count, self._digest(), seconds, texts=texts)
+        options = self.batches.record() | self._row_counts | self.options() | dict(points)
+        options["labels"] = self.labels if isinstance(self.labels, str) else "a table"
+        options["fit_batches"] = len(self.fit_data)
+        options["fit_positions"] = sum(int(batch.attention.sum()) for batch in self.fit_data)
         seed = self.training.seed if "sgd" in self.fit else None
-        provenance = record([each.model for each in models], tally, options, seed)
-        warn_of_unused(self.labels, replace(provenance, sequences=sum(len(b.tokens) for b in (*fit, *held_out))))
+        provenance = record([split_model.model for split_model in models], tally, options, seed)
+        fit_rows = sum(len(batch.tokens) for batch in self.fit_data)
+        warn_of_unused(self.labels, replace(provenance, sequences=fit_rows + rows))
         for text, _ in notes_on_texts(texts, rows, 0, ["stitch"]):
             warn(text)
         return provenance
@@ -244,31 +269,39 @@ class StitchExperiment:
             progress: the states of the stitches.
         """
         self._report_traffic()
-        left = {key: one for key, one in stitches.items() if not progress.done(key)}
-        bar = tqdm(total=len(stitches), initial=len(stitches) - len(left), desc="stitches", disable=len(stitches) == 1 or None)
+        remaining = {key: points for key, points in stitches.items() if not progress.done(key)}
+        back_points = dict.fromkeys((back, layer) for _, _, back, layer in remaining.values())
+        # The activations of a front are shared by all its stitches.
+        keys_by_front: dict[tuple[SplitModel, int], list[str]] = {}
+        for key, (front, front_layer, _, _) in remaining.items():
+            keys_by_front.setdefault((front, front_layer), []).append(key)
+        completed = len(stitches) - len(remaining)
+        bar = tqdm(total=len(stitches), initial=completed, desc="stitches", disable=len(stitches) == 1 or None)
         with ExitStack() as stack, bar:
-            for each in self.models:
-                stack.enter_context(each.evaluating())
-                each.settle(self.evaluation[0])
-                each.refuse_dependent_rows([*self.fit_data, *self.evaluation])
+            for split_model in self.models:
+                stack.enter_context(split_model.evaluating())
+                split_model.settle(self.evaluation[0])
+                split_model.refuse_dependent_rows([*self.fit_data, *self.evaluation])
             # Errors of back models and of evaluation data come before the fits.
-            for back, layer in dict.fromkeys(one[2:] for one in left.values()):
-                self._check(back, layer)
-            alone = {back: self._scores_of_back(back) for back in dict.fromkeys(one[2] for one in left.values())}
-            for front, layer in dict.fromkeys(one[:2] for one in left.values()):
-                keys = [key for key, one in left.items() if one[:2] == (front, layer)]
-                fit, evaluation = (ActivationStore(front, layer, part) for part in (self.fit_data, self.evaluation))
-                with ExitStack() as kept:
-                    for store, required in ((fit, "sgd" in self.fit), (evaluation, False)):
+            for back, back_layer in back_points:
+                self._check(back, back_layer)
+            backs = dict.fromkeys(back for back, _ in back_points)
+            back_scores = {back: self._scores_of_back(back) for back in backs}
+            for (front, front_layer), keys in keys_by_front.items():
+                fit_acts = ActivationStore(front, front_layer, self.fit_data)
+                evaluation_acts = ActivationStore(front, front_layer, self.evaluation)
+                with ExitStack() as kept_activations:
+                    for store, required in ((fit_acts, "sgd" in self.fit), (evaluation_acts, False)):
                         # Activations that are read more than once are kept, if memory allows.
                         if len(store) and (required or len(keys) > 1):
-                            kept.enter_context(store.keep(self.cache, required))
+                            kept_activations.enter_context(store.keep(self.cache, required))
                     for key in keys:
-                        back, at = left[key][2:]
-                        adapter, note, tensors = self._fit(key, back, at, fit, progress)
+                        _, _, back, back_layer = remaining[key]
+                        adapter, note, fit_tensors = self._fit(key, back, back_layer, fit_acts, progress)
                         with progress.saved_on_interrupt():
-                            judged = self._evaluate(back, at, evaluation, adapter, alone[back])
-                        progress.states[key] = note | {"done": True}, dict(adapter.named_buffers()) | tensors | judged
+                            text_sums = self._evaluate(back, back_layer, evaluation_acts, adapter, back_scores[back])
+                        tensors = dict(adapter.named_buffers()) | fit_tensors | text_sums
+                        progress.states[key] = (note | {"done": True}, tensors)
                         progress.save()
                         bar.update()
         return {key: progress.states[key] for key in stitches}
@@ -279,114 +312,129 @@ class StitchExperiment:
         state = progress.states.get(key)
         if state is None:
             with progress.saved_on_interrupt():
-                adapter, explained = self._start(back, layer, acts)
+                adapter, explained = self._initial_adapter(back, layer, acts)
         else:
             note, tensors = state
             adapter = Adapter(note["kind"], tensors.get("start weight"), tensors.get("start bias"))
             explained = note["explained"]
-        curve, stopped = list[float](), -1
+        curve = list[float]()
+        stopped = -1
         if "sgd" in self.fit:
             targets = [answers(batch, self.labels, back.model) for batch in acts.batches]
             descent = StitchDescent(adapter, explained, acts, back, layer, targets, self.training, progress, key)
             if state is not None:
                 with progress.file.parsing():
                     descent.restore(*state)
-            adapter, curve, stopped = descent.run(), descent.curve, descent.stopped
+            adapter = descent.run()
+            curve = descent.curve
+            stopped = descent.stopped
         note = {"kind": adapter.kind, "explained": explained, "stopped": stopped}
         return adapter, note, {"curve": torch.tensor(curve, dtype=torch.float64)}
 
-    def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
+    def _initial_adapter(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
         """The adapter before gradient descent, and R² of its least-squares fit (NaN without such a fit).
 
         The adapter has the dtype in which it is evaluated and returned.
         """
-        if self.given is not None:
-            return copy.deepcopy(self.given).to(self.dtype), float("nan")
+        if self.given_adapter is not None:
+            return copy.deepcopy(self.given_adapter).to(self.dtype), float("nan")
         if not self.kind.has_weight:
             return Adapter(self.kind.name), float("nan")
         if "lstsq" in self.fit:
             adapter, explained = least_squares(self.kind, acts, back, layer, self.ridge)
             return adapter.to(self.dtype), explained
         width = acts[0].shape[-1]
-        return start_of(self.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
+        return identity_adapter(self.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
 
     def _evaluate(
-        self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, alone: Mapping[str, Tensor]
+        self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter, back_scores: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Evaluate a stitched model on each text. Returns the tensors in `TEXT_SUMS` (`text`), by name."""
-        worker = copy.deepcopy(adapter).to(back.device)
+        adapter_on_device = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
             batch = acts.batches[index]
             with torch.no_grad():
-                x = worker(acts[index].to(back.device))
+                x = adapter_on_device(acts[index].to(back.device))
             scores.append(back.score(batch, answers(batch, self.labels, back.model), layer, x))
-        stitched = _by_row(scores, "loss", "correct")
-        bad = (~stitched["loss"].isfinite()).nonzero()[:, 0].tolist()
-        if bad:
+        row_sums = _sums_by_row(scores, "loss", "correct")
+        bad_rows = (~row_sums["loss"].isfinite()).nonzero()[:, 0].tolist()
+        if bad_rows:
             point = f"from {acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The loss of the model stitched {point} is not finite in rows {bad[:5]}. Check the activations of "
+                f"The loss of the model stitched {point} is not finite in rows {bad_rows[:5]}. Check the activations of "
                 "both models for NaN and overflow."
             )
-        of_back = {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]}
-        return {name: self._by_text(values) for name, values in (of_back | stitched).items()}
+        row_sums_of_back = {
+            "tokens": back_scores["count"],
+            "back_loss": back_scores["loss"],
+            "back_correct": back_scores["correct"],
+        }
+        return {name: self._sums_by_text(values) for name, values in (row_sums_of_back | row_sums).items()}
 
-    def _by_text(self, values: Tensor) -> Tensor:
+    def _sums_by_text(self, values: Tensor) -> Tensor:
         """Sums over the rows of each text of the evaluation (`text`).
 
         Args:
             values: `row`, sums over each row of the evaluation.
         """
-        number = self._text_of_row()
-        return values.new_zeros(int(number[-1]) + 1).index_add_(0, number.to(values.device), values)
+        text_of_row = self._text_of_row()
+        return values.new_zeros(int(text_of_row[-1]) + 1).index_add_(0, text_of_row.to(values.device), values)
 
     def _text_of_row(self) -> Tensor:
         """Index of the text of each row of the evaluation, from 0 and ascending (`row`)."""
-        units = torch.tensor([text.unit for batch in self.evaluation for text in batch.texts])
-        number: Tensor = torch.unique_consecutive(units, return_inverse=True)[1]
-        return number
+        texts = itertools.chain.from_iterable(batch.texts for batch in self.evaluation)
+        units = torch.tensor([text.unit for text in texts])
+        text_of_row: Tensor = torch.unique_consecutive(units, return_inverse=True)[1]
+        return text_of_row
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
         """Evaluate the back model alone on each row. Returns tensors (`row`): "loss", "correct" and "count" of targets."""
-        each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
-        scores = _by_row(each, "loss", "correct", "count")
-        if not bool(scores["loss"].isfinite().all()):
-            bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
+        scores = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.evaluation]
+        row_sums = _sums_by_row(scores, "loss", "correct", "count")
+        if not bool(row_sums["loss"].isfinite().all()):
+            bad_rows = (~row_sums["loss"].isfinite()).nonzero()[:, 0].tolist()
             raise LayersimError(
-                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in rows {bad[:5]}. {WHY_NOT_FINITE}"
+                f"The loss of {back.model.name} alone, in {back.model.dtype}, is not finite in rows {bad_rows[:5]}. "
+                f"{WHY_NOT_FINITE}"
             )
-        return scores
+        return row_sums
 
     def _check(self, back: SplitModel, layer: int) -> None:
         """Raise an error if the back model cannot run from this layer."""
-        first = self.evaluation[0]
-        row = first.first_row
-        targets = answers(row, self.labels, back.model)
+        batch = self.evaluation[0].first_row
+        targets = answers(batch, self.labels, back.model)
+        # The first row may have no target; each batch has one.
         if not bool((targets != NO_LABEL).any()):
-            row, targets = first, answers(first, self.labels, back.model)
-        back.check(row, targets, layer)
+            batch = self.evaluation[0]
+            targets = answers(batch, self.labels, back.model)
+        back.check(batch, targets, layer)
 
     def _report_traffic(self) -> None:
         """Print the number of bytes and requests of remote models."""
-        remote = [each for each in self.models if not isinstance(each, LocalSplitModel)]
-        if not remote:
+        remote_models = [split_model for split_model in self.models if not isinstance(split_model, LocalSplitModel)]
+        if not remote_models:
             return
-        positions = [sum(b.tokens.numel() for b in part) for part in (self.fit_data, self.evaluation)]
-        width = max(each.model.d_model or 0 for each in self.models)
-        bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
-        words = f"Each stitch transfers {in_words(bytes_each * width * sum(positions))} of activations for each remote model"
-        if "sgd" in self.fit and not set(remote).isdisjoint(self.backs):
-            mean = positions[0] / max(len(self.fit_data), 1)
-            words += f", and {in_words(2 * bytes_each * width * mean)} at each of {self.training.steps:,} training steps"
+        fit_positions = sum(batch.tokens.numel() for batch in self.fit_data)
+        evaluation_positions = sum(batch.tokens.numel() for batch in self.evaluation)
+        width = max(split_model.model.d_model or 0 for split_model in self.models)
+        bytes_of_number = 2 if all("16" in split_model.model.dtype for split_model in remote_models) else 4
+        bytes_of_position = bytes_of_number * width
+        activations = in_words(bytes_of_position * (fit_positions + evaluation_positions))
+        transfers = f"Each stitch transfers {activations} of activations for each remote model"
+        if "sgd" in self.fit and not set(remote_models).isdisjoint(self.backs):
+            positions_of_batch = fit_positions / max(len(self.fit_data), 1)
+            # A step sends activations and receives their gradients.
+            bytes_of_step = in_words(2 * bytes_of_position * positions_of_batch)
+            transfers += f", and {bytes_of_step} at each of {self.training.steps:,} training steps"
         requests = 2 * (len(self.fit_data) + len(self.evaluation))
         tqdm.write(
-            f"{words}. A stitch needs about {requests} requests besides training. Other activations stay on the server.",
+            f"{transfers}. A stitch needs about {requests} requests besides training. Other activations stay on the server.",
             file=sys.stderr,
         )
 
 
-def _by_row(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
+def _sums_by_row(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
     """The sums of all batches (`row`), by name."""
     return {name: torch.cat([score[name] for score in scores]) for name in names}
 
@@ -403,9 +451,11 @@ def point_number(model: Model, layer: Layer, argument: str) -> int:
         LayersimError: the model has no such layer.
     """
     # The residual that enters block i is the one that left block i - 1.
-    names = {name: number for number, name in enumerate(model.layers)}
-    names |= {entering(name): number for number, name in enumerate(model.layers[1:])}
-    return names[layer] if isinstance(layer, str) and layer in names else block_number(layer, model.layers[1:], argument) + 1
+    numbers = {name: number for number, name in enumerate(model.layers)}
+    numbers |= {entering(name): number for number, name in enumerate(model.layers[1:])}
+    if isinstance(layer, str) and layer in numbers:
+        return numbers[layer]
+    return block_number(layer, model.layers[1:], argument) + 1
 
 
 def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
@@ -421,16 +471,19 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     if not models:
         raise LayersimError("`models` is empty; it must have at least one model.")
     if layers is None:
-        layers = {name: each.model.layers[1:] for name, each in models.items()}
-    by_name = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
-    if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
-        given = ", ".join(f"{amount(len(own), 'layer')} for {name}" for name, own in by_name.items()) or "no lists"
+        layers = {name: split_model.model.layers[1:] for name, split_model in models.items()}
+    layers_of_models = layers if isinstance(layers, Mapping) else dict.fromkeys(models, layers)
+    counts = {name: len(names) for name, names in layers_of_models.items()}
+    if set(layers_of_models) != set(models) or len(set(counts.values())) > 1 or 0 in counts.values():
+        lists = ", ".join(f"{amount(count, 'layer')} for {name}" for name, count in counts.items()) or "no lists"
         raise LayersimError(
-            f"`layers` has {given}; it must have the same number of layers, at least one, for each of {', '.join(models)}."
+            f"`layers` has {lists}; it must have the same number of layers, at least one, for each of {', '.join(models)}."
         )
-    points = {name: [point_number(each.model, layer, "layers") for layer in by_name[name]] for name, each in models.items()}
-    together = list(zip(*points.values(), strict=True))
-    if len(set(together)) < len(together):
+    points = {}
+    for name, split_model in models.items():
+        points[name] = [point_number(split_model.model, layer, "layers") for layer in layers_of_models[name]]
+    stitch_points = list(zip(*points.values(), strict=True))
+    if len(set(stitch_points)) < len(stitch_points):
         raise LayersimError(f"`layers` is {brief(layers)}; it must not name a stitch point twice.")
     return points
 
@@ -498,23 +551,25 @@ def stitch(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    opened = OpenedModel.of(front, "front"), OpenedModel.of(back, "back")
+    opened_front = OpenedModel.of(front, "front")
+    opened_back = OpenedModel.of(back, "back")
     refuse_one_model({"front": front, "back": back})
-    lower, upper = (open_split_model(each) for each in opened)
+    lower = open_split_model(opened_front)
+    upper = open_split_model(opened_back)
     numbers = (point_number(lower.model, at[0], "at"), point_number(upper.model, at[1], "at"))
     experiment = StitchExperiment([(lower, upper)], adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
-    progress = experiment.progress(checkpoint, at=list(numbers), blocks=[each.layers for each in opened])
+    progress = experiment.progress(checkpoint, at=list(numbers), blocks=[opened_front.layers, opened_back.layers])
     start = time.perf_counter()
-    note, found = experiment.run({"stitch": (lower, numbers[0], upper, numbers[1])}, progress)["stitch"]
+    note, tensors = experiment.run({"stitch": (lower, numbers[0], upper, numbers[1])}, progress)["stitch"]
     names = (lower.model.layers[numbers[0]], upper.model.layers[numbers[1]])
     join = None
     if isinstance(lower, LocalSplitModel) and isinstance(upper, LocalSplitModel):
         join = partial(StitchedModel, lower, upper, numbers, experiment.tokenizer)
-    judged: dict[str, Any] = {f"text_{name}": found[name] for name in TEXT_SUMS}
+    text_sums: dict[str, Any] = {f"text_{name}": tensors[name] for name in TEXT_SUMS}
     return StitchResult(
-        values=found["curve"],
-        weight=found.get("weight", torch.zeros(0, 0)).double(),
-        bias=found.get("bias", torch.zeros(0)).double(),
+        values=tensors["curve"],
+        weight=tensors.get("weight", torch.zeros(0, 0)).double(),
+        bias=tensors.get("bias", torch.zeros(0)).double(),
         kind=experiment.kind.name,
         fit=experiment.fit,
         explained=note["explained"],
@@ -523,7 +578,7 @@ def stitch(
         layers=names,
         provenance=experiment.provenance([lower, upper], time.perf_counter() - start, {"at": list(names)}),
         join=join,
-        **judged,
+        **text_sums,
     )
 
 
@@ -581,40 +636,50 @@ def stitch_grid(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    names, groups_of_models = tuple(models), () if groups is None else group_labels(groups, tuple(models))
-    opened = {name: OpenedModel.of(model, f"models {name!r}") for name, model in models.items()}
+    names = tuple(models)
+    groups_of_models = () if groups is None else group_labels(groups, names)
+    opened_models = {name: OpenedModel.of(model, f"models {name!r}") for name, model in models.items()}
     refuse_one_model({f"models[{name!r}]": model for name, model in models.items()})
-    split = {name: open_split_model(each) for name, each in opened.items()}
-    points = stitch_points_of(split, layers)
-    joined = {name: [split[name].model.layers[number] for number in own] for name, own in points.items()}
-    every = list(split.values())
-    pairs = [(front, back) for front in every for back in every]
+    split_models = {name: open_split_model(opened) for name, opened in opened_models.items()}
+    points = stitch_points_of(split_models, layers)
+    point_names = {}
+    for name, numbers in points.items():
+        point_names[name] = [split_models[name].model.layers[number] for number in numbers]
+    pairs = [(front, back) for front in split_models.values() for back in split_models.values()]
     experiment = StitchExperiment(pairs, adapter, fit, training, ridge, Data.of(data), eval_data, labels, cache)
-    blocks = records_of(list(opened.values()))["layers"]
-    progress = experiment.progress(checkpoint, names=list(opened), seams=points, blocks=blocks)
+    blocks = records_of(list(opened_models.values()))["layers"]
+    progress = experiment.progress(checkpoint, names=list(opened_models), seams=points, blocks=blocks)
     start = time.perf_counter()
-    count = len(points[names[0]])
-    # Keys have indices, because names may hold any character.
-    keys = {(a, s, b): f"{names.index(a)} {names.index(b)} {s}" for a in names for s in range(count) for b in names}
-    found = experiment.run({key: (split[a], points[a][s], split[b], points[b][s]) for (a, s, b), key in keys.items()}, progress)
-    provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": joined})
-    tokens = found[keys[names[0], 0, names[0]]][1]["tokens"]
+    seams = range(len(points[names[0]]))
+    keys: dict[tuple[str, int, str], str] = {}
+    stitches = {}
+    for front, seam, back in itertools.product(names, seams, names):
+        # Keys have indices, because names may hold any character.
+        key = f"{names.index(front)} {names.index(back)} {seam}"
+        keys[front, seam, back] = key
+        stitches[key] = (split_models[front], points[front][seam], split_models[back], points[back][seam])
+    states = experiment.run(stitches, progress)
+    seconds = time.perf_counter() - start
+    provenance = experiment.provenance(list(split_models.values()), seconds, {"layers": point_names})
+    _, first_tensors = states[keys[names[0], 0, names[0]]]
+    tokens = first_tensors["tokens"]
 
     def table(value_of: Callable[[Mapping[str, Any]], Any]) -> Tensor:
         """Tensor with a value for each stitch (`front back seam ...`). `value_of` maps the state of a stitch to its value."""
-        each = {key: value_of({**note, **tensors}) for key, (note, tensors) in found.items()}
-        rows = [[[each[keys[a, s, b]] for s in range(count)] for b in names] for a in names]
+        values = {key: value_of({**note, **tensors}) for key, (note, tensors) in states.items()}
+        rows = []
+        for front in names:
+            rows.append([[values[keys[front, seam, back]] for seam in seams] for back in names])
         return torch.tensor(rows, dtype=torch.float64)
 
     def mean(name: str) -> Tensor:
-        return table(lambda one: float(one[name].sum() / tokens.sum()))
+        return table(lambda state: float(state[name].sum() / tokens.sum()))
 
     def intervals(better: str, worse: str) -> tuple[Tensor, ...]:
-        each = table(lambda one: over_texts(one[worse] - one[better], tokens, 0.95))
-        return each.unbind(-1)
+        return table(lambda state: over_texts(state[worse] - state[better], tokens, 0.95)).unbind(-1)
 
     penalty, low, high = intervals("back_loss", "loss")
-    missing, missing_low, missing_high = intervals("correct", "back_correct")
+    accuracy_penalty, accuracy_low, accuracy_high = intervals("correct", "back_correct")
     return StitchGrid(
         values=penalty,
         low=low,
@@ -622,15 +687,15 @@ def stitch_grid(
         loss=mean("loss"),
         back_loss=mean("back_loss"),
         accuracy=mean("correct"),
-        accuracy_penalty=missing,
-        accuracy_low=missing_low,
-        accuracy_high=missing_high,
-        stopped=table(lambda one: one["stopped"] + 1.0),
+        accuracy_penalty=accuracy_penalty,
+        accuracy_low=accuracy_low,
+        accuracy_high=accuracy_high,
+        stopped=table(lambda state: state["stopped"] + 1.0),
         text_tokens=tokens,
-        text_penalty=table(lambda one: (one["loss"] - one["back_loss"]).tolist()),
+        text_penalty=table(lambda state: (state["loss"] - state["back_loss"]).tolist()),
         fronts=names,
         groups=groups_of_models,
-        seams=tuple(_seam({name: own[s] for name, own in joined.items()}) for s in range(count)),
+        seams=tuple(_seam_label({name: point_names[name][seam] for name in names}) for seam in seams),
         kind=experiment.kind.name,
         fit=experiment.fit,
         unit=experiment.unit,
@@ -639,7 +704,9 @@ def stitch_grid(
     )
 
 
-def _seam(layers: Mapping[str, str]) -> str:
+def _seam_label(layers: Mapping[str, str]) -> str:
     """Label of a stitch point: the name of the layer, or the layer of each model if they differ."""
-    own = set(layers.values())
-    return own.pop() if len(own) == 1 else ", ".join(f"{name} {layer}" for name, layer in layers.items())
+    distinct = set(layers.values())
+    if len(distinct) == 1:
+        return distinct.pop()
+    return ", ".join(f"{name} {layer}" for name, layer in layers.items())

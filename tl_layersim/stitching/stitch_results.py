@@ -60,14 +60,17 @@ def over_texts(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
         >>> over_texts(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
         1.5
     """
-    sums, tokens = sums[tokens > 0], tokens[tokens > 0]
+    has_tokens = tokens > 0
+    sums = sums[has_tokens]
+    tokens = tokens[has_tokens]
     size = first_block_size(len(tokens))
-    block_sums, block_tokens = (torch.stack([part.sum() for part in torch.split(column, size)]) for column in (sums, tokens))
+    block_sums = torch.stack([block.sum() for block in torch.split(sums, size)])
+    block_tokens = torch.stack([block.sum() for block in torch.split(tokens, size)])
     value = block_sums.sum() / block_tokens.sum()
     if len(block_tokens) < 2:
         return Interval(float(value), math.nan, math.nan)
-    without = (block_sums.sum() - block_sums) / (block_tokens.sum() - block_tokens)
-    interval = jackknife_interval(value, without, confidence)
+    values_without_block = (block_sums.sum() - block_sums) / (block_tokens.sum() - block_tokens)
+    interval = jackknife_interval(value, values_without_block, confidence)
     return Interval(float(value), float(interval.low), float(interval.high))
 
 
@@ -205,7 +208,8 @@ class StitchResult(Result):
         """The adapter, in float64 if a model is in float64, else in float32."""
         dtype = torch.float64 if "float64" in self.provenance.dtype else torch.float32
         weight = self.weight.to(dtype) if len(self.weight) else None
-        return Adapter(self.kind, weight, self.bias.to(dtype) if len(self.bias) else None)
+        bias = self.bias.to(dtype) if len(self.bias) else None
+        return Adapter(self.kind, weight, bias)
 
     @cached_property
     def model(self) -> StitchedModel:
@@ -223,11 +227,14 @@ class StitchResult(Result):
         return join(self.adapter)
 
     def __repr__(self) -> str:
-        how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
-        first, second = (self.provenance.model.split(JOINT) * 2)[:2]
-        lines = [f"StitchResult({self.layers[0]} of {first}", f"  into {self.layers[1]} of {second}, {how})"]
+        kind_and_fit = f"{self.kind}, {self.fit}" if self.fit else self.kind
+        names = self.provenance.model.split(JOINT)
+        # A model that is stitched to itself is recorded once.
+        front, back = (names * 2)[:2]
+        lines = [f"StitchResult({self.layers[0]} of {front}", f"  into {self.layers[1]} of {back}, {kind_and_fit})"]
         lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
-        return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {amount(len(self.text_tokens), 'text')}"])
+        lines.append(f"  over {self.provenance.tokens} {self.unit}s in {amount(len(self.text_tokens), 'text')}")
+        return "\n".join(lines)
 
     @typed
     def plot(
@@ -242,19 +249,27 @@ class StitchResult(Result):
 
         if field != "penalty" and (field or len(self.values)):
             return super().plot(field, width, title)
-        each = (self.text_loss - self.text_back_loss) / self.text_tokens
-        own, texts = Series("each text", each.numpy()), tuple(range(len(each)))
-        fig = lines(texts, [own], "Stitching penalty of each text", f"Penalty (nats per {self.unit})", "evaluation_text")
+        penalties = (self.text_loss - self.text_back_loss) / self.text_tokens
+        series = Series("each text", penalties.numpy())
+        texts = tuple(range(len(penalties)))
+        fig = lines(texts, [series], "Stitching penalty of each text", f"Penalty (nats per {self.unit})", "evaluation_text")
         mean, low, high = self.penalty_interval()
-        ends = {"95 % interval, lower end": low, "95 % interval, upper end": high}
-        known = {name: value for name, value in ends.items() if math.isfinite(value)}
-        return with_size(with_provenance(with_baselines(fig, {"mean": mean} | known), self.provenance), width, title)
+        baselines = {"mean": mean}
+        # Fewer than two texts have no interval.
+        if math.isfinite(low):
+            baselines["95 % interval, lower end"] = low
+        if math.isfinite(high):
+            baselines["95 % interval, upper end"] = high
+        fig = with_baselines(fig, baselines)
+        return with_size(with_provenance(fig, self.provenance), width, title)
 
     def baselines(self, field: str) -> dict[str, float]:
-        return {"stitched, held-out": self.loss, "back alone, held-out": self.back_loss} if field == "values" else {}
+        if field != "values":
+            return {}
+        return {"stitched, held-out": self.loss, "back alone, held-out": self.back_loss}
 
     def headline(self) -> dict[str, float]:
-        low, high = self.penalty_interval()[1:]
+        _, low, high = self.penalty_interval()
         return {
             f"penalty, nats per {self.unit}": self.penalty,
             "penalty, lower end of the 95 % interval": low,
@@ -266,8 +281,8 @@ class StitchResult(Result):
 
     def finding(self) -> str:
         value, low, high = self.penalty_interval()
-        ends = f" (95 % interval: {low:.4g} to {high:.4g})" if math.isfinite(low) else ""
-        return f"Penalty: {value:.4g} nats per {self.unit}{ends}."
+        interval = f" (95 % interval: {low:.4g} to {high:.4g})" if math.isfinite(low) else ""
+        return f"Penalty: {value:.4g} nats per {self.unit}{interval}."
 
 
 @result_class
@@ -369,9 +384,11 @@ class StitchGrid(Result):
         return self.values
 
     def declared(self, field: str = "values") -> Declaration:
-        own = super().declared(field)
-        unit = f"nats per {self.unit}" if own.unit == "nats" else own.unit.replace("of targets", f"of {self.unit}s")
-        return replace(own, unit=unit)
+        declaration = super().declared(field)
+        unit = declaration.unit.replace("of targets", f"of {self.unit}s")
+        if unit == "nats":
+            unit = f"nats per {self.unit}"
+        return replace(declaration, unit=unit)
 
     @typed
     def penalty_difference(
@@ -399,16 +416,26 @@ class StitchGrid(Result):
         for name in (*stitch, *other):
             if name not in self.fronts:
                 raise LayersimError(f"{name!r} is not a model of this grid; the models are {', '.join(self.fronts)}.")
-        (a, b), (c, d) = ((self.fronts.index(one[0]), self.fronts.index(one[1])) for one in (stitch, other))
-        each = [over_texts(sums, self.text_tokens, confidence) for sums in self.text_penalty[a, b] - self.text_penalty[c, d]]
-        columns = zip(("difference", "difference_low", "difference_high"), zip(*each, strict=True), strict=True)
-        about = {"long_name": "Difference of penalties", "units": f"nats per {self.unit}"}
-        return xarray.Dataset({name: ("seam", list(own), about) for name, own in columns}, {"seam": list(self.seams)})
+        difference_sums = self._penalty_sums(stitch) - self._penalty_sums(other)
+        intervals = [over_texts(sums, self.text_tokens, confidence) for sums in difference_sums]
+        attributes = {"long_name": "Difference of penalties", "units": f"nats per {self.unit}"}
+        variables = {
+            "difference": ("seam", [interval.value for interval in intervals], attributes),
+            "difference_low": ("seam", [interval.low for interval in intervals], attributes),
+            "difference_high": ("seam", [interval.high for interval in intervals], attributes),
+        }
+        return xarray.Dataset(variables, {"seam": list(self.seams)})
+
+    def _penalty_sums(self, stitch: tuple[str, str]) -> Tensor:
+        """Sums of the loss differences of a pair of front and back model (`seam evaluation_text`)."""
+        front, back = stitch
+        return self.text_penalty[self.fronts.index(front), self.fronts.index(back)]
 
     def __repr__(self) -> str:
-        how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
-        lines = [f"StitchGrid({', '.join(self.fronts)}: {len(self.seams)} stitch points, {how})"]
-        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+        kind_and_fit = f"{self.kind}, {self.fit}" if self.fit else self.kind
+        lines = [f"StitchGrid({', '.join(self.fronts)}: {len(self.seams)} stitch points, {kind_and_fit})"]
+        lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
+        return "\n".join(lines)
 
     @typed
     def plot(
@@ -430,13 +457,17 @@ class StitchGrid(Result):
         declared = self.declared(field)
         words = (declared.title, declared.words)
         fig = stitch_lines(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words)
-        how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
+        adapter = f"{self.kind} adapter, fitted by {self.fit}" if self.fit else f"{self.kind} adapter"
         evaluation = f"{int(self.text_tokens.sum()):,} {self.unit}s of evaluation"
-        return with_size(with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig)), width, title)
+        fig = with_subtitle(fig, f"{adapter} · {evaluation}")
+        fig = with_subtitle(fig, intervals_in_words(fig))
+        return with_size(fig, width, title)
 
     def headline(self) -> dict[str, float]:
-        own = torch.eye(len(self.fronts), dtype=torch.bool)
-        alone = {"penalty of models with themselves, mean over stitch points": float(self.values[own].mean())}
-        if len(self.fronts) == 1:
-            return alone
-        return {"penalty of two models, mean over directions and stitch points": float(self.values[~own].mean())} | alone
+        with_itself = torch.eye(len(self.fronts), dtype=torch.bool)
+        headline = {}
+        if len(self.fronts) > 1:
+            penalty = float(self.values[~with_itself].mean())
+            headline["penalty of two models, mean over directions and stitch points"] = penalty
+        headline["penalty of models with themselves, mean over stitch points"] = float(self.values[with_itself].mean())
+        return headline

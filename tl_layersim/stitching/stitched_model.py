@@ -50,8 +50,12 @@ class StitchedModel(nn.Module):
         self, front: LocalSplitModel, back: LocalSplitModel, at: tuple[int, int], tokenizer: Any, adapter: Adapter
     ) -> None:
         super().__init__()
-        self.front, self.adapter, self.back = front.module, adapter.to(back.device), back.module
-        self.at, self.tokenizer = at, tokenizer
+        # In this order, which is that of the parameters.
+        self.front = front.module
+        self.adapter = adapter.to(back.device)
+        self.back = back.module
+        self.at = at
+        self.tokenizer = tokenizer
         self._split_models = (front, back)
         self.config: Any = getattr(self.back, "config", None)
         self.main_input_name = back.model.main_input
@@ -66,8 +70,9 @@ class StitchedModel(nn.Module):
 
     def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """Run the front blocks, the adapter and the back blocks. `options` go to the back model, whose output is returned."""
-        mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         args = () if input_ids is None else (input_ids,)
+        # An argument that is None is left out: models without it do not take it.
+        mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         with self._joined():
             return self.back(*args, **mask, **self._without_cache(options), **no_cache(self.back))
 
@@ -90,21 +95,24 @@ class StitchedModel(nn.Module):
             >>> same.model.generate("Once upon a", max_new_tokens=4, do_sample=False)
             'Once upon a time, there was'
         """
-        ids = self._ids(prompt) if isinstance(prompt, str) else prompt
-        cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
-        if cache == "use_past_kv_cache":
+        ids = self._token_ids(prompt) if isinstance(prompt, str) else prompt
+        cache_switch = "use_cache"
+        if is_transformer_lens(self.back):
+            cache_switch = "use_past_kv_cache"
             options = {"verbose": False, "return_type": "tokens"} | options
         generate: Any = self.back.generate
+        _, back = self._split_models
         with torch.no_grad(), self._joined():
-            out = generate(ids.to(self._split_models[1].device), **self._without_cache(options), **{cache: False})
+            generated = generate(ids.to(back.device), **self._without_cache(options), **{cache_switch: False})
         if not isinstance(prompt, str):
-            return out
-        texts: list[str] = self.tokenizer.batch_decode(out, skip_special_tokens=True)
+            return generated
+        texts: list[str] = self.tokenizer.batch_decode(generated, skip_special_tokens=True)
         return texts[0] if len(texts) == 1 else texts
 
-    def _ids(self, prompt: str) -> Tensor:
-        described = replace(self._split_models[1].model, tokenizer=self.tokenizer)
-        [batch] = Batches(Data(prompt, batch_size=1, seq_len=described.context), described, argument="prompt")
+    def _token_ids(self, prompt: str) -> Tensor:
+        _, back = self._split_models
+        description = replace(back.model, tokenizer=self.tokenizer)
+        [batch] = Batches(Data(prompt, batch_size=1, seq_len=description.context), description, argument="prompt")
         return batch.tokens
 
     @staticmethod
@@ -114,42 +122,44 @@ class StitchedModel(nn.Module):
         Raises:
             LayersimError: the options use a key-value cache.
         """
-        given = [key for key in CACHE_SWITCHES if options.get(key)]
-        given += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
-        if given:
-            raise LayersimError(f"`{given[0]}` is not supported, because a stitched model has no key-value cache.")
+        cache_options = [name for name in CACHE_SWITCHES if options.get(name)]
+        cache_options += [name for name in ("past_key_values", "past_kv_cache") if options.get(name) is not None]
+        if cache_options:
+            raise LayersimError(f"`{cache_options[0]}` is not supported, because a stitched model has no key-value cache.")
         return {name: value for name, value in options.items() if name not in CACHE_SWITCHES}
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
         """Replace the back model's `forward`, so that its upper blocks start from the adapter's output."""
         front, back = self._split_models
-        own = vars(self.back).get("forward")
-        call: Callable[..., Any] = self.back.forward
-        names = list(inspect.signature(call).parameters)
+        # None if the back model has the `forward` of its class.
+        instance_forward = vars(self.back).get("forward")
+        back_forward: Callable[..., Any] = self.back.forward
+        names = list(inspect.signature(back_forward).parameters)
 
-        def plain() -> None:
-            if own is None:
+        def restore_forward() -> None:
+            if instance_forward is None:
                 vars(self.back).pop("forward", None)
             else:
-                vars(self.back)["forward"] = own
+                vars(self.back)["forward"] = instance_forward
+
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inputs = dict(zip(names, args, strict=False)) | kwargs
+            x = self.adapter(self._read_front(front, inputs))
+            with back.entered(self.at[1], lambda _: x):
+                return back_forward(*args, **kwargs)
 
         # Generation reads from the signature which arguments it may pass, such as positions.
-        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            x = self.adapter(self._read_front(front, dict(zip(names, args, strict=False)) | kwargs))
-            with back.entered(self.at[1], lambda _: x):
-                return call(*args, **kwargs)
-
-        @functools.wraps(call)
+        @functools.wraps(back_forward)
         def through_front(*args: Any, **kwargs: Any) -> Any:
             # The front may be the same model.
-            plain()
+            restore_forward()
             try:
-                given = dict(zip(names, args, strict=False)) | kwargs
-                order = _padding_of(given)
+                inputs = dict(zip(names, args, strict=False)) | kwargs
+                order = _padding_of(inputs)
                 if order.moves:
-                    kwargs = kwargs | self._positions(given, names)
-                    self._refuse_moved(order, given | kwargs, run)
+                    kwargs = kwargs | self._positions(inputs, names)
+                    self._refuse_changed_logits(order, inputs | kwargs, run)
                 return run(args, kwargs)
             finally:
                 vars(self.back)["forward"] = through_front
@@ -159,20 +169,20 @@ class StitchedModel(nn.Module):
             vars(self.back)["forward"] = through_front
             yield
         finally:
-            plain()
+            restore_forward()
 
-    def _positions(self, given: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
+    def _positions(self, inputs: dict[str, Any], names: list[str]) -> dict[str, Tensor]:
         """Position ids that count from the first token of each row, for a back model that takes them and got none."""
-        if POSITION_IDS not in names or given.get(POSITION_IDS) is not None:
+        if POSITION_IDS not in names or inputs.get(POSITION_IDS) is not None:
             return {}
-        return {POSITION_IDS: (given[MASK].long().cumsum(1) - 1).clamp(min=0)}
+        return {POSITION_IDS: (inputs[MASK].long().cumsum(1) - 1).clamp(min=0)}
 
-    def _refuse_moved(self, order: RightPadding, given: dict[str, Any], run: Callable[..., Any]) -> None:
+    def _refuse_changed_logits(self, order: RightPadding, inputs: dict[str, Any], run: Callable[..., Any]) -> None:
         """Raise an error if padding on the left changes the logits. The comparison is made once.
 
         Args:
             order: the rows with their padding on the right.
-            given: the inputs of the back model by name, with padding on the left.
+            inputs: the inputs of the back model by name, with padding on the left.
             run: runs the stitched model.
 
         Raises:
@@ -181,20 +191,22 @@ class StitchedModel(nn.Module):
         if self._takes_left_padding:
             return
         # Generation asks for the logits of the last position alone.
-        inputs = {name: value for name, value in given.items() if "label" not in name and "logits_to_keep" not in name}
+        inputs = {name: value for name, value in inputs.items() if "label" not in name and "logits_to_keep" not in name}
         # Probes would take these forward passes for those of the caller.
         self.reading_front = True
         try:
             with torch.no_grad(), eval_mode(self):
-                left = logits_of(run((), inputs))
-                right = order.restored(logits_of(run((), order.moved_inputs(inputs))))
+                left_padded = logits_of(run((), inputs))
+                right_padded = order.restored(logits_of(run((), order.moved_inputs(inputs))))
         finally:
             self.reading_front = False
-        if left.dim() == 3:
-            kept = given[MASK].bool().to(left.device)
-            left, right = left[kept], right[kept]
-        gap = float((left.double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
-        if not gap <= rounding(left.dtype):
+        if left_padded.dim() == 3:
+            attended = inputs[MASK].bool().to(left_padded.device)
+            left_padded = left_padded[attended]
+            right_padded = right_padded[attended]
+        difference = left_padded.double() - right_padded.double()
+        gap = float(difference.norm() / right_padded.double().norm().clamp(min=1e-30))
+        if not gap <= rounding(left_padded.dtype):
             names = f"{type(self.front).__name__} stitched to {type(self.back).__name__}"
             raise LayersimError(
                 f"`attention_mask` has padding on the left, which changes the logits of {names} by {gap:.2g} of their norm. "
@@ -202,42 +214,54 @@ class StitchedModel(nn.Module):
             )
         self._takes_left_padding = True
 
-    def _read_front(self, front: LocalSplitModel, given: dict[str, Any]) -> Tensor:
+    def _read_front(self, front: LocalSplitModel, inputs: dict[str, Any]) -> Tensor:
         """The front's residual at the stitch point, for the inputs of the back model."""
-        accepted = inspect.signature(type(self.front).forward).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        main = next(
-            (name for name, value in given.items() if isinstance(value, Tensor) and not value.is_floating_point()), None
-        )
-        if isinstance(given.get(front.model.main_input), Tensor):
-            main = front.model.main_input
-        if main is None:
-            needed = "token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`"
-            has = ", ".join(name for name, value in given.items() if value is not None and value is not False) or "nothing"
-            raise LayersimError(f"A stitched model needs {needed}; the inputs are {has}.")
-        passed = {}
-        for name, value in given.items():
-            if name == main or not isinstance(value, Tensor) or name in NOT_DATA or "label" in name:
+        main_name = self._main_input_of_front(front, inputs)
+        parameters = inspect.signature(type(self.front).forward).parameters
+        takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        options = {}
+        for name, value in inputs.items():
+            if name == main_name or not isinstance(value, Tensor) or name in NOT_DATA or "label" in name:
                 continue
-            if name in accepted or name in front.model.inputs or (takes_any and name == "attention_mask"):
-                passed[name] = value.to(front.device)
+            if name in parameters or name in front.model.inputs or (takes_any_name and name == "attention_mask"):
+                options[name] = value.to(front.device)
             elif name not in ("attention_mask", "position_ids") and bool(value.any()):
                 raise LayersimError(f"`{name}` is not an input of the front model, {front.model.name}.")
-        args, options = (given[main].to(front.device),), no_cache(self.front)
-        outer = self.reading_front
+        main_input = inputs[main_name].to(front.device)
+        switches = no_cache(self.front)
+        _, back = self._split_models
+        was_reading_front = self.reading_front
         try:
             self.reading_front = True
+            residual = front.read(self.at[0], lambda: self.front(main_input, **options, **switches))
             # The adapter is on the device of the back model.
-            return front.read(self.at[0], lambda: self.front(*args, **passed, **options)).to(self._split_models[1].device)
+            return residual.to(back.device)
         finally:
-            self.reading_front = outer
+            self.reading_front = was_reading_front
+
+    def _main_input_of_front(self, front: LocalSplitModel, inputs: dict[str, Any]) -> str:
+        """Name of the input that is the front's main one: by the front's own name, else the first integer tensor.
+
+        Raises:
+            LayersimError: there is none.
+        """
+        if isinstance(inputs.get(front.model.main_input), Tensor):
+            return front.model.main_input
+        # The back model may name its token ids differently.
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                return name
+        needed = "token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`"
+        names = [name for name, value in inputs.items() if value is not None and value is not False]
+        raise LayersimError(f"A stitched model needs {needed}; the inputs are {', '.join(names) or 'nothing'}.")
 
 
-def _padding_of(given: dict[str, Any]) -> RightPadding:
+def _padding_of(inputs: dict[str, Any]) -> RightPadding:
     """Where the padding is in the inputs of a forward pass by name."""
-    mask = given.get(MASK)
-    whole_rows = isinstance(mask, Tensor) and mask.dim() == 2 and given.get("past_key_values") is None
-    return RightPadding(mask.bool() if whole_rows and mask is not None else None)
+    mask = inputs.get(MASK)
+    if isinstance(mask, Tensor) and mask.dim() == 2 and inputs.get("past_key_values") is None:
+        return RightPadding(mask.bool())
+    return RightPadding(None)
 
 
 class StitchedSource(HookedSource):
@@ -252,23 +276,27 @@ class StitchedSource(HookedSource):
         assert isinstance(stitched, StitchedModel)
         refuse_paths(layers, unembed, "a stitched model")
         front, back = stitched._split_models
-        above = stitched.at[1]
-        self.blocks = back.blocks[above:]
+        # Number of the back's first block above the stitch point.
+        first_block = stitched.at[1]
+        self.blocks = back.blocks[first_block:]
         if not self.blocks:
             raise LayersimError(
                 f"The stitch point is after {back.model.layers[-1]}, the last block, so no block is left to measure."
             )
-        path_of = {id(module): path for path, module in stitched.named_modules()}
-        self.paths, self._named = [path_of[id(block)] for block in self.blocks], False
+        paths_by_id = {id(module): path for path, module in stitched.named_modules()}
+        self.paths = [paths_by_id[id(block)] for block in self.blocks]
+        self._named = False
         self.embed = None
+        changes = [front.model.changes, back.model.changes, hooks_on(stitched)]
         self._model = replace(
             back.model,
             name=f"{front.model.name} up to {front.model.layers[stitched.at[0]]}, {stitched.adapter.kind}, {back.model.name}",
             config_hash=f"{front.model.config_hash}+{back.model.config_hash}",
             weights=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
-            changes="; ".join(dict.fromkeys(filter(None, (front.model.changes, back.model.changes, hooks_on(stitched))))),
+            # Front and back may be one model, with the same changes.
+            changes="; ".join(dict.fromkeys(filter(None, changes))),
             source=f"stitched {front.model.source} and {back.model.source}",
-            layers=(entering(back.model.layers[above + 1]), *back.model.layers[above + 1 :]),
+            layers=(entering(back.model.layers[first_block + 1]), *back.model.layers[first_block + 1 :]),
             tokenizer=stitched.tokenizer,
             head=None if back.model.head is None else back.model.head.under("back"),
             **front.model.inputs_with(back.model),

@@ -164,7 +164,8 @@ class AlignedAdapters(Result):
     def __repr__(self) -> str:
         rank, width = self.down.shape[1:]
         lines = [f"AlignedAdapters({len(self.blocks)} of rank {rank} and width {width}, {self.provenance.model})"]
-        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+        lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
+        return "\n".join(lines)
 
     def headline(self) -> dict[str, float]:
         numbers = {}
@@ -205,15 +206,23 @@ class AdapterSteps(TrainingSteps):
         seed: int,
     ) -> None:
         assert source.lens is not None
-        self.source, self.at, self.weights, self.start, self.steps, self.lr = source, at, weights, start, steps, lr
+        self.source = source
+        self.at = at
+        self.weights = weights
+        self.start = start
+        self.steps = steps
+        self.lr = lr
         self.training_data, self.eval_data = data
         self.batch_size = self.training_data.batches.data.batch_size
         self.state: tuple[Parts, list[Tensor]] = (start, [])
-        self._unembed, self._schedule, self._frozen = source.lens, RequestSchedule(None), ShippedSource()
+        self._unembed = source.lens
+        self._schedule = RequestSchedule(None)
+        self._shipped_source = ShippedSource()
         self._shuffle = Shuffle(len(self.training_data), seed)
 
     def restore(self, _notes: Mapping[str, Any], tensors: Parts) -> None:
-        self.state = {name: tensors[name] for name in self.start}, list(tensors["curve"])
+        parts = {name: tensors[name] for name in self.start}
+        self.state = (parts, list(tensors["curve"]))
 
     @property
     def step(self) -> int:
@@ -232,7 +241,9 @@ class AdapterSteps(TrainingSteps):
         return [float(loss @ weights) for loss in self._losses]
 
     def diverges(self, losses: Sequence[float]) -> bool:
-        return super().diverges(losses) or not all(bool(self._parts[name].isfinite().all()) for name in ("up", "down"))
+        if super().diverges(losses):
+            return True
+        return not all(bool(self._parts[name].isfinite().all()) for name in ("up", "down"))
 
     def on_divergence(self, losses: Sequence[float]) -> None:
         raise LayersimError(
@@ -246,22 +257,28 @@ class AdapterSteps(TrainingSteps):
 
     def snapshot(self) -> Snapshot | None:
         parts, curve = self.state
-        return ({}, parts | {"curve": torch.stack(curve)}) if curve else None
+        if not curve:
+            return None
+        return {}, parts | {"curve": torch.stack(curve)}
 
     def evaluate(self, parts: Parts) -> Tensor:
         """Held-out loss of each layer in nats (`layer`). `parts` holds the adapters."""
-        count, size = len(self.eval_data), self.batch_size
-        batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
-        losses, targets = torch.zeros((), dtype=torch.float64), 0
+        row_count = len(self.eval_data)
+        size = self.batch_size
+        batches = [range(start, min(start + size, row_count)) for start in range(0, row_count, size)]
+
+        def item_of_batch(number: int) -> Item:
+            return self._item(self.eval_data, batches[number])
+
+        total = torch.zeros((), dtype=torch.float64)
+        target_count = 0
         with tqdm(total=len(batches), desc="held out", unit="batch", disable=None, leave=False) as bar:
-            run = self.requests(
-                len(batches), lambda number: self._item(self.eval_data, batches[number]), parts, bar.set_postfix_str
-            )
-            for sums, _ in run:
-                for loss, number in sums:
-                    losses, targets = losses + loss, targets + number
+            for sums, _ in self.requests(len(batches), item_of_batch, parts, bar.set_postfix_str):
+                for loss, count in sums:
+                    total = total + loss
+                    target_count += count
                 bar.update(len(sums))
-        return losses / targets
+        return total / target_count
 
     def requests(
         self, count: int, item_of: Callable[[int], Item], state: Parts, say: Callable[[str], None], start: int = 0
@@ -284,30 +301,32 @@ class AdapterSteps(TrainingSteps):
         if not isinstance(source, RemoteSource):
             for number in range(start, count):
                 item = item_of(number)
-                here = (source.envoy, source.blocks, self._unembed, self.at, item, state, self.weights, source.where)
-                sums, state = run_here(*here)
+                sums, state = run_here(
+                    source.envoy, source.blocks, self._unembed, self.at, item, state, self.weights, source.where
+                )
                 yield [(sums, len(item["targets"]))], state
             return
         source.ndif.say = say
         try:
             while start < count:
-                most = self._schedule.affordable(source.offer.job_limit)
-                work = [item_of(number) for number in range(start, min(count, start + most))]
+                stop = min(count, start + self._schedule.affordable(source.offer.job_limit))
+                items = [item_of(number) for number in range(start, stop)]
                 try:
-                    what = (self._unembed, self.at, work, state, self.weights)
-                    steps = partial(run_on_server, source.envoy, source.blocks, *what)
-                    form = partial(form_of_steps, steps=len(work), layers=len(source.blocks), state=state)
+                    run = partial(
+                        run_on_server, source.envoy, source.blocks, self._unembed, self.at, items, state, self.weights
+                    )
+                    form = partial(form_of_steps, steps=len(items), layers=len(source.blocks), state=state)
                     largest = SMALL_RESULT + 2 * sum(part.nbytes for part in state.values())
-                    with self._frozen.in_place({"training": step_or_evaluate}):
-                        losses, state = source.ndif.request(_expecting(form, largest, steps))
+                    with self._shipped_source.in_place({"training": step_or_evaluate}):
+                        losses, state = source.ndif.request(_expecting(form, largest, run))
                 except JobTooLong as error:
-                    if len(work) == 1:
-                        raise _too_long(work[0], source, error) from None
-                    self._schedule.lower(len(work) // 2)
+                    if len(items) == 1:
+                        raise _too_long(items[0], source, error) from None
+                    self._schedule.lower(len(items) // 2)
                     continue
-                self._schedule.measure(source.ndif.seconds, len(work))
-                start += len(work)
-                yield [(sums, len(item["targets"])) for sums, item in zip(losses, work, strict=True)], state
+                self._schedule.measure(source.ndif.seconds, len(items))
+                start += len(items)
+                yield [(sums, len(item["targets"])) for sums, item in zip(losses, items, strict=True)], state
         finally:
             source.ndif.say = quiet
 
@@ -317,9 +336,12 @@ class AdapterSteps(TrainingSteps):
         ids = {"tokens": batch.main}
         if self._unembed.reads == "rows":
             ids["attended"] = torch.ones_like(batch.main) if batch.attended is None else batch.attended
-        reads, options = self._unembed.reads, {**batch.options, **fewest_logits(self.source.module)}
-        ids["index"], ids["targets"] = positions_with_targets(reads, batch.targets, batch.attended, batch.main.shape[1])
-        return {name: each.to(torch.int32) for name, each in ids.items()} | {"options": options, "step": step, "rate": rate}
+        options = {**batch.options, **fewest_logits(self.source.module)}
+        ids["index"], ids["targets"] = positions_with_targets(
+            self._unembed.reads, batch.targets, batch.attended, batch.main.shape[1]
+        )
+        item: Item = {name: tensor.to(torch.int32) for name, tensor in ids.items()}
+        return item | {"options": options, "step": step, "rate": rate}
 
     def _item_of_step(self, step: int) -> Item:
         size = self.batch_size
@@ -332,15 +354,18 @@ def _expecting(form: Form, largest: int, run: Callable[[Any], T]) -> Callable[[A
     return lambda backend: run(backend.expecting(form, largest))
 
 
-def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
+def _initial_adapters(model: Model, count: int, rank: int, seed: int) -> Parts:
     """Dict of the initial adapters and moments: A is normal with variance 1 / d_model, B and the moments of AdamW are 0."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32
     down = torch.randn(count, rank, model.d_model, generator=generator, dtype=torch.float64) / math.sqrt(model.d_model)
     parts = {"down": down.to(dtype), "up": torch.zeros(count, model.d_model, rank, dtype=dtype)}
-    moments = ("mean", "square")
-    return parts | {f"{name} {moment}": torch.zeros_like(part) for name, part in parts.items() for moment in moments}
+    moments = {}
+    for name, part in parts.items():
+        moments[f"{name} mean"] = torch.zeros_like(part)
+        moments[f"{name} square"] = torch.zeros_like(part)
+    return parts | moments
 
 
 def _refuse_untrainable(model: Model) -> None:
@@ -427,7 +452,8 @@ def train_adapters(
         torch.Size([2, 8])
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    data, opened = Data.of(data), OpenedModel.of(model)
+    data = Data.of(data)
+    opened = OpenedModel.of(model)
     if not isinstance(opened.model, NNsightSource) and not is_nnsight(opened.model):
         raise LayersimError(
             f"`model` is a {type(opened.model).__name__}; it must be an nnsight model. Use nnsight.NNsight(model) or "
@@ -435,38 +461,43 @@ def train_adapters(
         )
     source = open_source(opened)
     assert isinstance(source, NNsightSource)
-    known = with_tokenizer(source.model, data.tokenizer)
-    _refuse_untrainable(known)
+    description = with_tokenizer(source.model, data.tokenizer)
+    _refuse_untrainable(description)
     refuse_inference_weights(source.module)
-    outputs = known.layers[1:]
+    outputs = description.layers[1:]
     blocks = list(range(len(outputs))) if at is None else sorted(block_numbers(at, outputs, "at"))
-    weights_by_layer = layer_weights(weights, len(known.layers) - 1)
-    rows = open_training_data(data, eval_data, labels, known, source.module, None)
+    weights_by_layer = layer_weights(weights, len(description.layers) - 1)
+    rows = open_training_data(data, eval_data, labels, description, source.module, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": opened.layers, "unembed": opened.unembed}
-    file = open_training_file(checkpoint, known, rows, options | {"seed": seed})
-    began = time.perf_counter()
-    start = _start(known, len(blocks), rank, seed)
+    file = open_training_file(checkpoint, description, rows, options | {"seed": seed})
+    start_time = time.perf_counter()
+    start = _initial_adapters(description, len(blocks), rank, seed)
     training = AdapterSteps(source, rows, blocks, weights_by_layer, start, steps, float(lr), seed)
     file.resume(training.restore)
     if isinstance(source, RemoteSource):
         _report_traffic(training, source.offer.server)
-    fields = _trained(training, file)
-    options |= {"remote": [source.record()]} if isinstance(source, RemoteSource) else {}
-    run = record_of_training(known, rows, options, time.perf_counter() - began, seed)
+    fields = _train_and_evaluate(training, file)
+    if isinstance(source, RemoteSource):
+        options["remote"] = [source.record()]
+    run = record_of_training(description, rows, options, time.perf_counter() - start_time, seed)
     paths = tuple(source.paths[block] for block in blocks)
-    adapters = AlignedAdapters(**fields, blocks=tuple(blocks), paths=paths, layers=known.layers, provenance=run)
-    if not adapters.aligned("after") <= adapters.aligned("before"):
+    adapters = AlignedAdapters(**fields, blocks=tuple(blocks), paths=paths, layers=description.layers, provenance=run)
+    loss_before = adapters.aligned("before")
+    loss_after = adapters.aligned("after")
+    # A loss after the training that is NaN warns too.
+    if not loss_after <= loss_before:
         warn(
-            f"On held-out data the aligned loss rose from {adapters.aligned('before'):.4g} to {adapters.aligned('after'):.4g}. "
+            f"On held-out data the aligned loss rose from {loss_before:.4g} to {loss_after:.4g}. "
             f"Use more data, fewer steps, or lr={lr / 10:g}."
         )
     return adapters
 
 
-def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
+def _train_and_evaluate(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
     """Train and evaluate the adapters. Returns fields of `AlignedAdapters`."""
-    source, weights = training.source, training.weights
+    source = training.source
+    weights = training.weights
     with frozen_weights(source.module), source.evaluating():
         # Check on one row that the lens at the last layer gives the model's logits.
         row = training.eval_data.batch([0])
@@ -475,20 +506,21 @@ def _trained(training: AdapterSteps, file: ResumableFile) -> dict[str, Any]:
         check_lens(source, row)
         before = training.evaluate(training.start)
         if not bool(before.isfinite().all()):
-            name, dtype = source.model.name, source.model.dtype
             raise LayersimError(
-                f"The held-out loss of {name}, in {dtype}, is not finite before the training. Check the weights of the model."
+                f"The held-out loss of {source.model.name}, in {source.model.dtype}, is not finite before the training. Check "
+                "the weights of the model."
             )
         run_steps(training, file)
         save_state(training, file)
-        learnt, curves = training.state[0], torch.stack(training.state[1])
-        after = training.evaluate(learnt)
+        parts, losses = training.state
+        curves = torch.stack(losses)
+        after = training.evaluate(parts)
     return {
         "values": torch.stack([before, after]),
         "curve": curves @ torch.tensor(weights, dtype=torch.float64),
         "curves": curves,
-        "down": learnt["down"],
-        "up": learnt["up"],
+        "down": parts["down"],
+        "up": parts["up"],
         "weights": tuple(weights),
     }
 

@@ -67,12 +67,16 @@ class FineTuning(Descent):
         from accelerate.utils import DistributedDataParallelKwargs
 
         parameters = objective.trained_parameters()
-        matrices = [p for p in parameters.values() if p.dim() > 1]
-        rest = [p for p in parameters.values() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": float(settings.weight_decay)}, {"params": rest, "weight_decay": 0.0}]
-        optimiser = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr)
+        matrices = [parameter for parameter in parameters.values() if parameter.dim() > 1]
+        vectors = [parameter for parameter in parameters.values() if parameter.dim() <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": float(settings.weight_decay)},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimiser = torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.lr)
         super().__init__(settings.objective, parameters, optimiser, settings)
-        self.objective, self.batch_size = objective, batch_size
+        self.objective = objective
+        self.batch_size = batch_size
         self.training_data, self.eval_data = rows
         self.device = objective.stream.device
         refuse_parts(objective.module)
@@ -83,7 +87,8 @@ class FineTuning(Descent):
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
         self.leads = self.accelerator.is_main_process
-        self.ranks, self.rank = self.accelerator.num_processes, self.accelerator.process_index
+        self.ranks = self.accelerator.num_processes
+        self.rank = self.accelerator.process_index
         self.wrapped = self.accelerator.prepare_model(objective) if self.ranks > 1 else objective
         self.evaluations: dict[int, Tensor] = {}
         self._shuffle = Shuffle(len(self.training_data), settings.seed)
@@ -96,11 +101,14 @@ class FineTuning(Descent):
             yield
 
     def loss_and_gradients(self) -> float:
-        every, accelerator = self.settings.eval_every, self.accelerator
-        if self.step == 0 or (every is not None and self.step % every == 0):
+        accelerator = self.accelerator
+        eval_every = self.settings.eval_every
+        if self.step == 0 or (eval_every is not None and self.step % eval_every == 0):
             self._evaluate()
-        batches = [self.training_data.take(rows).to(self.device) for rows in self._rows()]
-        count = accelerator.reduce(torch.stack([batch.targets.ne(NO_LABEL).sum() for batch in batches]).sum().float(), "sum")
+        batches = [self.training_data.take(rows).to(self.device) for rows in self._rows_of_step()]
+        target_counts = torch.stack([batch.targets.ne(NO_LABEL).sum() for batch in batches])
+        # Targets of all processes: every target of the step has the same weight.
+        count = accelerator.reduce(target_counts.sum().float(), "sum")
         total = torch.zeros((), dtype=torch.float64)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -114,8 +122,10 @@ class FineTuning(Descent):
                 # DistributedDataParallel averages gradients over processes.
                 (loss * (self.ranks / count)).backward()
             total += loss.detach().double().cpu()
-        mean = accelerator.reduce(total.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64), "sum")
-        return float(mean / count)
+        # MPS has no float64.
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        total_of_ranks = accelerator.reduce(total.to(self.device, dtype), "sum")
+        return float(total_of_ranks / count)
 
     def finish(self) -> None:
         self._evaluate()
@@ -133,25 +143,32 @@ class FineTuning(Descent):
         if not self.consistent:
             return None
         curve = {"curve": torch.tensor(self.curve, dtype=torch.float64)}
-        looks = {f"look/{step}": sums for step, sums in self.evaluations.items()}
-        return {}, self.tensors() | curve | looks
+        evaluations = {f"look/{step}": sums for step, sums in self.evaluations.items()}
+        return {}, self.tensors() | curve | evaluations
 
     def restore(self, _notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
         self.load(tensors)
-        looks = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
-        self.curve, self.evaluations = tensors["curve"].tolist(), dict(sorted(looks.items()))
+        evaluations = {}
+        for key, sums in tensors.items():
+            if key.startswith("look/"):
+                step = int(key.split("/")[1])
+                evaluations[step] = sums
+        self.curve = tensors["curve"].tolist()
+        # A file does not keep the order of its tensors.
+        self.evaluations = dict(sorted(evaluations.items()))
 
-    def _refuse_not_finite(self, what: str) -> None:
+    def _refuse_not_finite(self, symptom: str) -> None:
         self.consistent = False
         raise LayersimError(
-            f"{what} The learning rate was {self.settings.rate(min(self.step, self.steps - 1)):.3g}, and the weights are in "
+            f"{symptom} The learning rate was {self.settings.rate(min(self.step, self.steps - 1)):.3g}, and the weights are in "
             f"{self.objective.stream.source.model.dtype}. Use a lower `lr`, a longer `warmup` or float32 weights."
         )
 
-    def _rows(self) -> Iterator[list[int]]:
+    def _rows_of_step(self) -> Iterator[list[int]]:
         """Row indices of the next step for this process, one list for each forward pass."""
         for part in range(self.settings.accumulation):
-            start = ((self.step * self.settings.accumulation + part) * self.ranks + self.rank) * self.batch_size
+            forward_pass = self.step * self.settings.accumulation + part
+            start = (forward_pass * self.ranks + self.rank) * self.batch_size
             yield [self._shuffle.row(place) for place in range(start, start + self.batch_size)]
 
     @contextmanager
@@ -171,7 +188,8 @@ class FineTuning(Descent):
             for start in tqdm(starts, desc="held out", unit="batch", leave=False, disable=self._bar.disable or None):
                 rows = range(start, min(start + self.batch_size, len(self.eval_data)))
                 total += self.objective.evaluate(self.eval_data.take(rows).to(self.device))
-        total = self.accelerator.reduce(total.to(self.device), "sum").cpu() if self.ranks > 1 else total
+        if self.ranks > 1:
+            total = self.accelerator.reduce(total.to(self.device), "sum").cpu()
         mean = float(total[0].sum() / total[2].sum())
         if self.diverges([mean]):
             self._refuse_not_finite(f"The held-out loss is {mean} after {self.step} steps.")
@@ -312,7 +330,9 @@ def finetune_aligned(
         >>> result.looks
         (0, 2)
     """
-    training, data, opened = training or AlignedTraining(), Data.of(data, batch_size=8), OpenedModel.of(model)
+    training = training or AlignedTraining()
+    data = Data.of(data, batch_size=8)
+    opened = OpenedModel.of(model)
     model = opened.model
     refuse_unwritable(checkpoint, "checkpoint")
     if training.save_to is not None:
@@ -340,10 +360,10 @@ def finetune_aligned(
         # A notebook or service may run under torch.no_grad() or torch.inference_mode(), which compute no gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        known = open_residual_stream(opened, either_stack=True).source.model
-        refuse_float16(known)
+        description = open_residual_stream(opened, either_stack=True).source.model
+        refuse_float16(description)
         # Record the weights before the training.
-        known = replace(known, weights=known.weights_hash)
+        description = replace(description, weights=description.weights_hash)
         finish = stack.enter_context(_with_lora(model, training))
         if training.gradient_checkpointing:
             if not model.is_gradient_checkpointing:
@@ -353,29 +373,31 @@ def finetune_aligned(
             parameter.requires_grad_(False)
             stack.callback(parameter.requires_grad_, True)
         stream = open_residual_stream(opened, either_stack=True)
-        described = with_tokenizer(known, data.tokenizer)
-        rows = open_training_data(data, eval_data, labels, described, model, stream.source.count_positions)
+        description_with_tokenizer = with_tokenizer(description, data.tokenizer)
+        count_positions = stream.source.count_positions
+        rows = open_training_data(data, eval_data, labels, description_with_tokenizer, model, count_positions)
+        training_rows, held_out_rows = rows
         if opened.verify is not None:
-            stream.source.settle(rows[0].batch([0]))
-        classes = stream.check(rows[0].take([0]).to(stream.device))
-        refuse_other_labels(torch.tensor(rows[0].label_range), classes)
+            stream.source.settle(training_rows.batch([0]))
+        classes = stream.check(training_rows.take([0]).to(stream.device))
+        refuse_other_labels(torch.tensor(training_rows.label_range), classes)
         # Without eval_data, both ranges are that of `data`.
-        refuse_other_labels(torch.tensor(rows[1].label_range), classes, " of `eval_data`")
+        refuse_other_labels(torch.tensor(held_out_rows.label_range), classes, " of `eval_data`")
         objective = OBJECTIVES.named(training.objective)(stream, training)
         tuning = FineTuning(objective, rows, training, data.batch_size)
-        trained = sum(parameter.numel() for parameter in tuning.parameters.values())
-        learns = hashlib.sha256(" ".join(sorted(tuning.parameters)).encode()).hexdigest()
-        settings = training.options() | {"blocks": opened.layers, "unembed": opened.unembed, "learns": learns}
-        file = open_training_file(checkpoint, described, rows, settings)
+        parameter_count = sum(parameter.numel() for parameter in tuning.parameters.values())
+        names_digest = hashlib.sha256(" ".join(sorted(tuning.parameters)).encode()).hexdigest()
+        settings = training.options() | {"blocks": opened.layers, "unembed": opened.unembed, "learns": names_digest}
+        file = open_training_file(checkpoint, description_with_tokenizer, rows, settings)
         file.resume(tuning.restore)
         run_steps(tuning, file)
         save_state(tuning, file)
         finish()
     heads = objective.exit_heads()
     if training.save_to is not None and tuning.accelerator.is_main_process:
-        _save(model, training.save_to, described.tokenizer, heads)
+        _save_trained_model(model, training.save_to, description_with_tokenizer.tokenizer, heads)
     tuning.accelerator.wait_for_everyone()
-    options = {"parameters": trained} | training.options()
+    options = {"parameters": parameter_count} | training.options()
     loss, hits, count = torch.stack(list(tuning.evaluations.values())).unbind(1)
     return AlignedResult(
         values=loss / count,
@@ -383,8 +405,8 @@ def finetune_aligned(
         loss=torch.tensor(tuning.curve, dtype=torch.float64),
         looks=tuple(tuning.evaluations),
         unit="token" if stream.reads == "every" else "row",
-        layers=known.layers,
-        provenance=record_of_training(known, rows, options, time.perf_counter() - start, training.seed),
+        layers=description.layers,
+        provenance=record_of_training(description, rows, options, time.perf_counter() - start, training.seed),
         exit_heads=heads,
     )
 
@@ -406,7 +428,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
             f"`lora` is {brief(training.lora)} and `model` a {type(model).__name__}; they must be a peft.LoraConfig and a "
             "Hugging Face model."
         )
-    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng():
         torch.manual_seed(training.seed)
         wrapped = get_peft_model(model, training.lora)
@@ -417,7 +439,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Callable[[], A
         wrapped.unload()
         model.__dict__.pop("peft_config", None)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(required.get(name, parameter.requires_grad))
+            parameter.requires_grad_(requires_grad.get(name, parameter.requires_grad))
 
 
 def _additions(model: Any) -> list[nn.Parameter]:
@@ -426,25 +448,30 @@ def _additions(model: Any) -> list[nn.Parameter]:
     They are frozen, so that a bridge learns what the model inside would learn.
     """
     inner = getattr(model, "original_model", None)
-    if inner is not None and hasattr(inner, "save_pretrained"):
-        with torch.device("meta"):
-            own = {name for name, _ in type(inner)(copy.deepcopy(inner.config)).named_parameters(remove_duplicate=False)}
-        split = {
-            id(parameter)
-            for part in inner.modules()
-            if hasattr(part, "split_qkv_matrix")
-            for copies in (part.q, part.k, part.v)
-            for parameter in copies.parameters()
-        }
-        names: dict[nn.Parameter, set[str]] = {}
-        for name, parameter in inner.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, set()).add(name.replace("._original_component", ""))
-        added = [p for p, known in names.items() if not known & own and id(p) not in split and p.requires_grad]
-        return [parameter for parameter in added if not bool(parameter.detach().any())]
-    return []
+    if inner is None or not hasattr(inner, "save_pretrained"):
+        return []
+    with torch.device("meta"):
+        plain_model = type(inner)(copy.deepcopy(inner.config))
+    plain_names = {name for name, _ in plain_model.named_parameters(remove_duplicate=False)}
+    # The bridge splits the joint matrix of query, key and value. The parts have new names, but are weights of the model.
+    split_ids = set()
+    for module in inner.modules():
+        if hasattr(module, "split_qkv_matrix"):
+            for projection in (module.q, module.k, module.v):
+                split_ids |= {id(parameter) for parameter in projection.parameters()}
+    # A tied weight has several names; one of them is enough to find it in the plain model.
+    names_of_parameters: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        names_of_parameters.setdefault(parameter, set()).add(name.replace("._original_component", ""))
+    additions = []
+    for parameter, names in names_of_parameters.items():
+        added = not names & plain_names and id(parameter) not in split_ids
+        if added and parameter.requires_grad and not bool(parameter.detach().any()):
+            additions.append(parameter)
+    return additions
 
 
-def _save(model: Any, folder: FilePath, tokenizer: Any, heads: ExitHeads | None) -> None:
+def _save_trained_model(model: Any, folder: FilePath, tokenizer: Any, heads: ExitHeads | None) -> None:
     """Write model, tokenizer and heads. A failed write only warns."""
     try:
         with replacing_model(folder) as temporary:
@@ -454,8 +481,8 @@ def _save(model: Any, folder: FilePath, tokenizer: Any, heads: ExitHeads | None)
             if heads is not None:
                 heads.save(temporary / "heads.safetensors")
     except OSError as error:
-        also = ", and result.heads.save(path)" if heads is not None else ""
+        heads_remedy = ", and result.heads.save(path)" if heads is not None else ""
         warn(
             f"The trained model could not be written to {folder}: {error}. The model is still in memory. Call "
-            f"model.save_pretrained(folder){also}, with another folder or after freeing space."
+            f"model.save_pretrained(folder){heads_remedy}, with another folder or after freeing space."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,11 +56,11 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """
 
     def __init__(self, model: Any = None, *args: Any, aligned: AlignedTraining | None = None, **options: Any) -> None:
-        self._given = OpenedModel.of(model)
-        super().__init__(_trained(self._given), *args, **options)
+        self._model_argument = OpenedModel.of(model)
+        super().__init__(_trained_model(self._model_argument), *args, **options)
         settings = aligned or AlignedTraining()
         objective = OBJECTIVES.named(settings.objective)
-        refused = {
+        unsupported = {
             f"objective={settings.objective!r}": objective.has_own_parameters,
             "save_to=": settings.save_to is not None,
             "lora=": settings.lora is not None,
@@ -67,18 +68,21 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             "label_smoothing_factor": bool(self.args.label_smoothing_factor),
             "compute_loss_func=": self.compute_loss_func is not None,
         }
-        for what in (name for name, given in refused.items() if given):
-            raise LayersimError(f"AlignedTrainer does not support {what}; use TrainingArguments and peft, or finetune_aligned.")
+        for setting, is_set in unsupported.items():
+            if is_set:
+                raise LayersimError(
+                    f"AlignedTrainer does not support {setting}; use TrainingArguments and peft, or finetune_aligned."
+                )
         self._settings = settings
-        self._open()
+        self._build_objective()
         # With this setting, Trainer counts the targets of a step, by which compute_loss divides.
         self.model_accepts_loss_kwargs = True
 
     def call_model_init(self, trial: Any = None) -> Any:
-        self._given = OpenedModel.of(super().call_model_init(trial))
-        return _trained(self._given)
+        self._model_argument = OpenedModel.of(super().call_model_init(trial))
+        return _trained_model(self._model_argument)
 
-    def _open(self) -> None:
+    def _build_objective(self) -> None:
         """Build the objective for the current model."""
         model = self.accelerator.unwrap_model(self.model)
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -87,9 +91,10 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 f"`model` is a {type(inner).__name__}; it must be a transformers.PreTrainedModel. Use finetune_aligned."
             )
         refuse_parts(model)
-        self._opened = model
+        self._model_of_objective = model
         objective = OBJECTIVES.named(self._settings.objective)
-        self._objective = objective(open_residual_stream(replace(self._given, model=inner)), self._settings)
+        stream = open_residual_stream(replace(self._model_argument, model=inner))
+        self._objective = objective(stream, self._settings)
         self._shift: bool | None = None
 
     def compute_loss(
@@ -105,8 +110,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         batch = self._batch(inputs)
         stream = self._objective.stream
         if self._shift is None:
-            self._shift = self._own_shift(batch)
-        batch = replace(batch, targets=shifted(batch.targets)) if self._shift else batch
+            self._shift = self._shift_of_model_loss(batch)
+        if self._shift:
+            batch = replace(batch, targets=shifted(batch.targets))
         count: Any = int((batch.targets != NO_LABEL).sum()) if num_items_in_batch is None else num_items_in_batch
         args, options = stream.arguments(batch)
         run = None if model is stream.module else lambda: model(*args, **options)
@@ -121,36 +127,43 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return loss
 
     def _batch(self, inputs: Mapping[str, Any]) -> TrainingBatch:
-        if self.accelerator.unwrap_model(self.model) is not self._opened:
-            self._open()
-        given = dict(inputs)
-        labels = given.pop("labels", None)
-        name = next((name for name in (TOKEN_IDS, PIXELS, EMBEDDINGS) if name in given), "")
-        main = given.pop(name, None)
+        # `Trainer` builds a new model for each trial of a hyperparameter search.
+        if self.accelerator.unwrap_model(self.model) is not self._model_of_objective:
+            self._build_objective()
+        options = dict(inputs)
+        labels = options.pop("labels", None)
+        name = next((name for name in (TOKEN_IDS, PIXELS, EMBEDDINGS) if name in options), "")
+        main = options.pop(name, None)
         if labels is None or main is None or labels.is_floating_point():
             raise LayersimError(
                 f"A batch of `train_dataset` has {', '.join(inputs)}; it must have input_ids, pixel_values or inputs_embeds, "
                 "and integer labels."
             )
-        mask = given.get("attention_mask")
+        mask = options.get("attention_mask")
         # A mask of pairs of positions, such as that of packed rows, has no padding to move.
         attended = mask.bool() if mask is not None and mask.shape == main.shape[:2] else None
-        return TrainingBatch(main, given, labels, attended, "" if name == TOKEN_IDS else name).right_padded()
+        return TrainingBatch(main, options, labels, attended, "" if name == TOKEN_IDS else name).right_padded()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of a step, and their number of targets."""
-        samples, known = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if known is None or not samples or "labels" not in samples[0]:
-            return samples, known
+        samples, label_count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if label_count is None or not samples or "labels" not in samples[0]:
+            return samples, label_count
         if self._shift is None:
-            self._shift = self._own_shift(self._batch(self._prepare_inputs(samples[0])))
-        labels = [self._batch(sample).targets for sample in samples]
-        count = torch.stack([(shifted(each) if self._shift else each).ne(NO_LABEL).sum() for each in labels]).sum()
+            self._shift = self._shift_of_model_loss(self._batch(self._prepare_inputs(samples[0])))
+        # The targets of the objective may be fewer than the labels, because a shift drops the first label of each row.
+        target_counts = []
+        for sample in samples:
+            targets = self._batch(sample).targets
+            if self._shift:
+                targets = shifted(targets)
+            target_counts.append(targets.ne(NO_LABEL).sum())
+        count = torch.stack(target_counts).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.gather(count.to(device)).sum()
         return samples, count.to(device)
 
-    def _own_shift(self, batch: TrainingBatch) -> bool | None:
+    def _shift_of_model_loss(self, batch: TrainingBatch) -> bool | None:
         """Whether the model's own loss shifts labels. None if the batch has no target.
 
         Raises:
@@ -162,27 +175,31 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         for number in range(len(batch.main)):
             row = batch.row(number)
             with torch.no_grad(), eval_mode(stream.module), self.compute_loss_context_manager():
-                own = float(stream.call(replace(row, options={**row.options, "labels": row.targets})).loss)
-                if own != own:
+                model_loss = float(stream.call(replace(row, options={**row.options, "labels": row.targets})).loss)
+                # The mean over no targets is NaN.
+                if math.isnan(model_loss):
                     continue
+                # Only labels of positions can be shifted, not those of rows.
                 for shift in (True, False) if row.targets.dim() == 2 else (False,):
                     shifted_row = replace(row, targets=shifted(row.targets)) if shift else row
                     loss, count = stream.loss(shifted_row, {stream.n_layers: 1.0}, True)
                     losses[shift] = float(loss) / max(count, 1)
-            nearest = min(losses, key=lambda shift: abs(losses[shift] - own))
+            differences = {shift: abs(loss - model_loss) for shift, loss in losses.items()}
+            nearest = min(differences, key=lambda shift: differences[shift])
             # transformers computes losses in float32.
             allowed = rounding(next(stream.module.parameters()).dtype, torch.float32)
-            if abs(losses[nearest] - own) <= allowed * (1 + abs(own)):
+            if differences[nearest] <= allowed * (1 + abs(model_loss)):
                 return nearest
-            values = (f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items())
+            values = [f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items()]
             raise LayersimError(
-                f"The loss of `model` is {own:.5g}; it must equal the cross-entropy of the last layer, {' or '.join(values)}. "
+                f"The loss of `model` is {model_loss:.5g}; it must equal the cross-entropy of the last layer, "
+                f"{' or '.join(values)}. "
                 "Use open_model(model, unembed=[final norm, head]), or set model.config.output_router_logits = False."
             )
         return None
 
 
-def _trained(opened: OpenedModel) -> Any:
+def _trained_model(opened: OpenedModel) -> Any:
     """The model that `Trainer` trains and saves: a `PeftModel` itself, of which it saves the adapters alone."""
     return opened.model if adapted_model(opened.given) is None else opened.given
 

@@ -17,7 +17,7 @@ from ..analyzers.analyzer import Analyzer
 from ..analyzers.cosine import Cosine
 from ..analyzers.exit_curve import THRESHOLDS, ExitCurve
 from ..analyzers.logit_lens import LogitLens
-from ..analyzers.neural_collapse import NeuralCollapse
+from ..analyzers.neural_collapse import NeuralCollapse, UndefinedCollapseError
 from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
 from ..core.arguments import FilePath, Fraction, PositiveInt, Probability, Seed, typed
@@ -229,8 +229,11 @@ class LayerChange(Result):
                 f"{name}: speed-up in blocks at 95 % agreement": float(self.speedup_at_agreement[number]),
             }
             metrics = (("macro F1", self.f1), ("Matthews correlation", self.mcc))
-            last = {f"{name}: {metric} of the last layer": float(values[number, -1]) for metric, values in metrics}
-            numbers |= {metric: value for metric, value in last.items() if not math.isnan(value)}
+            for metric, values in metrics:
+                last = float(values[number, -1])
+                # Models other than classifiers have no F1 and no Matthews correlation.
+                if not math.isnan(last):
+                    numbers[f"{name}: {metric} of the last layer"] = last
         return numbers
 
 
@@ -304,6 +307,7 @@ def coherence(before: Tensor, after: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(before.double(), after.double(), dim=-1).mean())
 
 
+# Shortest continuation, in tokens, that has an n-gram of each length that `diversity` counts.
 SHORTEST = 4
 Heads: TypeAlias = ExitHeads | FilePath | None
 
@@ -384,27 +388,32 @@ def evaluate_layers(
         >>> bool(second > first)
         True
     """
-    data, models = Data.of(data), (OpenedModel.of(before, "before"), OpenedModel.of(after, "after"))
+    data = Data.of(data)
+    models = (OpenedModel.of(before, "before"), OpenedModel.of(after, "after"))
     refuse_one_model({"before": before, "after": after})
-    pair = [open_source(opened, either_stack=True).model for opened in models]
-    if len(pair[0].layers) != len(pair[1].layers):
+    descriptions = [open_source(opened, either_stack=True).model for opened in models]
+    layers_before = len(descriptions[0].layers)
+    layers_after = len(descriptions[1].layers)
+    if layers_before != layers_after:
         raise LayersimError(
-            f"`before` has {len(pair[0].layers) - 1} blocks and `after` {len(pair[1].layers) - 1}; evaluate_layers needs the "
+            f"`before` has {layers_before - 1} blocks and `after` {layers_after - 1}; evaluate_layers needs the "
             "same number. Use compare."
         )
-    targets = usual_labels(labels, [(model, opened.model) for model, opened in zip(pair, models, strict=True)], data.source)
+    described_modules = [(model, opened.model) for model, opened in zip(descriptions, models, strict=True)]
+    targets = usual_labels(labels, described_modules, data.source)
     thresholds = tuple(sorted({*THRESHOLDS, float(threshold)}))
-    own = [as_heads(one) for one in heads]
-    reports, norms = [], ["final" if one is None else one.norm for one in own]
-    for opened, one, norm in zip(models, own, norms, strict=True):
+    heads_of_models = [as_heads(argument) for argument in heads]
+    norms = ["final" if exit_heads is None else exit_heads.norm for exit_heads in heads_of_models]
+    reports = []
+    for opened, exit_heads, norm in zip(models, heads_of_models, norms, strict=True):
         analyzers: list[Analyzer] = [
-            LogitLens(norm=norm, labels=targets, heads=one),
-            Saturation(norm=norm, heads=one),
+            LogitLens(norm=norm, labels=targets, heads=exit_heads),
+            Saturation(norm=norm, heads=exit_heads),
             Cosine(center=center),
-            ExitCurve(thresholds=thresholds, norm=norm, labels=targets, heads=one),
+            ExitCurve(thresholds=thresholds, norm=norm, labels=targets, heads=exit_heads),
         ]
-        if gives_classes(pair[0]):
-            analyzers.append(TaskMetrics(norm=norm, labels=targets, heads=one))
+        if gives_classes(descriptions[0]):
+            analyzers.append(TaskMetrics(norm=norm, labels=targets, heads=exit_heads))
         reports.append(analyze(opened, data, analyzers))
     runs = [report["logit_lens"].provenance for report in reports]
     if runs[0].data != runs[1].data:
@@ -412,35 +421,39 @@ def evaluate_layers(
             "`before` and `after` did not read the same tokens, because their tokenizers differ. Use Data(..., tokenizer=...)."
         )
     # The position that the head reads; the last token if the head reads every position.
-    pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
-    collapse = [_collapse(opened, data, NeuralCollapse(labels=targets, pool=pool)) for opened in models]
-    read_by = {"norm": norms, "heads": [None if one is None else str(one) for one in own]}
-    both = replace(
+    head = descriptions[0].head
+    pool: Literal["head", "last"] = "last" if head is None or head.reads == "every" else "head"
+    collapse = [_neural_collapse(opened, data, NeuralCollapse(labels=targets, pool=pool)) for opened in models]
+    lens_options = {"norm": norms, "heads": [None if exit_heads is None else str(exit_heads) for exit_heads in heads_of_models]}
+    identity_fields = ("model", "config_hash", "weights_hash", "source")
+    joint_run = replace(
         runs[0],
-        options=runs[0].options | read_by,
-        **{name: JOINT.join(getattr(run, name) for run in runs) for name in ("model", "config_hash", "weights_hash", "source")},
+        options=runs[0].options | lens_options,
+        **{field: JOINT.join(getattr(run, field) for run in runs) for field in identity_fields},
     )
-    change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
-    results: dict[str, Result] = {"layers": change}
-    results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
+    change = _layer_change(reports, collapse, joint_run, names, float(threshold), float(eps), center)
+    results: dict[str, Result] = {
+        "layers": change,
+        "cosine_before": reports[0]["cosine"],
+        "cosine_after": reports[1]["cosine"],
+    }
     if continuations is not None:
-        results["generation"] = _quality(list(zip(models, own, strict=True)), continuations, data.tokenizer, change)
+        models_with_heads = list(zip(models, heads_of_models, strict=True))
+        results["generation"] = _generation_quality(models_with_heads, continuations, data.tokenizer, change)
     return Report(results)
 
 
-def _collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
+def _neural_collapse(opened: OpenedModel, data: Data, analyzer: NeuralCollapse) -> Tensor | None:
     """Neural collapse (NC1) of each layer (`residual`). None if the data has fewer than two classes."""
     try:
         nc1: Tensor = analyze(opened, data, [analyzer])["neural_collapse"].values
-    except LayersimError as error:
-        if "class" not in str(error):
-            raise
+    except UndefinedCollapseError as error:
         warn(f"NC1 is left out: {error}")
         return None
     return nc1
 
 
-def _change(
+def _layer_change(
     reports: list[Report],
     collapse: list[Tensor | None],
     run: Provenance,
@@ -453,30 +466,39 @@ def _change(
     curves = [report["exit_curve"] for report in reports]
     points = [curve.at(threshold) for curve in curves]
 
-    def both(values: list[Any]) -> Tensor:
+    def by_model(values: list[Any]) -> Tensor:
         return torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
 
-    nothing = torch.full((len(lenses[0].layers),), torch.nan)
-    metrics = [
-        (one["task_metrics"].f1, one["task_metrics"].mcc) if "task_metrics" in one else (nothing[1:],) * 2 for one in reports
-    ]
+    undefined = torch.full((len(lenses[0].layers),), torch.nan)
+    f1 = []
+    mcc = []
+    for report in reports:
+        if "task_metrics" in report:
+            f1.append(report["task_metrics"].f1)
+            mcc.append(report["task_metrics"].mcc)
+        else:
+            # `layers` has L + 1 residual sites, and these metrics have L layers.
+            f1.append(undefined[1:])
+            mcc.append(undefined[1:])
+    saturations = [report["saturation"] for report in reports]
+    at_agreement = [curve.at(curve.threshold_for(agreement=0.95), held_out=True) for curve in curves]
     return LayerChange(
-        values=both([lens.values for lens in lenses]),
-        perplexity=both([lens.perplexity for lens in lenses]),
-        accuracy=both([lens.accuracy for lens in lenses]),
-        agreement=both([lens.agreement for lens in lenses]),
-        saturated=both([r["saturation"].cumulative / r["saturation"].cumulative[-1] for r in reports]),
-        cosine_to_last=both([report["cosine"].values[:, -1] for report in reports]),
-        exits=both([point.exits / point.exits.sum() for point in points]),
-        nc1=both([nothing if nc1 is None else nc1 for nc1 in collapse]),
-        f1=both([f1 for f1, _ in metrics]),
-        mcc=both([mcc for _, mcc in metrics]),
-        early_share=both([report["saturation"].early_share for report in reports]),
-        exit_accuracy=both([point.accuracy for point in points]),
-        exit_agreement=both([point.agreement for point in points]),
-        speedup=both([point.speedup for point in points]),
-        speedup_at_agreement=both([curve.at(curve.threshold_for(agreement=0.95), held_out=True).speedup for curve in curves]),
-        effective_depth=both([float(lens.effective_depth(eps)) for lens in lenses]),
+        values=by_model([lens.values for lens in lenses]),
+        perplexity=by_model([lens.perplexity for lens in lenses]),
+        accuracy=by_model([lens.accuracy for lens in lenses]),
+        agreement=by_model([lens.agreement for lens in lenses]),
+        saturated=by_model([saturation.cumulative / saturation.cumulative[-1] for saturation in saturations]),
+        cosine_to_last=by_model([report["cosine"].values[:, -1] for report in reports]),
+        exits=by_model([point.exits / point.exits.sum() for point in points]),
+        nc1=by_model([undefined if nc1 is None else nc1 for nc1 in collapse]),
+        f1=by_model(f1),
+        mcc=by_model(mcc),
+        early_share=by_model([saturation.early_share for saturation in saturations]),
+        exit_accuracy=by_model([point.accuracy for point in points]),
+        exit_agreement=by_model([point.agreement for point in points]),
+        speedup=by_model([point.speedup for point in points]),
+        speedup_at_agreement=by_model([point.speedup for point in at_agreement]),
+        effective_depth=by_model([float(lens.effective_depth(eps)) for lens in lenses]),
         models=names,
         threshold=threshold,
         eps=eps,
@@ -486,38 +508,50 @@ def _change(
     )
 
 
-def _quality(
-    models: Sequence[tuple[OpenedModel, ExitHeads | None]], given: Continuations, tokenizer: Any, like: LayerChange
+def _generation_quality(
+    models: Sequence[tuple[OpenedModel, ExitHeads | None]], continuations: Continuations, tokenizer: Any, change: LayerChange
 ) -> GenerationQuality:
-    depth, prompts, embed = like.values.shape[1], list(given.prompts), given.embed
-    most = depth * len(prompts) * given.new_tokens
-    varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
-    with tqdm(total=2 * most, desc="generating", unit="token", disable=None) as bar:
+    depth = change.values.shape[1]
+    prompts = list(continuations.prompts)
+    embed = continuations.embed
+    tokens_per_model = depth * len(prompts) * continuations.new_tokens
+    diversities = torch.full((2, depth), torch.nan, dtype=torch.float64)
+    coherences = torch.full((2, depth), torch.nan, dtype=torch.float64)
+    text_counts = torch.full((2, depth), torch.nan, dtype=torch.float64)
+    with tqdm(total=2 * tokens_per_model, desc="generating", unit="token", disable=None) as bar:
         for number, (opened, heads) in enumerate(models):
-            written = EarlyExit(opened, 0.0, at="all", heads=heads).generate_from_layers(
+            generated = EarlyExit(opened, 0.0, at="all", heads=heads).generate_from_layers(
                 prompts,
-                max_new_tokens=given.new_tokens,
-                top_p=float(given.top_p),
-                seed=given.seed,
+                max_new_tokens=continuations.new_tokens,
+                top_p=float(continuations.top_p),
+                seed=continuations.seed,
                 tokenizer=tokenizer,
                 on_tokens=bar.update,
             )
-            for layer, rows in enumerate(written):
-                kept = [i for i, (tokens, _) in enumerate(rows) if len(tokens) >= SHORTEST]
-                counted[number, layer] = len(kept)
-                if kept:
-                    varied[number, layer] = float(np.mean([diversity(rows[i][0].tolist()) for i in kept]))
-                if kept and embed is not None:
-                    tables = [embed(texts) for texts in ([prompts[i] for i in kept], [rows[i][1] for i in kept])]
-                    coherent[number, layer] = coherence(*(torch.as_tensor(np.asarray(table)) for table in tables))
+            for layer, rows in enumerate(generated):
+                long_rows = [i for i, (tokens, _) in enumerate(rows) if len(tokens) >= SHORTEST]
+                text_counts[number, layer] = len(long_rows)
+                if not long_rows:
+                    continue
+                diversities[number, layer] = float(np.mean([diversity(rows[i][0].tolist()) for i in long_rows]))
+                if embed is not None:
+                    prompt_embeddings = embed([prompts[i] for i in long_rows])
+                    text_embeddings = embed([rows[i][1] for i in long_rows])
+                    coherences[number, layer] = coherence(
+                        torch.as_tensor(np.asarray(prompt_embeddings)), torch.as_tensor(np.asarray(text_embeddings))
+                    )
             # Rows that end early have fewer tokens.
-            bar.update((number + 1) * most - bar.n)
-    settings = {"new_tokens": given.new_tokens, "top_p": float(given.top_p), "prompts": len(prompts)}
+            bar.update((number + 1) * tokens_per_model - bar.n)
+    settings = {
+        "new_tokens": continuations.new_tokens,
+        "top_p": float(continuations.top_p),
+        "prompts": len(prompts),
+    }
     return GenerationQuality(
-        values=varied,
-        coherence=coherent,
-        texts=counted,
-        models=like.models,
-        layers=like.layers,
-        provenance=replace(like.provenance, options=settings, seed=given.seed),
+        values=diversities,
+        coherence=coherences,
+        texts=text_counts,
+        models=change.models,
+        layers=change.layers,
+        provenance=replace(change.provenance, options=settings, seed=continuations.seed),
     )

@@ -70,8 +70,9 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
     if reads == "last":
         column += positions - 1
         if attended is not None:
-            at = torch.arange(positions, device=attended.device)
-            column = (attended * at).amax(1).to(targets.device)
+            # The last attended position of each row, also with padding between or before the tokens.
+            column_numbers = torch.arange(positions, device=attended.device)
+            column = (attended * column_numbers).amax(1).to(targets.device)
     return rows * positions + column[rows], targets[rows]
 
 
@@ -90,13 +91,16 @@ def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, h
         if not len(x):
             return x.float().sum() * 0
         if linear is not None and len(unembed.parts) == 1 and unembed.soft_cap is None:
-            weight, bias = linear.weight, None if linear.bias is None else linear.bias * unembed.scale
-            loss: Tensor = _Summed.apply(x.to(weight.dtype) * unembed.scale, weight, bias, targets, weights)  # type: ignore[no-untyped-call]
+            weight = linear.weight
+            # The scale multiplies logits, thus the bias as well as the product with x.
+            bias = None if linear.bias is None else linear.bias * unembed.scale
+            scaled_x = x.to(weight.dtype) * unembed.scale
+            loss: Tensor = _LinearHeadLoss.apply(scaled_x, weight, bias, targets, weights)  # type: ignore[no-untyped-call]
             return loss
-        return _chunked(unembed, x, targets, weights, head)
+        return _loss_in_chunks(unembed, x, targets, weights, head)
 
 
-class _Summed(torch.autograd.Function):
+class _LinearHeadLoss(torch.autograd.Function):
     """Autograd function of `summed_loss` for a linear head. The forward pass also computes the gradients.
 
     torch's `linear_cross_entropy` has no weights of rows: it would be called for each layer, and hold a gradient of the whole
@@ -107,38 +111,45 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor) -> Tensor:
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         refuse_other_labels(targets, len(weight))
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        x_needs_gradient, weight_needs_gradient, bias_needs_gradient = ctx.needs_input_grad[:3]
         total = torch.zeros((), dtype=wide if x.device.type == "mps" else torch.float64, device=x.device)
-        d_x = torch.empty_like(x) if for_x else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
-        d_bias = torch.zeros_like(weight[:, 0], dtype=wide) if for_bias else None
+        d_x = torch.empty_like(x) if x_needs_gradient else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if weight_needs_gradient else None
+        d_bias = torch.zeros_like(weight[:, 0], dtype=wide) if bias_needs_gradient else None
         for rows in chunks(len(x), len(weight)):
-            z = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
+            logits = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
             if d_x is None and d_weight is None:
-                total += (cross_entropy(z, targets[rows]).to(total) * weights[rows]).sum()
+                total += (cross_entropy(logits, targets[rows]).to(total) * weights[rows]).sum()
                 continue
-            losses, z = cross_entropy_slopes(z, targets[rows], weights[rows])
+            # The slopes overwrite the logits.
+            losses, slopes = cross_entropy_slopes(logits, targets[rows], weights[rows])
+            del logits
             total += (losses * weights[rows]).sum()
             if d_bias is not None:
-                d_bias += z.sum(0)
-            z = z.to(weight.dtype)
+                d_bias += slopes.sum(0)
+            slopes = slopes.to(weight.dtype)
             if d_x is not None:
-                d_x[rows] = z @ weight
+                d_x[rows] = slopes @ weight
             if d_weight is not None:
-                d_weight += (z.T @ x[rows]).to(wide)
-        ctx.save_for_backward(*(part for part in (d_x, d_weight, d_bias) if part is not None))
-        ctx.given = (d_x is not None, d_weight is not None, d_bias is not None)
+                d_weight += (slopes.T @ x[rows]).to(wide)
+        gradients = (d_x, d_weight, d_bias)
+        ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
+        ctx.has_gradient = [gradient is not None for gradient in gradients]
         ctx.dtype = weight.dtype
         return total.to(wide)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        parts = iter(ctx.saved_tensors)
-        return (*((next(parts) * slope).to(ctx.dtype) if given else None for given in ctx.given), None, None)
+        saved_gradients = iter(ctx.saved_tensors)
+        gradients: list[Tensor | None] = []
+        for has_gradient in ctx.has_gradient:
+            gradients.append((next(saved_gradients) * slope).to(ctx.dtype) if has_gradient else None)
+        # Targets and weights of tokens have no gradient.
+        return (*gradients, None, None)
 
 
-class _Weighted(torch.autograd.Function):
+class _LossOfLogits(torch.autograd.Function):
     """Autograd function from logits to the weighted sum of cross-entropies. The forward pass also computes the gradient."""
 
     @staticmethod
@@ -154,13 +165,13 @@ class _Weighted(torch.autograd.Function):
         return slopes * slope, None, None
 
 
-def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None) -> Tensor:
+def _loss_in_chunks(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None) -> Tensor:
     """Weighted sum of cross-entropies in nats, for a head that is not one linear layer."""
 
     def loss(chunk: Tensor, chunk_targets: Tensor, chunk_weights: Tensor) -> Tensor:
         logits = logits_at(unembed, chunk, head)
         refuse_other_labels(chunk_targets, logits.shape[-1])
-        weighted: Tensor = _Weighted.apply(logits, chunk_targets, chunk_weights)  # type: ignore[no-untyped-call]
+        weighted: Tensor = _LossOfLogits.apply(logits, chunk_targets, chunk_weights)  # type: ignore[no-untyped-call]
         return weighted
 
     with torch.no_grad():

@@ -64,11 +64,14 @@ class TrainingBatch:
 
     def row(self, number: int) -> TrainingBatch:
         """A batch with one row of this batch."""
-        at, rows = slice(number, number + 1), len(self.main)
-        # Some inputs are shared by all rows, such as one row of positions.
-        cut = {n: v[at] if isinstance(v, Tensor) and v.dim() and len(v) == rows else v for n, v in self.options.items()}
-        attended = None if self.attended is None else self.attended[at]
-        return TrainingBatch(self.main[at], cut, self.targets[at], attended, self.name)
+        row = slice(number, number + 1)
+        options = {}
+        for name, value in self.options.items():
+            # Some inputs are shared by all rows, such as one row of positions.
+            by_row = isinstance(value, Tensor) and value.dim() and len(value) == len(self.main)
+            options[name] = value[row] if by_row else value
+        attended = None if self.attended is None else self.attended[row]
+        return TrainingBatch(self.main[row], options, self.targets[row], attended, self.name)
 
     def to(self, device: torch.device) -> TrainingBatch:
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.options.items()}
@@ -80,9 +83,11 @@ class TrainingBatch:
         order = RightPadding(self.attended)
         if self.attended is None or not order.moves:
             return self
+        # A head that reads one position of a row has one target for the row, which does not move.
         targets = order.moved(self.targets) if self.targets.shape == self.attended.shape else self.targets
-        attended = order.moved(self.attended)
-        return TrainingBatch(order.moved(self.main), order.moved_inputs(self.options), targets, attended, self.name)
+        main = order.moved(self.main)
+        options = order.moved_inputs(self.options)
+        return TrainingBatch(main, options, targets, order.moved(self.attended), self.name)
 
 
 class ResidualStream:
@@ -100,15 +105,18 @@ class ResidualStream:
         if head is None or source.unembed is None:
             raise no_known_head(source.model)
         need_stream(source.model, "Aligned training")
-        self.source, self.unembed, self.reads = source, source.unembed, head.reads
-        self.module, self.blocks = source.module, source.blocks
+        self.source = source
+        self.unembed = source.unembed
+        self.reads = head.reads
+        self.module = source.module
+        self.blocks = source.blocks
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             refuse_inference_weights(self.module)
-            away = [name for name, parameter in self.module.named_parameters() if parameter.is_meta]
-            if away:
+            offloaded = [name for name, parameter in self.module.named_parameters() if parameter.is_meta]
+            if offloaded:
                 raise LayersimError(
-                    f"`model` has {len(away)} offloaded weights, such as {away[0]}, which cannot be trained. Load it without "
-                    "device_map=."
+                    f"`model` has {len(offloaded)} offloaded weights, such as {offloaded[0]}, which cannot be trained. Load it "
+                    "without device_map=."
                 )
         self._top = source.module.get_submodule(head.norm or head.modules[0])
 
@@ -126,11 +134,14 @@ class ResidualStream:
 
     def arguments(self, batch: TrainingBatch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         """Positional and keyword arguments of the model's forward pass."""
-        options, main = dict(batch.options), batch.main
+        main = batch.main
         if not main.is_floating_point():
             main = with_padding_ids(self.module, main, batch.attended)
-        options = {name: usable(value) for name, value in (no_cache(self.module) | options).items()}
-        return ((), options | {batch.name: usable(main)}) if batch.name else ((usable(main),), options)
+        options = no_cache(self.module) | dict(batch.options)
+        options = {name: usable(value) for name, value in options.items()}
+        if batch.name:
+            return (), options | {batch.name: usable(main)}
+        return (usable(main),), options
 
     @property
     def _pad(self) -> int | None:
@@ -150,14 +161,15 @@ class ResidualStream:
         """
         # Gradient checkpointing does not allow an exception inside a block.
         recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
-        call, above = run or (lambda: self.call(batch)), self._top if recomputes else None
-        found = read_residuals(self.blocks, layers, call, whole=run is not None, above=above)
-        if len(found) < len(set(layers)):
+        above = self._top if recomputes else None
+        call = run or (lambda: self.call(batch))
+        residuals = read_residuals(self.blocks, layers, call, whole=run is not None, above=above)
+        if len(residuals) < len(set(layers)):
             raise LayersimError(
                 f"The forward pass of {self.source.model.name} did not call the modules of layers "
-                f"{sorted(set(layers) - set(found))}. Train the model without torch.compile and without layer drop."
+                f"{sorted(set(layers) - set(residuals))}. Train the model without torch.compile and without layer drop."
             )
-        return {layer: as_positions(x) for layer, x in found.items()}
+        return {layer: as_positions(x) for layer, x in residuals.items()}
 
     def at_targets(
         self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool | None
@@ -176,24 +188,26 @@ class ResidualStream:
             need_known_norm(self.source.model)
         pos = next(iter(residuals.values())).shape[1]
         index, targets = positions_with_targets(self.reads, batch.targets, self._attended(batch), pos)
-        read = {}
+        head_inputs = {}
         for layer, x in residuals.items():
-            normed, here = norm or (norm is not None and layer == self.n_layers), index.to(x.device)
+            normed = norm or (norm is not None and layer == self.n_layers)
+            # Blocks of one model may be on several devices.
+            index_here = index.to(x.device)
             if self.unembed.pool is not None:
-                rows = here // pos
+                rows = index_here // pos
                 attended = torch.ones_like(x[..., 0], dtype=torch.bool) if batch.attended is None else batch.attended
-                read[layer] = self.unembed.pooled(x.index_select(0, rows), attended.to(x.device)[rows], normed)
+                head_inputs[layer] = self.unembed.pooled(x.index_select(0, rows), attended.to(x.device)[rows], normed)
             else:
-                x = x.flatten(0, 1).index_select(0, here)
-                read[layer] = self.unembed.normed(x) if normed else x
-        return read, targets
+                x = x.flatten(0, 1).index_select(0, index_here)
+                head_inputs[layer] = self.unembed.normed(x) if normed else x
+        return head_inputs, targets
 
     def _attended(self, batch: TrainingBatch) -> Tensor | None:
         """Attention mask (`batch pos`), False at padding. A classifier reads the last True position of a row."""
         if self._pad is None or batch.main.is_floating_point():
             return batch.attended
-        kept = batch.main != self._pad
-        return kept if batch.attended is None else kept & batch.attended
+        is_token = batch.main != self._pad
+        return is_token if batch.attended is None else is_token & batch.attended
 
     def loss(
         self,
@@ -210,14 +224,14 @@ class ResidualStream:
             norm: whether the final norm is applied below the last layer.
             run: see `residuals`.
         """
-        read, targets = self.at_targets(batch, self.residuals(batch, terms, run), norm)
-        return self.weighted(read, targets, terms), len(targets)
+        head_inputs, targets = self.at_targets(batch, self.residuals(batch, terms, run), norm)
+        return self.weighted(head_inputs, targets, terms), len(targets)
 
-    def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
-        """Weighted sum of cross-entropies over targets and layers, given the head's inputs. `read` holds these by layer."""
-        device = next(iter(read.values())).device
+    def weighted(self, head_inputs: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
+        """Weighted sum of cross-entropies over targets and layers, given the head's inputs by layer."""
+        device = next(iter(head_inputs.values())).device
         # All layers in one call, so that one gradient of the head is held.
-        x = torch.cat([read[layer] for layer in terms])
+        x = torch.cat([head_inputs[layer] for layer in terms])
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         weights = torch.tensor(list(terms.values()), dtype=wide, device=device).repeat_interleave(len(targets))
         return summed_loss(self.unembed, x, targets.to(device).repeat(len(terms)), weights)
@@ -241,18 +255,20 @@ class ResidualStream:
             with eval_mode(self.module), self.source.settling():
                 run = partial(self.residuals, batch, [self.n_layers], lambda: outputs.append(self.call(batch)))
                 residuals = self.source.watched(run).output
-            theirs = logits_of(outputs[0])
-            classes = theirs.shape[-1]
+            logits = logits_of(outputs[0])
+            classes = logits.shape[-1]
             # The forward pass may have shown that the modules are no blocks.
             need_stream(self.source.model, "Aligned training")
-            read, _ = self.at_targets(batch, residuals, True)
-            ours = self.unembed(read[self.n_layers], False)
-            theirs = as_positions(theirs)[0] if self.reads == "every" else theirs
-            if ours.shape != theirs.shape:
+            head_inputs, _ = self.at_targets(batch, residuals, True)
+            lens_logits = self.unembed(head_inputs[self.n_layers], False)
+            if self.reads == "every":
+                logits = as_positions(logits)[0]
+            if lens_logits.shape != logits.shape:
                 return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
-            kept = slice(None) if batch.attended is None or self.reads != "every" else batch.attended[0]
-            ours, theirs = ours.detach().double().cpu()[kept], theirs.double().cpu()[kept]
-            return torch.stack([(ours - theirs).norm(), theirs.norm()])
+            positions = slice(None) if batch.attended is None or self.reads != "every" else batch.attended[0]
+            lens_logits = lens_logits.detach().double().cpu()[positions]
+            logits = logits.double().cpu()[positions]
+            return torch.stack([(lens_logits - logits).norm(), logits.norm()])
 
         with torch.no_grad():
             refuse_other_logits(gap, self.source.model)
@@ -346,13 +362,16 @@ def aligned_loss(
         refuse_other_ids(tokens, stream.source.model, "tokens")
     attended = None if attention_mask is None else as_mask(attention_mask).to(tokens.device)
     targets = _targets(stream.reads, tokens, labels, attended)
-    options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
+    options = dict(inputs or {})
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
     batch = TrainingBatch(tokens, options, targets, attended).right_padded()
     terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
-    paths, known = (tuple(opened.layers or ()), tuple(opened.unembed or ())), _CHECKED.setdefault(stream.module, set())
-    if paths not in known:
+    paths = (tuple(opened.layers or ()), tuple(opened.unembed or ()))
+    checked_paths = _CHECKED.setdefault(stream.module, set())
+    if paths not in checked_paths:
         stream.check(batch)
-        known.add(paths)
+        checked_paths.add(paths)
     total, count = stream.loss(batch, terms, norm == "final")
     if not count:
         raise LayersimError("`labels` has no target." if labels is not None else "`tokens` has no next token to predict.")
@@ -370,8 +389,8 @@ def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -
     if isinstance(table, str) or tuple(table.shape) != expected:
         raise LayersimError(f"`labels` is {brief(labels)}; it must have the shape of the head's predictions, {expected}.")
     targets = table.to(tokens.device).long()
-    known = targets != NO_LABEL
-    if targets.shape == tokens.shape and int(known.sum()) > 2 and bool((targets == tokens)[known].all()):
+    has_target = targets != NO_LABEL
+    if targets.shape == tokens.shape and int(has_target.sum()) > 2 and bool((targets == tokens)[has_target].all()):
         raise LayersimError(
             "`labels` equal the input tokens at the same positions. Shift the labels, or leave out `labels` for next tokens."
         )

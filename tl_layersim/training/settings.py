@@ -91,11 +91,13 @@ class AlignedTraining:
 
     def __post_init__(self) -> None:
         refuse_long_warmup(self.warmup, self.steps)
-        own, defaults = OBJECTIVES.named(self.objective).own_settings, type(self).__dataclass_fields__
-        for setting in (setting for each in OBJECTIVES.all().values() for setting in each.own_settings):
-            value = getattr(self, setting)
-            if setting not in own and value != defaults[setting].default:
-                raise LayersimError(f"`{setting}` is {value}, which has no effect with objective={self.objective!r}.")
+        own_settings = OBJECTIVES.named(self.objective).own_settings
+        fields = type(self).__dataclass_fields__
+        for objective in OBJECTIVES.all().values():
+            for setting in objective.own_settings:
+                value = getattr(self, setting)
+                if setting not in own_settings and value != fields[setting].default:
+                    raise LayersimError(f"`{setting}` is {value}, which has no effect with objective={self.objective!r}.")
 
     @classmethod
     def paper_gpt2(cls) -> AlignedTraining:
@@ -138,8 +140,9 @@ class AlignedTraining:
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, counted from 0."""
-        fraction = (step + 1) / self.warmup if step < self.warmup else (self.steps - step) / (self.steps - self.warmup)
-        return self.lr * fraction
+        if step < self.warmup:
+            return self.lr * ((step + 1) / self.warmup)
+        return self.lr * ((self.steps - step) / (self.steps - self.warmup))
 
     def is_standard(self, step: int) -> bool:
         """Whether the loss at a step, counted from 0, is the cross-entropy of the last layer alone."""
@@ -148,11 +151,15 @@ class AlignedTraining:
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
         """Dict from each trained layer, counted from 1, to the weight of its cross-entropy at a step."""
         objective = OBJECTIVES.named(self.objective)
-        return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
+        if objective.is_standard(self, step):
+            return {n_layers: 1.0}
+        return objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
         """Dict of the settings that affect the results, for the provenance."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
         options["schedule"] = self.schedule or OBJECTIVES.named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
-        return options if lora is None else options | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
+        if lora is not None:
+            options["lora"] = {name: str(value) for name, value in sorted(lora.items())}
+        return options

@@ -32,6 +32,7 @@ from ..sources.forward_arguments import forward_arguments
 from ..sources.model_description import Model
 from .residual_stream import TrainingBatch
 
+# One in so many rows is held out if there is no `eval_data`.
 HELD_OUT = 10
 
 
@@ -50,24 +51,29 @@ class TrainingData:
     """
 
     def __init__(self, batches: Batches, labels: str | Tensor, model: Model, module: torch.nn.Module) -> None:
-        self.batches, self.labels, self.model, self.module = batches, labels, model, module
-        self.rows, self.label_range = self._read()
+        self.batches = batches
+        self.labels = labels
+        self.model = model
+        self.module = module
+        self.rows, self.label_range = self._rows_and_label_range()
 
-    def _read(self) -> tuple[list[Row], tuple[int, int]]:
-        found, lowest, highest = [], [], []
+    def _rows_and_label_range(self) -> tuple[list[Row], tuple[int, int]]:
+        rows = []
+        lowest = []
+        highest = []
         for row in self.batches.rows():
             batch = self.batches.batch([row], 0)
             check_batch_labels(self.labels, batch, self.model)
             targets = answers(batch, self.labels, self.model)
             targets = targets[targets != NO_LABEL]
             if len(targets):
-                found.append(row)
+                rows.append(row)
                 lowest.append(int(targets.min()))
                 highest.append(int(targets.max()))
-        if not found:
-            what = "next token" if self.labels == "next_token" else "label"
-            raise LayersimError(f"`{self.batches.argument}` has no position with a {what}.")
-        return found, (min(lowest), max(highest))
+        if not rows:
+            target = "next token" if self.labels == "next_token" else "label"
+            raise LayersimError(f"`{self.batches.argument}` has no position with a {target}.")
+        return rows, (min(lowest), max(highest))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -83,10 +89,15 @@ class TrainingData:
                 "takes inputs with one entry for each row."
             )
         args, options = forward_arguments(self.module, batch, self.model)
-        name = "" if args else next(name for name in (self.model.main_input, EMBEDDINGS) if name in options)
-        main = args[0] if args else options.pop(name)
+        if args:
+            name = ""
+            main = args[0]
+        else:
+            name = next(name for name in (self.model.main_input, EMBEDDINGS) if name in options)
+            main = options.pop(name)
         targets = answers(batch, self.labels, self.model)
-        return TrainingBatch(main, options, targets, batch.attention if batch.padded else None, name)
+        attended = batch.attention if batch.padded else None
+        return TrainingBatch(main, options, targets, attended, name)
 
     @cached_property
     def digest(self) -> str:
@@ -95,8 +106,8 @@ class TrainingData:
             batch = self.batch([number])
             fingerprint(digest, batch)
             digest.update(answers(batch, self.labels, self.model).numpy().tobytes())
-        found: str = digest.hexdigest()
-        return found
+        hexdigest: str = digest.hexdigest()
+        return hexdigest
 
 
 def open_training_data(
@@ -127,24 +138,28 @@ def open_training_data(
             f"`labels` is {with_article(type(labels).__name__)}; with `eval_data`, it must be 'next_token' or 'data'. 'data' "
             "reads the column `labels` of each data set."
         )
-    usual = usual_labels(labels, [(model, module)], data.source)
-    batches = Batches(data, model, isinstance(usual, str) and usual == "data", count_positions)
-    rows = TrainingData(batches, usual, model, module)
+    labels = usual_labels(labels, [(model, module)], data.source)
+    batches = Batches(data, model, isinstance(labels, str) and labels == "data", count_positions)
+    rows = TrainingData(batches, labels, model, module)
     if eval_data is not None:
-        return rows, TrainingData(replace(batches, data=data.like(eval_data), argument="eval_data"), usual, model, module)
+        eval_batches = replace(batches, data=data.like(eval_data), argument="eval_data")
+        return rows, TrainingData(eval_batches, labels, model, module)
     if len(rows) < 2:
         raise LayersimError(f"`data` has {len(rows)} row with a target; it must have two or more. Or pass eval_data=.")
-    kept = max(1, len(rows) // HELD_OUT)
-    stop_of_training, start_of_held_out = split_rows([row.text for row in rows.rows if row.text is not None], kept)
+    held_out_count = max(1, len(rows) // HELD_OUT)
+    texts = [row.text for row in rows.rows if row.text is not None]
+    stop_of_training, start_of_held_out = split_rows(texts, held_out_count)
     if not stop_of_training:
         warn(
             "The held-out rows are of the same text as the training rows, so held-out losses say nothing about new text. Pass "
             "several texts, or eval_data= with other texts."
         )
-        stop_of_training = start_of_held_out = len(rows) - kept
-    first, last = copy.copy(rows), copy.copy(rows)
-    first.rows, last.rows = rows.rows[:stop_of_training], rows.rows[start_of_held_out:]
-    return first, last
+        stop_of_training = start_of_held_out = len(rows) - held_out_count
+    training_rows = copy.copy(rows)
+    training_rows.rows = rows.rows[:stop_of_training]
+    held_out_rows = copy.copy(rows)
+    held_out_rows.rows = rows.rows[start_of_held_out:]
+    return training_rows, held_out_rows
 
 
 def open_training_file(
@@ -175,14 +190,15 @@ def open_training_file(
     return ResumableFile(path, "training", identity, _refuse_other_run)
 
 
-def _refuse_other_run(path: Path, identity: Any, found: Any) -> None:
-    ours, theirs = ({key: value for key, value in each.items() if key != "models"} for each in (identity, found))
-    if ours == theirs and identity["models"] != found["models"]:
+def _refuse_other_run(path: Path, identity: Any, file_identity: Any) -> None:
+    settings = {key: value for key, value in identity.items() if key != "models"}
+    file_settings = {key: value for key, value in file_identity.items() if key != "models"}
+    if settings == file_settings and identity["models"] != file_identity["models"]:
         raise LayersimError(
             f"`model` has other weights or settings than at the start of the run in {path}. Load the model again, or pass "
             "another `checkpoint`."
         )
-    refuse_other_run(path, identity, found)
+    refuse_other_run(path, identity, file_identity)
 
 
 def record_of_training(
@@ -201,11 +217,13 @@ def record_of_training(
     data = trained_on.batches.data
     targets = sum(int((held_out.take([row]).targets != NO_LABEL).sum()) for row in range(len(held_out)))
     texts = len({row.text.unit for row in held_out.rows if row.text is not None})
-    tally = Tally(-(-len(held_out) // data.batch_size), len(held_out), targets, held_out.digest, seconds, texts=texts)
+    batch_count = -(-len(held_out) // data.batch_size)
+    tally = Tally(batch_count, len(held_out), targets, held_out.digest, seconds, texts=texts)
     # Two parts of one data set count once.
-    found = found_in(*{id(part.batches): part.batches for part in rows}.values())
-    own = {"trained_on": trained_on.digest, "train_rows": len(trained_on)}
-    run = record([model], tally, data.record() | found | options | own, seed)
+    data_sets = {id(part.batches): part.batches for part in rows}
+    row_counts = found_in(*data_sets.values())
+    training_record = {"trained_on": trained_on.digest, "train_rows": len(trained_on)}
+    run = record([model], tally, data.record() | row_counts | options | training_record, seed)
     warn_of_unused(trained_on.labels, replace(run, sequences=len(trained_on) + len(held_out)))
     return run
 

@@ -66,7 +66,7 @@ class AnnotatedImages:
     Iterating over it gives the items of the data, and keeps the annotations of each item that is read.
 
     Args:
-        given: images as `analyze` takes them.
+        images: images as `analyze` takes them.
         annotations: one annotation for each image; None to take the column `labels` of the data.
         classes: number of classes that the model predicts, without "no object".
 
@@ -77,28 +77,30 @@ class AnnotatedImages:
         LayersimError: an annotation has the wrong format.
     """
 
-    def __init__(self, given: Any, annotations: Any, classes: int) -> None:
-        if hasattr(given, "columns") and hasattr(given, "to_dict"):
+    def __init__(self, images: Any, annotations: Any, classes: int) -> None:
+        if hasattr(images, "columns") and hasattr(images, "to_dict"):
             # A pandas table.
-            given = {name: given[name].tolist() for name in given.columns}
-        self.given, self.classes, self.objects = given, classes, list[Objects]()
-        self.data: Any = given
+            images = {name: images[name].tolist() for name in images.columns}
+        self.images = images
+        self.classes = classes
+        self.objects = list[Objects]()
+        self.data: Any = images
         if annotations is not None:
             self._add(annotations)
-        elif isinstance(given, Mapping):
-            self._add_from(given)
-        elif isinstance(given, Iterable) and not isinstance(given, str | bytes | Tensor | np.ndarray) and not is_image(given):
+        elif isinstance(images, Mapping):
+            self._add_from(images)
+        elif _yields_rows(images):
             self.data = self
 
     def __iter__(self) -> Iterator[Any]:
         self.objects.clear()
-        for item in self.given:
+        for item in self.images:
             self._add_from(item)
             yield item
 
     def __getattr__(self, name: str) -> Any:
         # Readers tell a data set from a DataLoader by its attributes.
-        return getattr(self.__dict__["given"], name)
+        return getattr(self.__dict__["images"], name)
 
     def refuse_other_count(self, rows: int, more_to_come: bool) -> None:
         """Raise an error if the number of annotations does not fit the number of images.
@@ -122,12 +124,17 @@ class AnnotatedImages:
 
     def _add_from(self, item: Any) -> None:
         """Store the annotations of one item of the data, which is a row or a batch."""
-        found = [item[name] for name in LABELS if isinstance(item, Mapping) and item.get(name) is not None]
-        if not found:
+        if not isinstance(item, Mapping):
             return
+        columns = [item[name] for name in LABELS if item.get(name) is not None]
+        if not columns:
+            return
+        labels = columns[0]
         before = len(self.objects)
-        self._add(found[:1] if isinstance(found[0], Mapping) else found[0])
-        images, added = item.get(PIXELS), len(self.objects) - before
+        # A row has one annotation, a batch a list of them.
+        self._add([labels] if isinstance(labels, Mapping) else labels)
+        added = len(self.objects) - before
+        images = item.get(PIXELS)
         # In a later batch, too few annotations would make up for too many in this one.
         if isinstance(images, Tensor | np.ndarray) and images.ndim == 4 and len(images) != added:
             raise LayersimError(
@@ -138,8 +145,15 @@ class AnnotatedImages:
     def _add(self, annotations: Any) -> None:
         if isinstance(annotations, Mapping | str) or not isinstance(annotations, Iterable):
             raise LayersimError(f"`labels` is {brief(annotations)}; it must be a list with an entry for each image: {SHAPE}.")
-        for one in annotations:
-            self.objects.append(as_objects(one, len(self.objects), self.classes))
+        for annotation in annotations:
+            self.objects.append(as_objects(annotation, len(self.objects), self.classes))
+
+
+def _yields_rows(images: Any) -> bool:
+    """Whether images come one after the other, in rows or batches that may hold annotations."""
+    if isinstance(images, str | bytes | Tensor | np.ndarray):
+        return False
+    return isinstance(images, Iterable) and not is_image(images)
 
 
 def as_objects(annotation: Any, row: int, classes: int) -> Objects:
@@ -157,34 +171,43 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
         >>> as_objects({"class_labels": [2], "boxes": [[0.5, 0.5, 0.2, 0.4]]}, row=0, classes=3).boxes.shape
         torch.Size([1, 4])
     """
-    of = f"`labels` of image {row}"
+    labels_of_image = f"`labels` of image {row}"
     try:
-        given = [annotation[name] for name in ("class_labels", "boxes")]
-        # By numpy, so that lists of floats keep float64.
-        numbers, boxes = (x.detach().cpu() if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x)) for x in given)
+        numbers = _as_tensor(annotation["class_labels"])
+        boxes = _as_tensor(annotation["boxes"])
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError):
-        raise LayersimError(f"{of} is {brief(annotation)}; it must be {SHAPE}.") from None
+        raise LayersimError(f"{labels_of_image} is {brief(annotation)}; it must be {SHAPE}.") from None
     if not numbers.numel() and not boxes.numel():
-        numbers, boxes = numbers.long(), boxes.reshape(0, 4)
-    whole = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
-    if not whole or boxes.shape != (len(numbers), 4):
+        # Empty lists have the dtype of floats, and no second axis.
+        numbers = numbers.long()
+        boxes = boxes.reshape(0, 4)
+    are_integers = numbers.dim() == 1 and not numbers.is_floating_point() and numbers.dtype != torch.bool
+    if not are_integers or boxes.shape != (len(numbers), 4):
         raise LayersimError(
-            f"{of} has class_labels {numbers.dtype} of shape {tuple(numbers.shape)} and boxes of shape {tuple(boxes.shape)}; "
-            f"it must be {SHAPE}."
+            f"{labels_of_image} has class_labels {numbers.dtype} of shape {tuple(numbers.shape)} and boxes of shape "
+            f"{tuple(boxes.shape)}; it must be {SHAPE}."
         )
-    numbers, boxes = numbers.long(), boxes.double()
+    numbers = numbers.long()
+    boxes = boxes.double()
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < classes:
         raise LayersimError(
-            f"{of} holds classes from {int(numbers.min())} to {int(numbers.max())}; the model predicts 0 to {classes - 1}, and "
-            f"{classes} for no object."
+            f"{labels_of_image} holds classes from {int(numbers.min())} to {int(numbers.max())}; the model predicts 0 to "
+            f"{classes - 1}, and {classes} for no object."
         )
     if not bool(((boxes >= 0) & (boxes <= 1 + BOX_ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
         raise LayersimError(
-            f"{of} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and a smallest width or "
-            f"height of {float(boxes[:, 2:].min()):.4g}. A box is centre x, centre y, width and height as fractions of the "
-            "image, with width and height above 0."
+            f"{labels_of_image} holds boxes with values from {float(boxes.min()):.4g} to {float(boxes.max()):.4g} and a "
+            f"smallest width or height of {float(boxes[:, 2:].min()):.4g}. A box is centre x, centre y, width and height as "
+            "fractions of the image, with width and height above 0."
         )
     return Objects(numbers, boxes)
+
+
+def _as_tensor(values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    # By numpy, so that lists of floats keep float64.
+    return torch.as_tensor(np.asarray(values))
 
 
 def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
@@ -206,13 +229,16 @@ def generalised_iou(a: Tensor, b: Tensor) -> Tensor:
         >>> float(generalised_iou(a, a)), float(generalised_iou(a, b))
         (1.0, 0.0)
     """
-    # Left, top, right and bottom.
-    first, second = (torch.cat([x[..., :2] - x[..., 2:] / 2, x[..., :2] + x[..., 2:] / 2], -1) for x in (a, b))
-    left_top = torch.maximum(first[..., :2], second[..., :2])
-    right_bottom = torch.minimum(first[..., 2:], second[..., 2:])
+    a_left_top = a[..., :2] - a[..., 2:] / 2
+    a_right_bottom = a[..., :2] + a[..., 2:] / 2
+    b_left_top = b[..., :2] - b[..., 2:] / 2
+    b_right_bottom = b[..., :2] + b[..., 2:] / 2
+    left_top = torch.maximum(a_left_top, b_left_top)
+    right_bottom = torch.minimum(a_right_bottom, b_right_bottom)
     overlap = (right_bottom - left_top).clamp(min=0).prod(-1)
     union = a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - overlap
-    around = (torch.maximum(first[..., 2:], second[..., 2:]) - torch.minimum(first[..., :2], second[..., :2])).prod(-1)
+    # Area of the smallest box around both.
+    around = (torch.maximum(a_right_bottom, b_right_bottom) - torch.minimum(a_left_top, b_left_top)).prod(-1)
     return overlap / union - (around - union) / around
 
 
@@ -236,8 +262,8 @@ def match(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str,
     cost = -weights["class_cost"] * logits.softmax(-1)[:, objects.classes]
     cost = cost + weights["bbox_cost"] * (boxes[:, None] - objects.boxes).abs().sum(-1)
     cost = cost - weights["giou_cost"] * generalised_iou(boxes[:, None], objects.boxes)
-    queries, found = linear_sum_assignment(cost.numpy())
-    return torch.as_tensor(queries), torch.as_tensor(found)
+    queries, matched_objects = linear_sum_assignment(cost.numpy())
+    return torch.as_tensor(queries), torch.as_tensor(matched_objects)
 
 
 def detection_kernel(
@@ -262,32 +288,37 @@ def detection_kernel(
     sums = {name: torch.zeros(len(logits), dtype=torch.float64) for name in names}
     counts = dict.fromkeys(("matched", "objects", "queries"), 0)
     for row in sorted(set(view.row.tolist())):
-        of_row, shown = (view.row == row).cpu(), objects[row]
-        counts["queries"] += int(of_row.sum())
-        counts["objects"] += len(shown.classes)
-        counts["matched"] += min(int(of_row.sum()), len(shown.classes))
+        of_image = (view.row == row).cpu()
+        image_objects = objects[row]
+        query_count = int(of_image.sum())
+        object_count = len(image_objects.classes)
+        counts["queries"] += query_count
+        counts["objects"] += object_count
+        counts["matched"] += min(query_count, object_count)
         for layer in range(len(logits)):
-            for name, value in _image_sums(logits[layer, of_row], boxes[layer, of_row], shown, weights).items():
+            image_sums = _image_sums(logits[layer, of_image], boxes[layer, of_image], image_objects, weights)
+            for name, value in image_sums.items():
                 sums[name][layer] += value
     return sums | {name: torch.tensor(count) for name, count in counts.items()}
 
 
 def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Mapping[str, float]) -> dict[str, Tensor]:
     """The sums of `detection_kernel` for one image and one layer."""
-    queries, found = match(logits, boxes, objects, weights)
-    none = logits.shape[-1] - 1
-    target = torch.full((len(logits),), none)
-    target[queries] = objects.classes[found]
+    queries, matched_objects = match(logits, boxes, objects, weights)
+    # The last class is "no object".
+    no_object = logits.shape[-1] - 1
+    target = torch.full((len(logits),), no_object)
+    target[queries] = objects.classes[matched_objects]
     matched = torch.zeros(len(logits), dtype=torch.bool)
     matched[queries] = True
-    best = logits.argmax(-1)
+    prediction = logits.argmax(-1)
     importance = torch.full((len(logits),), weights["no_object"], dtype=torch.float64).masked_fill(matched, 1.0)
     log_prob = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
     return {
-        "correct": (best == target)[matched].sum(),
-        "l1": (boxes[queries] - objects.boxes[found]).abs().sum(),
-        "giou": generalised_iou(boxes[queries], objects.boxes[found]).sum(),
-        "no_object": (best == none)[~matched].sum(),
+        "correct": (prediction == target)[matched].sum(),
+        "l1": (boxes[queries] - objects.boxes[matched_objects]).abs().sum(),
+        "giou": generalised_iou(boxes[queries], objects.boxes[matched_objects]).sum(),
+        "no_object": (prediction == no_object)[~matched].sum(),
         "cross_entropy": -(importance * log_prob).sum(),
         "class_weight": importance.sum(),
     }
@@ -446,8 +477,8 @@ def detection_by_layer(model: Any, data: Any, *, labels: Any = None) -> Detectio
     weights = {name: float(getattr(config, setting)) for name, setting in WEIGHTS.items()}
     analyzer = _Detection(source, heads, images, weights)
     source.check_first_row(analyzer.check_heads)
-    found: DetectionResult = analyze(source, data.like(images.data), analyzer)[NAME]
-    return found
+    result: DetectionResult = analyze(source, data.like(images.data), analyzer)[NAME]
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -473,12 +504,13 @@ class _Detection(Analyzer):
         """Compare logits and boxes of the last layer with the model's own, on the first image."""
         row = batch.first_row
         with torch.no_grad():
-            ours = self.heads(self.source.collect(row).activations[1:])
+            logits, boxes = self.heads(self.source.collect(row).activations[1:])
             output = self.source.call(row)
         allowed = rounding(self.source.model.torch_dtype)
-        for name, own, given in zip(("logits", "boxes"), ours, (output.logits[0], output.pred_boxes[0]), strict=True):
-            theirs = given.cpu().double()
-            gap = float((own[-1] - theirs).norm() / theirs.norm().clamp(min=1e-3))
+        comparisons = (("logits", logits[-1], output.logits[0]), ("boxes", boxes[-1], output.pred_boxes[0]))
+        for name, of_heads, of_model in comparisons:
+            of_model = of_model.cpu().double()
+            gap = float((of_heads - of_model).norm() / of_model.norm().clamp(min=1e-3))
             if not gap <= allowed:
                 raise LayersimError(
                     f"The heads at the last decoder layer do not give the model's own {name}: the relative "
@@ -494,23 +526,27 @@ class _Detection(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> DetectionResult:
         self.images.refuse_other_count(run.provenance.sequences, more_to_come=False)
-        matched, objects, queries = (int(sums[name]) for name in ("matched", "objects", "queries"))
+        matched = int(sums["matched"])
+        objects = int(sums["objects"])
+        queries = int(sums["queries"])
         if objects > matched:
             warn(
                 f"{objects - matched} of {objects} objects have no query: some images have more objects than the model has "
                 "queries."
             )
         # Without a matched query, 0 / 0 is NaN.
-        mean = {name: sums[name] / matched for name in ("correct", "l1", "giou")}
-        cross_entropy, weights = sums["cross_entropy"] / sums["class_weight"], self.weights
-        boxes = weights["bbox_loss"] * sums["l1"] + weights["giou_loss"] * (matched - sums["giou"])
+        accuracy = sums["correct"] / matched
+        box_l1 = sums["l1"] / matched / 4
+        giou = sums["giou"] / matched
+        cross_entropy = sums["cross_entropy"] / sums["class_weight"]
+        box_loss = self.weights["bbox_loss"] * sums["l1"] + self.weights["giou_loss"] * (matched - sums["giou"])
         return DetectionResult(
-            values=mean["correct"],
-            box_l1=mean["l1"] / 4,
-            giou=mean["giou"],
+            values=accuracy,
+            box_l1=box_l1,
+            giou=giou,
             no_object=sums["no_object"] / (queries - matched),
             cross_entropy=cross_entropy,
-            loss=cross_entropy + boxes / max(objects, 1),
+            loss=cross_entropy + box_loss / max(objects, 1),
             images=run.provenance.sequences,
             objects=objects,
             matched=matched,

@@ -28,6 +28,7 @@ from ..engine.analyze_and_compare import run_analysis
 from ..engine.run_arguments import with_tokenizer
 from ..engine.run_description import Analysis
 from ..engine.site_plan import plan_sites, refuse_selection
+from ..sources.model_description import Model
 from ..sources.open_local import OpenedModel
 from ..sources.tower import open_towers, pair_model, text_position, unit, verify_projections
 
@@ -130,8 +131,11 @@ class TowerSimilarity(Result):
     pairs: int
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
-        known = {"vision_layer": self.layers, "other_vision_layer": self.layers, "other_text_layer": self.text_layers}
-        return known[axis] if axis in known else super().coordinates(axis)
+        if axis in ("vision_layer", "other_vision_layer"):
+            return self.layers
+        if axis == "other_text_layer":
+            return self.text_layers
+        return super().coordinates(axis)
 
     def measured_on(self, field: str) -> str:
         return amount(self.pairs, {"vision": "image", "text": "text"}.get(field, "pair"))
@@ -189,18 +193,22 @@ class TowerComparison(Analyzer):
         count = int(sums["count"])
         _refuse_zeros(sums, run)
         values = sums["matched"] / count
-        others = sums["vision units"] @ sums["text units"].T - sums["matched"]
-        mismatched = others / (count * (count - 1)) if count > 1 else torch.full_like(others, math.nan)
-        within = [_symmetric(sums[tower] / count) for tower in ("vision", "text")]
+        # The cosines of all pairs of an image and a text, without those that belong together.
+        mismatched_sums = sums["vision units"] @ sums["text units"].T - sums["matched"]
+        mismatched = torch.full_like(mismatched_sums, math.nan)
+        if count > 1:
+            mismatched = mismatched_sums / (count * (count - 1))
+        vision = _symmetric(sums["vision"] / count)
+        text = _symmetric(sums["text"] / count)
         return TowerSimilarity(
             values=values.clamp(-1, 1),
             std=(sums["square"] / count - values.square()).clamp(min=0).sqrt(),
             mismatched=mismatched,
-            vision=within[0],
-            text=within[1],
-            cka=self._of_cka(sums, run),
-            vision_to_last=torch.stack([within[0][:, -1], values[:, -1], mismatched[:, -1]]),
-            text_to_last=torch.stack([within[1][:, -1], values[-1], mismatched[-1]]),
+            vision=vision,
+            text=text,
+            cka=self._cka_of_layers(sums, run),
+            vision_to_last=torch.stack([vision[:, -1], values[:, -1], mismatched[:, -1]]),
+            text_to_last=torch.stack([text[:, -1], values[-1], mismatched[-1]]),
             text_layers=run.column_layers,
             comparisons=COMPARISONS,
             pairs=count,
@@ -208,22 +216,31 @@ class TowerComparison(Analyzer):
             provenance=run.provenance,
         )
 
-    def _of_cka(self, sums: Sums, run: Run) -> Tensor:
+    def _cka_of_layers(self, sums: Sums, run: Run) -> Tensor:
         """CKA between layers; NaN for layers whose vectors are equal in all rows."""
-        found = torch.full_like(sums["matched"], math.nan)
-        own = dict(sums.fields)
-        if "samples" not in own:
+        cka = torch.full_like(sums["matched"], math.nan)
+        fields = dict(sums.fields)
+        if "samples" not in fields:
             warn("`cka` is NaN, because CKA needs at least four pairs of an image and a text. Pass more data.")
-            return found
-        rows, columns = ((own[name] > 0).nonzero()[:, 0] for name in ("xx", "yy"))
+            return cka
+        # Layers whose vectors vary.
+        rows = (fields["xx"] > 0).nonzero()[:, 0]
+        columns = (fields["yy"] > 0).nonzero()[:, 0]
         if not len(rows) or not len(columns):
-            return found
-        own |= {name: own[name][rows] for name in ("xx", "r_x", "r_x^2")}
-        own |= {name: own[name][columns] for name in ("yy", "r_y", "r_y^2")} | {"xy": own["xy"][rows][:, columns]}
-        pair = zip((run.models[0], run.models[-1]), (rows, columns), strict=True)
-        some = replace(run, models=tuple(replace(model, layers=tuple(model.layers[i] for i in kept)) for model, kept in pair))
-        found[rows[:, None], columns] = self._cka().compute(Sums(own), some).values
-        return found
+            return cka
+        for name in ("xx", "r_x", "r_x^2"):
+            fields[name] = fields[name][rows]
+        for name in ("yy", "r_y", "r_y^2"):
+            fields[name] = fields[name][columns]
+        fields["xy"] = fields["xy"][rows][:, columns]
+        models = (_with_layers(run.models[0], rows), _with_layers(run.models[-1], columns))
+        cka[rows[:, None], columns] = self._cka().compute(Sums(fields), replace(run, models=models)).values
+        return cka
+
+
+def _with_layers(model: Model, numbers: Tensor) -> Model:
+    """Description of a model of which only some layers are measured."""
+    return replace(model, layers=tuple(model.layers[number] for number in numbers))
 
 
 def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed], norm: str) -> dict[str, Tensor]:
@@ -235,17 +252,19 @@ def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembe
         projections: projections of both towers.
         norm: see `tower_similarity`.
     """
-    images, texts = (
-        unit(_projected(projection, view.activations, norm))
-        for projection, view in zip(projections, (vision, text), strict=True)
-    )
-    known = [x.isfinite().all(-1) for x in (images, texts)]
-    images, texts = images.nan_to_num(), texts.nan_to_num().to(images.device)
+    vision_projection, text_projection = projections
+    images = unit(_projected(vision_projection, vision.activations, norm))
+    texts = unit(_projected(text_projection, text.activations, norm))
+    # A vector of zeros has no direction: divided by its norm, it is NaN.
+    images_defined = images.isfinite().all(-1)
+    texts_defined = texts.isfinite().all(-1)
+    images = images.nan_to_num()
+    texts = texts.nan_to_num().to(images.device)
     cosine = torch.einsum("vnd,tnd->nvt", images, texts)
     return {
         "count": torch.tensor(images.shape[1]),
-        "vision zeros": (~known[0]).sum(1),
-        "text zeros": (~known[1]).sum(1),
+        "vision zeros": (~images_defined).sum(1),
+        "text zeros": (~texts_defined).sum(1),
         "matched": cosine.sum(0),
         "square": cosine.square().sum(0),
         "vision": torch.einsum("and,bnd->ab", images, images),
@@ -271,11 +290,11 @@ def _symmetric(values: Tensor) -> Tensor:
 
 def _refuse_zeros(sums: Sums, run: Run) -> None:
     for tower, names in (("vision", run.layers), ("text", run.column_layers)):
-        zero = {name: int(n) for name, n in zip(names, sums[f"{tower} zeros"], strict=True) if n}
-        if zero:
+        zero_counts = zip(names, sums[f"{tower} zeros"].tolist(), strict=True)
+        layers_in_words = [f"{name} in {count} rows" for name, count in zero_counts if count]
+        if layers_in_words:
             raise LayersimError(
-                f"The cosine is not defined: vectors of the {tower} tower are zero, at "
-                f"{', '.join(f'{name} in {n} rows' for name, n in list(zero.items())[:4])}."
+                f"The cosine is not defined: vectors of the {tower} tower are zero, at {', '.join(layers_in_words[:4])}."
             )
 
 
@@ -336,14 +355,16 @@ def tower_similarity(
         >>> found.values.shape, found.pairs
         (torch.Size([3, 3]), 8)
     """
-    clip, data = OpenedModel.of(clip).model, Data.of(data, batch_size=BATCH_SIZE)
+    clip = OpenedModel.of(clip).model
+    data = Data.of(data, batch_size=BATCH_SIZE)
     sources = open_towers(clip)
+    vision, text = sources
     refuse_selection(data, "each tower is read where the model reads it", "positions", "skip_first")
-    projections = sources[0].projected(), sources[1].projected()
-    chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections, norm)}
-    sources[0].check_first_row(partial(verify_projections, sources))
-    described = with_tokenizer(pair_model(sources[0].model, sources[1].model), data.tokenizer)
-    batches = Batches(data.counting(text_position(clip, sources[1].tower)), described)
-    report = run_analysis(Analysis(plan_sites(sources, chosen), batches, chosen), checkpoint)
-    found: TowerSimilarity = report[TowerComparison.name]
-    return found
+    projections = (vision.projected(), text.projected())
+    analyzers: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections, norm)}
+    vision.check_first_row(partial(verify_projections, sources))
+    description = with_tokenizer(pair_model(vision.model, text.model), data.tokenizer)
+    batches = Batches(data.counting(text_position(clip, text.tower)), description)
+    report = run_analysis(Analysis(plan_sites(sources, analyzers), batches, analyzers), checkpoint)
+    similarity: TowerSimilarity = report[TowerComparison.name]
+    return similarity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,9 @@ from ..sources.model_description import processor_of
 from ..sources.open_local import OpenedModel
 from ..sources.tower import TowerSource, open_towers, text_position, unit
 
-NORMALISE, CLASSIFIER = "normalise", "classifier"
+# Names of the modules that a zero-shot classifier has beside those of the model.
+NORMALISE = "normalise"
+CLASSIFIER = "classifier"
 
 
 class Normalise(torch.nn.Module):
@@ -87,8 +90,8 @@ class ZeroShotClassifier(torch.nn.Module):
     @property
     def head(self) -> Head:
         """The modules between the last block and the logits."""
-        own = self._tower.head
-        return replace(own, parts=(*own.parts, NORMALISE, CLASSIFIER))
+        projection = self._tower.head
+        return replace(projection, parts=(*projection.parts, NORMALISE, CLASSIFIER))
 
 
 class ZeroShotSource(HookedSource):
@@ -178,12 +181,12 @@ def zero_shot(
         top_k = (1, 5) if len(model.class_names) > 5 else (1,)
     lens = LogitLens(labels=labels, top_k=top_k)
     # A tokenizer alone reads the prompts only.
-    pictures = replace(data, tokenizer=getattr(data.tokenizer, "image_processor", None))
+    image_data = replace(data, tokenizer=getattr(data.tokenizer, "image_processor", None))
     with as_argument("data", "images"):
-        report = analyze(model, pictures, lens, checkpoint=checkpoint)
+        report = analyze(model, image_data, lens, checkpoint=checkpoint)
     assert isinstance(report, Report)
-    found: LogitLensResult = report["logit_lens"]
-    return found
+    result: LogitLensResult = report["logit_lens"]
+    return result
 
 
 @typed
@@ -229,11 +232,12 @@ def zero_shot_classifier(
     """
     clip = OpenedModel.of(clip).model
     vision, text = open_towers(clip)
-    names, by_class = _prompts_by_class(class_names, template, prompts)
-    tokens, vectors = _read_prompts(text, [prompt for each in by_class for prompt in each], tokenizer)
-    counts = [len(each) for each in by_class]
+    names, prompts_by_class = _prompts_by_class(class_names, template, prompts)
+    all_prompts = list(itertools.chain.from_iterable(prompts_by_class))
+    tokens, vectors = _read_prompts(text, all_prompts, tokenizer)
     _verify_logits(clip, vision.tower, tokens[0], vectors[0])
-    means = torch.stack([part.mean(0) for part in torch.split(vectors, counts)])
+    counts = [len(class_prompts) for class_prompts in prompts_by_class]
+    means = torch.stack([class_vectors.mean(0) for class_vectors in torch.split(vectors, counts)])
     return ZeroShotClassifier(clip, vision.tower, unit(means), names)
 
 
@@ -251,22 +255,23 @@ def _prompts_by_class(
     if class_names is not None:
         names = [class_names] if isinstance(class_names, str) else list(class_names)
         templates = [template] if isinstance(template, str) else list(template)
-        if not templates or not all("{}" in each for each in templates):
+        if not templates or not all("{}" in prompt_template for prompt_template in templates):
             raise LayersimError(f"`template` is {brief(template)}; it must contain '{{}}', the place of the class name.")
-        by_class = [[each.replace("{}", name) for each in templates] for name in names]
+        prompts_by_class = []
+        for name in names:
+            prompts_by_class.append([prompt_template.replace("{}", name) for prompt_template in templates])
     else:
-        given = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
         names = [str(name) for name in prompts] if isinstance(prompts, Mapping) else []
-        by_class = [_as_list(each) for each in given]
-        names = names or [str(number) for number in range(len(by_class))]
-    empty = [number for number, each in enumerate(by_class) if not len(each)]
-    if empty or len(by_class) < 2:
+        prompts_of_classes = list(prompts.values()) if isinstance(prompts, Mapping) else prompts
+        prompts_by_class = [_as_list(class_prompts) for class_prompts in prompts_of_classes]
+        names = names or [str(number) for number in range(len(prompts_by_class))]
+    empty = [number for number, class_prompts in enumerate(prompts_by_class) if not len(class_prompts)]
+    if empty or len(prompts_by_class) < 2:
+        missing = f", and no prompt for class {empty[0]}" if empty else ""
         raise LayersimError(
-            f"`prompts` has {len(by_class)} classes"
-            + (f", and no prompt for class {empty[0]}" if empty else "")
-            + "; it must have two classes or more, with a prompt for each."
+            f"`prompts` has {len(prompts_by_class)} classes{missing}; it must have two classes or more, with a prompt for each."
         )
-    return tuple(names), by_class
+    return tuple(names), prompts_by_class
 
 
 def _as_list(prompts: Any) -> list[Any]:
@@ -275,11 +280,15 @@ def _as_list(prompts: Any) -> list[Any]:
         prompts = torch.tensor(prompts)
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
         return list(prompts)
-    several = [prompts] if isinstance(prompts, str | Mapping | Tensor) else prompts
-    # A row of ids alone has no padding.
-    return [
-        {"input_ids": x, "attention_mask": torch.ones_like(x)} if torch.is_tensor(x) and x.dim() == 1 else x for x in several
-    ]
+    if isinstance(prompts, str | Mapping | Tensor):
+        prompts = [prompts]
+    prompt_list = []
+    for prompt in prompts:
+        if torch.is_tensor(prompt) and prompt.dim() == 1:
+            # A row of ids alone has no padding.
+            prompt = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        prompt_list.append(prompt)
+    return prompt_list
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
@@ -288,19 +297,21 @@ def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tupl
     Raises:
         LayersimError: a prompt is longer than the context of the text tower, or has no end-of-text token.
     """
-    model = with_tokenizer(text.model, getattr(tokenizer, "tokenizer", tokenizer))
-    reading = Data(prompts, batch_size=64, positions=text_position(text.clip, text.tower))
-    tokens, vectors, project = [], [], text.projected()
+    description = with_tokenizer(text.model, getattr(tokenizer, "tokenizer", tokenizer))
+    data = Data(prompts, batch_size=64, positions=text_position(text.clip, text.tower))
+    project = text.projected()
+    tokens = []
+    vectors_of_batches = []
     with torch.no_grad(), text.evaluating():
-        for batch in Batches(reading, model, argument="prompts"):
+        for batch in Batches(data, description, argument="prompts"):
             tokens += [row[mask] for row, mask in zip(batch.tokens, batch.attention, strict=True)]
-            vectors.append(unit(project(text.collect(batch).activations[-1])))
-    found = torch.cat(vectors) if vectors else torch.zeros(0, 0)
-    if len(found) != len(prompts):
+            vectors_of_batches.append(unit(project(text.collect(batch).activations[-1])))
+    vectors = torch.cat(vectors_of_batches) if vectors_of_batches else torch.zeros(0, 0)
+    if len(vectors) != len(prompts):
         raise LayersimError(
-            f"`prompts` holds {len(prompts)} prompts, which give {len(found)} rows of tokens; each must be one row."
+            f"`prompts` holds {len(prompts)} prompts, which give {len(vectors)} rows of tokens; each must be one row."
         )
-    return tokens, found
+    return tokens, vectors
 
 
 def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: Tensor) -> None:
@@ -309,16 +320,19 @@ def _verify_logits(clip: torch.nn.Module, tower: Tower, tokens: Tensor, vector: 
     Raises:
         LayersimError: the logits differ by more than rounding.
     """
-    alone = ZeroShotClassifier(clip, tower, vector[None], ("",))
-    size, first = alone.config.image_size, next(clip.parameters())
-    size = size if isinstance(size, list | tuple) else (size,) * 2
-    image = torch.randn(1, getattr(alone.config, "num_channels", 3), *size, generator=torch.Generator().manual_seed(0))
+    classifier = ZeroShotClassifier(clip, tower, vector[None], ("",))
+    size = classifier.config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = getattr(classifier.config, "num_channels", 3)
+    image = torch.randn(1, channels, height, width, generator=torch.Generator().manual_seed(0))
+    weight = next(clip.parameters())
     with torch.no_grad(), eval_mode(clip):
-        output: Any = clip(input_ids=tokens[None].to(first.device), pixel_values=image.to(first))
-        ours, theirs = float(alone(image.to(first))[0, 0]), float(output.logits_per_image[0, 0])
+        output: Any = clip(input_ids=tokens[None].to(weight.device), pixel_values=image.to(weight))
+        logit = float(classifier(image.to(weight))[0, 0])
+        model_logit = float(output.logits_per_image[0, 0])
         scale = float(clip.logit_scale.double().exp())  # type: ignore[operator]  # a parameter
-    if not abs(ours - theirs) <= scale * rounding(first.dtype):
+    if not abs(logit - model_logit) <= scale * rounding(weight.dtype):
         raise LayersimError(
-            f"`clip` is a {type(clip).__name__} whose `logits_per_image` is {theirs:.4g} for the first prompt and a generated "
-            f"image; it must be the scaled cosine of image and text, {ours:.4g}."
+            f"`clip` is a {type(clip).__name__} whose `logits_per_image` is {model_logit:.4g} for the first prompt and a "
+            f"generated image; it must be the scaled cosine of image and text, {logit:.4g}."
         )

@@ -137,7 +137,8 @@ class CosineRule(ExitRule):
     lowest = -1.0
 
     def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
-        leaving, entering = (on_float64_device(x).double() for x in (tokens.leaving, tokens.entering))
+        leaving = on_float64_device(tokens.leaving).double()
+        entering = on_float64_device(tokens.entering).double()
         return torch.cosine_similarity(leaving, entering, dim=-1) > self.threshold
 
 
@@ -212,7 +213,9 @@ class PatienceRule(ExitRule):
         return {"prediction": torch.full((count,), -1), "streak": torch.zeros(count, dtype=torch.int64)}
 
     def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
-        prediction, index = tokens.logits.argmax(-1).cpu(), tokens.index.cpu()
+        prediction = tokens.logits.argmax(-1).cpu()
+        index = tokens.index.cpu()
         streak = torch.where(prediction == state["prediction"][index], state["streak"][index] + 1, 1)
-        state["prediction"][index], state["streak"][index] = prediction, streak
+        state["prediction"][index] = prediction
+        state["streak"][index] = streak
         return streak >= self.threshold

@@ -155,34 +155,45 @@ class Adapter(nn.Module):
         super().__init__()
         definition = ADAPTER_KINDS.named(kind)()
         if (weight is not None, bias is not None) != (definition.has_weight, definition.has_bias):
-            needed = [name for name, needs in (("weight", definition.has_weight), ("bias", definition.has_bias)) if needs]
-            given = [name for name, part in (("weight", weight), ("bias", bias)) if part is not None]
             raise LayersimError(
-                f"Adapter got {' and '.join(given) or 'neither weight nor bias'}; with kind={kind!r}, it takes "
-                f"{' and '.join(needed) or 'neither weight nor bias'}."
+                f"Adapter got {_parts_in_words(weight is not None, bias is not None)}; with kind={kind!r}, it takes "
+                f"{_parts_in_words(definition.has_weight, definition.has_bias)}."
             )
-        self.definition, self.kind = definition, kind
+        self.definition = definition
+        self.kind = kind
         # Buffers are moved and saved with a model, and not trained by its optimiser. The layout in memory is that of a weight
         # read from a file, because the last bits of a product depend on it.
-        own = None if weight is None else weight.detach().clone(memory_format=torch.contiguous_format)
-        self.register_buffer("weight", own)
+        contiguous = None if weight is None else weight.detach().clone(memory_format=torch.contiguous_format)
+        self.register_buffer("weight", contiguous)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The mapped residual, in the dtype of the weight. Without a weight, the residual's dtype is kept."""
-        hidden = hidden if self.weight is None else hidden.to(self.weight.dtype)
-        out = self.definition.features(hidden)
         if self.weight is None:
-            return out
-        out = torch.nn.functional.linear(out, self.weight, self.bias)
-        return hidden + out if self.definition.adds_residual(hidden.shape[-1], len(self.weight)) else out
+            return self.definition.features(hidden)
+        hidden = hidden.to(self.weight.dtype)
+        mapped = torch.nn.functional.linear(self.definition.features(hidden), self.weight, self.bias)
+        if self.definition.adds_residual(hidden.shape[-1], len(self.weight)):
+            return hidden + mapped
+        return mapped
 
     def digest(self) -> str:
         """The first 12 hex digits of a SHA-256 over kind, weight and bias."""
         digest = hashlib.sha256(self.kind.encode())
         for part in (self.weight, self.bias):
-            digest.update(b"|" if part is None else part.detach().double().cpu().contiguous().numpy().tobytes() + b"|")
+            if part is not None:
+                digest.update(part.detach().double().cpu().contiguous().numpy().tobytes())
+            digest.update(b"|")
         return digest.hexdigest()[:12]
 
     def extra_repr(self) -> str:
         return self.kind if self.weight is None else f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
+
+
+def _parts_in_words(weight: bool, bias: bool) -> str:
+    """Names of the parts of an adapter, for the message."""
+    if weight and bias:
+        return "weight and bias"
+    if weight or bias:
+        return "weight" if weight else "bias"
+    return "neither weight nor bias"

@@ -59,7 +59,8 @@ class Objective(nn.Module):
 
     def __init__(self, stream: ResidualStream, settings: Any) -> None:
         super().__init__()
-        self.stream, self.settings = stream, settings
+        self.stream = stream
+        self.settings = settings
         self.module = stream.module
         self.weights = layer_weights(settings.weights, stream.n_layers)
         self.heads: nn.ModuleList | None = None
@@ -72,7 +73,8 @@ class Objective(nn.Module):
     @classmethod
     def terms(cls, settings: Any, step: int, n_layers: int) -> dict[int, float]:
         """Dict from each trained layer, counted from 1, to the weight of its cross-entropy at a step."""
-        return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
+        weights = layer_weights(settings.weights, n_layers)
+        return {layer: weight for layer, weight in enumerate(weights, 1) if weight}
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
         """The objective's loss of a batch, summed over targets. Steps with `is_standard` do not use this loss.
@@ -82,7 +84,8 @@ class Objective(nn.Module):
             step: optimiser step, counted from 0.
             run: see `forward`.
         """
-        return self.stream.loss(batch, self.terms(self.settings, step, self.stream.n_layers), self.norms_every_layer, run)[0]
+        terms = self.terms(self.settings, step, self.stream.n_layers)
+        return self.stream.loss(batch, terms, self.norms_every_layer, run)[0]
 
     def forward(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None = None) -> Tensor:
         """The training loss of a batch, summed over targets.
@@ -125,12 +128,18 @@ class Objective(nn.Module):
 
         The copy records the model's current weights, which the heads belong to.
         """
-        heads = [head for layer in range(1, self.stream.n_layers) if (head := self.head_of(layer)) is not None]
+        heads = []
+        for layer in range(1, self.stream.n_layers):
+            head = self.head_of(layer)
+            if head is not None:
+                heads.append(head)
         if not heads:
             return None
+        weights = torch.stack([head.weight.detach() for head in heads])
+        biases = None if heads[0].bias is None else torch.stack([head.bias.detach() for head in heads])
         return ExitHeads(
-            torch.stack([head.weight.detach() for head in heads]),
-            None if heads[0].bias is None else torch.stack([head.bias.detach() for head in heads]),
+            weights,
+            biases,
             norm="final" if self.norms_every_layer else "none",
             layers=self.stream.source.model.layers[1:-1],
             weights_hash=hash_weights(self.module),
@@ -144,14 +153,15 @@ class Objective(nn.Module):
             `3 layer`, float64: the sum of cross-entropies, the number of correct predictions and the number of targets.
         """
         stream = self.stream
-        read, targets = stream.at_targets(batch, self.residuals(batch, None), self.norms_every_layer)
+        head_inputs, targets = stream.at_targets(batch, self.residuals(batch, None), self.norms_every_layer)
         sums = torch.zeros(3, stream.n_layers, dtype=torch.float64)
-        for layer, x in read.items():
+        for layer, x in head_inputs.items():
             head = self.head_of(layer)
             with torch.autocast(x.device.type, enabled=False):
                 vocabulary = logits_at(stream.unembed, x[:1], head).shape[-1] if len(x) else 1
-                for at in chunks(len(x), vocabulary):
-                    logits, target = logits_at(stream.unembed, x[at], head), targets[at]
+                for chunk in chunks(len(x), vocabulary):
+                    logits = logits_at(stream.unembed, x[chunk], head)
+                    target = targets[chunk]
                     loss = cross_entropy(logits, target).sum()
                     correct = (logits.argmax(-1) == target).sum()
                     sums[:, layer - 1] += torch.tensor([float(loss), float(correct), float(len(target))], dtype=torch.float64)
@@ -202,13 +212,13 @@ class RegularisedObjective(Objective, ABC):
         stream = self.stream
         residuals = self.residuals(batch, run)
         last = {stream.n_layers: residuals[stream.n_layers]}
-        read, targets = stream.at_targets(batch, last, self.norms_every_layer)
-        loss = stream.weighted(read, targets, self.terms(self.settings, step, stream.n_layers))
+        head_inputs, targets = stream.at_targets(batch, last, self.norms_every_layer)
+        loss = stream.weighted(head_inputs, targets, self.terms(self.settings, step, stream.n_layers))
         if self.settings.cosine_over == "targets":
             features, _ = stream.at_targets(batch, residuals, None)
         else:
-            keep = slice(None) if batch.attended is None else batch.attended.flatten().nonzero()[:, 0]
-            features = {layer: x.flatten(0, 1)[keep] for layer, x in residuals.items()}
+            positions = slice(None) if batch.attended is None else batch.attended.flatten().nonzero()[:, 0]
+            features = {layer: x.flatten(0, 1)[positions] for layer, x in residuals.items()}
         # The training divides the whole loss by the number of targets.
         beta: float = self.settings.beta
         return loss + beta * len(targets) * self._distance(features)
@@ -233,12 +243,13 @@ class CosineRegularisedObjective(RegularisedObjective):
     own_settings = ("beta", "cosine_over")
 
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
-        last = _direction(features[self.stream.n_layers])
-        parts = [
-            weight * (1 - nn.functional.cosine_similarity(_direction(features[layer]), last, dim=-1)).sum() / max(1, len(last))
-            for layer, weight in enumerate(self.weights[:-1], 1)
-        ]
-        return torch.stack(parts).sum() if parts else last.sum() * 0
+        last = _rescaled(features[self.stream.n_layers])
+        distances = []
+        for layer, weight in enumerate(self.weights[:-1], 1):
+            cosines = nn.functional.cosine_similarity(_rescaled(features[layer]), last, dim=-1)
+            distances.append(weight * (1 - cosines).sum() / max(1, len(last)))
+        # A model of one block has no layer below the last; 0 times the features keeps the graph of gradients.
+        return torch.stack(distances).sum() if distances else last.sum() * 0
 
 
 class CKARegularisedObjective(RegularisedObjective):
@@ -257,8 +268,10 @@ class CKARegularisedObjective(RegularisedObjective):
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
         last = _centred(features[self.stream.n_layers])
         with torch.autocast(last.device.type, enabled=False):
-            parts = [weight * (1 - _cka(_centred(features[layer]), last)) for layer, weight in enumerate(self.weights[:-1], 1)]
-            return torch.stack(parts).sum() if parts else last.sum() * 0
+            distances = []
+            for layer, weight in enumerate(self.weights[:-1], 1):
+                distances.append(weight * (1 - _cka(_centred(features[layer]), last)))
+            return torch.stack(distances).sum() if distances else last.sum() * 0
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -271,15 +284,18 @@ def _centred(x: Tensor) -> Tensor:
 
 def _cka(x: Tensor, y: Tensor) -> Tensor:
     """Biased linear CKA of two sets of centred samples (both `sample width`)."""
+    # The smaller of the two Gram matrices, of samples or of features. Both have the same CKA.
     if len(x) < x.shape[1]:
-        between, own = ((x @ x.T) * (y @ y.T)).sum(), (x @ x.T).norm() * (y @ y.T).norm()
+        covariance = ((x @ x.T) * (y @ y.T)).sum()
+        norms = (x @ x.T).norm() * (y @ y.T).norm()
     else:
-        between, own = (x.T @ y).square().sum(), (x.T @ x).norm() * (y.T @ y).norm()
-    cka: Tensor = between / own.clamp(min=torch.finfo(own.dtype).tiny)
+        covariance = (x.T @ y).square().sum()
+        norms = (x.T @ x).norm() * (y.T @ y).norm()
+    cka: Tensor = covariance / norms.clamp(min=torch.finfo(norms.dtype).tiny)
     return cka
 
 
-def _direction(x: Tensor) -> Tensor:
+def _rescaled(x: Tensor) -> Tensor:
     """Vectors rescaled so that their squares do not overflow."""
     return scaled(x if x.dtype == torch.float64 else x.float())[0]
 
@@ -298,21 +314,22 @@ class MultiHeadObjective(Objective):
 
     def __init__(self, stream: ResidualStream, settings: Any) -> None:
         super().__init__(stream, settings)
-        own = stream.unembed.linear
-        if own is None:
+        model_head = stream.unembed.linear
+        if model_head is None:
             raise LayersimError(
                 f"`objective` is {self.name!r}, which needs a head that ends in a linear layer; the head of `model` is "
                 f"{stream.source.model.head}."
             )
-        self.heads = nn.ModuleList([_copy_of(own) for _ in range(stream.n_layers - 1)])
+        self.heads = nn.ModuleList([_copy_of(model_head) for _ in range(stream.n_layers - 1)])
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
         stream = self.stream
-        read, targets = stream.at_targets(batch, self.residuals(batch, run), self.norms_every_layer)
+        head_inputs, targets = stream.at_targets(batch, self.residuals(batch, run), self.norms_every_layer)
         total = torch.zeros((), device=targets.device)
-        last = read[stream.n_layers]
+        last = head_inputs[stream.n_layers]
         for layer, weight in enumerate(self.weights, 1):
-            x, head = read[layer], self.head_of(layer)
+            x = head_inputs[layer]
+            head = self.head_of(layer)
             token_weights = torch.full_like(targets, weight, dtype=torch.float32)
             total = total + summed_loss(stream.unembed, x, targets, token_weights, head)
             if self.settings.kl and head is not None:
@@ -323,14 +340,16 @@ class MultiHeadObjective(Objective):
         """Sum over tokens of KL(last layer || this layer)."""
         unembed = self.stream.unembed
 
-        def of_chunk(last_chunk: Tensor, chunk: Tensor) -> Tensor:
+        def divergence_of_chunk(last_chunk: Tensor, x_chunk: Tensor) -> Tensor:
             with torch.no_grad():
                 last_log_probs = logits_at(unembed, last_chunk, None).log_softmax(-1)
-            log_probs = logits_at(unembed, chunk, head).log_softmax(-1)
+            log_probs = logits_at(unembed, x_chunk, head).log_softmax(-1)
             return nn.functional.kl_div(log_probs, last_log_probs, reduction="sum", log_target=True)
 
-        slices = chunks(len(x), head.out_features)
-        return torch.stack([checkpoint(of_chunk, last.detach()[at], x[at], use_reentrant=False) for at in slices]).sum()
+        divergences = []
+        for chunk in chunks(len(x), head.out_features):
+            divergences.append(checkpoint(divergence_of_chunk, last.detach()[chunk], x[chunk], use_reentrant=False))
+        return torch.stack(divergences).sum()
 
 
 def _copy_of(linear: nn.Linear) -> nn.Linear:
