@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.activations import View
 from tl_layersim.analyzers import Analyzer, Run
 from tl_layersim.core import Provenance, Sums
-from tl_layersim.sources.model_description import Model
+from tl_layersim.sources.model_description import ModelDescription
 
 from . import oracles
 from .own_blocks import own_calls
@@ -118,9 +118,9 @@ def sites_run(*names: tuple[str, ...], first: Sums | None = None) -> Run:
     return Run(tuple(map(described, names)), provenance(), first or Sums())
 
 
-def described(layers: tuple[str, ...]) -> Model:
+def described(layers: tuple[str, ...]) -> ModelDescription:
     about = dict.fromkeys(("name", "config_hash", "weights", "source", "basis", "dtype"), "")
-    return Model(**about, tokenizer=None, vocabulary=None, context=None, layers=layers, d_model=None)
+    return ModelDescription(**about, tokenizer=None, vocabulary=None, context=None, layers=layers, d_model=None)
 
 
 def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:

@@ -10,13 +10,13 @@ import torch
 from tl_layersim.activations.view import reduce
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
-from tl_layersim.sources import Model
+from tl_layersim.sources import ModelDescription
 
 from ..tiny_models import tiny_llama
 from ..views import layer_run, view
 
 
-def _described() -> Model:
+def _described() -> ModelDescription:
     from tl_layersim.remote.open_model import open_source
 
     return open_source(tiny_llama()).model

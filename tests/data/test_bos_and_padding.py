@@ -14,7 +14,7 @@ import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
 from tl_layersim.data.tokenization import adds_specials
-from tl_layersim.sources.model_description import Model
+from tl_layersim.sources.model_description import ModelDescription
 
 from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from . import helpers
@@ -22,12 +22,12 @@ from . import helpers
 PAD = 99
 
 
-def model(tokenizer=None, **more) -> Model:
+def model(tokenizer=None, **more) -> ModelDescription:
     return replace(helpers.model(), tokenizer=tokenizer, **more)
 
 
 def read(
-    data, known: Model, seq_len: int | None = None, pack: bool = False, bos: bool = True
+    data, known: ModelDescription, seq_len: int | None = None, pack: bool = False, bos: bool = True
 ) -> tuple[list[list[int]], Batches]:
     batches = Batches(Data(data, batch_size=2, seq_len=seq_len, pack=pack, prepend_bos=bos), known)
     return [t[a].tolist() for b in batches for t, a in zip(b.tokens, b.attention, strict=True)], batches

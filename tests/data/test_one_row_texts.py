@@ -13,7 +13,7 @@ import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Head
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
-from tl_layersim.sources.model_description import Model
+from tl_layersim.sources.model_description import ModelDescription
 
 from ..options import called
 from ..tiny_models import tiny_llama, tiny_tokenizer
@@ -26,12 +26,12 @@ TEXTS = ["w4 w5", LONG, "w6", LONG + " w9"]
 LABELS = [0, 1, 2, 1]
 
 
-def model(tokenizer, reads: str = "first", context: int | None = 64) -> Model:
+def model(tokenizer, reads: str = "first", context: int | None = 64) -> ModelDescription:
     head = Head("norm", ("classifier",), reads)
     return replace(helpers.model(tokenizer, context), head=head, inputs=INPUTS)
 
 
-def read(data, known: Model, labelled=False, **options) -> tuple[list[list[int]], Batches]:
+def read(data, known: ModelDescription, labelled=False, **options) -> tuple[list[list[int]], Batches]:
     batches = Batches(Data(data, batch_size=3, **options), known, labelled)
     return [t[a].tolist() for b in batches for t, a in zip(b.tokens, b.attention, strict=True)], batches
 

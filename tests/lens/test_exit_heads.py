@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Head, Pool
 from tl_layersim.core import file_format
 from tl_layersim.lens import ExitHeads
-from tl_layersim.sources.model_description import Model
+from tl_layersim.sources.model_description import ModelDescription
 
 from ..data import helpers
 
@@ -51,7 +51,7 @@ def test_heads_read_what_the_model_s_head_joins():
     """Without the head's weights in this process, its width follows from the vectors that it joins."""
     layers = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(3)))
 
-    def model(pool: Pool | None) -> Model:
+    def model(pool: Pool | None) -> ModelDescription:
         head = Head("norm", ("classifier",), "every" if pool is None else "rows", pool=pool)
         return replace(helpers.model(), layers=layers, d_model=3, vocabulary=None, head=head)
 

@@ -22,7 +22,7 @@ from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, typed, warn
 from ..core.arguments import Limit, PermutationCount, Seed
 from ..core.wording import amount
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._permutation_null import is_one_model, null_fields
 from ._samples import draw_grid, draw_permutations, pool_key, text_of, with_unit
 from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
@@ -429,7 +429,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
         """Function from the texts of samples to a mask of held-out samples; None if no texts are held out."""
         return None
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         cross = 0
         with_itself = 0
         if len(models) == 1:
@@ -444,7 +444,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
                 with_itself += len(a.layers) * a_width**2 + len(b.layers) * b_width**2
         return self.groups * (with_itself + cross * (1 + self.permutations))
 
-    def compute_seconds(self, model: Model) -> float:
+    def compute_seconds(self, model: ModelDescription) -> float:
         pairs = len(model.layers) * (len(model.layers) + 1) // 2
         return pairs * (1 + self.permutations) * self.seconds_per_pair * ((model.widest or 0) / 576) ** 3
 

@@ -22,7 +22,7 @@ from ..activations.row_pools import AnyKernel, Draws, PoolKernel, Samples, pool_
 from ..core import LayerMatrix, LayersimError, Sums, result_class, typed, warn
 from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed
 from ..core.wording import amount
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
 from ._samples import draw_grid, draw_minibatches, draw_orders, pool_key, with_unit
 from .analyzer import Exchange, Run, SampleAnalyzer, compared
@@ -520,7 +520,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
         if self.minibatch < self.least:
             raise LayersimError(f"`minibatch` of {type(self).__name__} is {self.minibatch}; it must be at least {self.least}.")
 
-    def check_sites(self, *models: Model) -> None:
+    def check_sites(self, *models: ModelDescription) -> None:
         super().check_sites(*models)
         for model in models:
             if getattr(self, "deconfound", None) and not model.layers[0].endswith(EMBEDDING):
@@ -529,7 +529,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
                     f"{model.layers[0]}."
                 )
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         return self.permutations * sum(len(a.layers) * len(b.layers) for a, b in compared(models))
 
     def pool_need(self, density: float) -> int:

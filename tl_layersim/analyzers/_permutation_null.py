@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import LayerMatrix, axes
 from ..core.result_declarations import JOINT, result_class
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05
@@ -275,6 +275,6 @@ def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
     return (above / (1 - threshold).clamp(min=EQUAL_WITHIN)).clamp(0, 1)
 
 
-def is_one_model(models: Sequence[Model]) -> bool:
+def is_one_model(models: Sequence[ModelDescription]) -> bool:
     """Whether all models of a run are the same model."""
     return len({id(model) for model in models}) < 2

@@ -32,7 +32,7 @@ from ..data.positions import PositionRule
 from ..lens.exit_heads import ExitHeads
 from ..lens.targets import check_batch_labels
 from ..sources.activation_checks import need_equal_width, need_stream
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._samples import samples
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
@@ -53,7 +53,7 @@ class Run:
         first: sums of the first pass, empty without one.
     """
 
-    models: tuple[Model, ...]
+    models: tuple[ModelDescription, ...]
     provenance: Provenance
     first: Sums = Sums()
 
@@ -150,7 +150,7 @@ class Analyzer(ABC):
         """Whether the kernel needs all rows of a text at once. A forward pass then holds whole texts."""
         return False
 
-    def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
+    def settled(self, model: ModelDescription, positions: PositionRule | None) -> Analyzer:
         """Return this analyzer with its model-dependent options filled in.
 
         Args:
@@ -220,7 +220,7 @@ class Analyzer(ABC):
             LayersimError: the statistic is not defined on the data, for example because there are too few tokens.
         """
 
-    def check_sites(self, *models: Model) -> None:
+    def check_sites(self, *models: ModelDescription) -> None:
         """Raise an error if this analyzer cannot read the sites of a model.
 
         Args:
@@ -247,7 +247,7 @@ class Analyzer(ABC):
                 remedy = "Fewer sites (at=) or permutations take less."
             need_memory(f"The sums of {type(self).__name__}", gigabytes, getattr(self, "max_memory_gb", math.inf), remedy)
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         """Number of float64 values in the sums, for `max_memory_gb`; 0 if few or not known.
 
         Args:
@@ -255,7 +255,7 @@ class Analyzer(ABC):
         """
         return 0
 
-    def check(self, *models: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
+    def check(self, *models: ModelDescription) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
         """Raise an error before the run if the options do not fit the models.
 
         Args:
@@ -265,7 +265,7 @@ class Analyzer(ABC):
             LayersimError: names the setting to change.
         """
 
-    def compute_seconds(self, model: Model) -> float:
+    def compute_seconds(self, model: ModelDescription) -> float:
         """Seconds that `compute` takes on one core; 0 if few.
 
         With intervals, `compute` is called for each block of rows.
@@ -275,7 +275,7 @@ class Analyzer(ABC):
         """
         return 0.0
 
-    def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
+    def check_batch(self, batch: Batch, model: ModelDescription) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
         """Raise an error before the model runs if a batch lacks inputs that this analyzer needs.
 
         Args:
@@ -323,7 +323,7 @@ class LabelledAnalyzer(Analyzer):
         # Next tokens are targets of single positions.
         return super().needs_positions or not self.label_source
 
-    def check_batch(self, batch: Batch, model: Model) -> None:
+    def check_batch(self, batch: Batch, model: ModelDescription) -> None:
         check_batch_labels(self.labels, batch, model if self.needs_unembed else None)
 
 
@@ -355,7 +355,7 @@ class SampleAnalyzer(Analyzer):
         return partial(samples, level=self.level, pool=self.pool)
 
 
-def compared(models: Sequence[Model], symmetric: bool = True) -> list[tuple[Model, Model]]:
+def compared(models: Sequence[ModelDescription], symmetric: bool = True) -> list[tuple[ModelDescription, ModelDescription]]:
     """The pairs of models to compare. One model is paired with itself; more than two models give all pairs.
 
     Args:
@@ -500,7 +500,7 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
     return analyzers
 
 
-def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
+def need_head(model: ModelDescription, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
     """Raise an error if a model has no known unembedding, or if its head cannot predict the targets.
 
     Args:

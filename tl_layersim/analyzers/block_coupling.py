@@ -18,7 +18,7 @@ from ..core.wording import brief
 from ..data.batches import Batch
 from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
 from .analyzer import AUBRY, Analyzer, Run, SiteNeed, sites_where
 
@@ -346,11 +346,11 @@ class BlockCoupling(Analyzer):
         """The option `tokens` as a tuple of indices."""
         return (-1,) if self.tokens == "last" else tuple(self.tokens)
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         [model] = models
         need_calls(model, "BlockCoupling", self.method == "finite-difference", max(self.ks))
 
-    def check_batch(self, batch: Batch, model: Model) -> None:
+    def check_batch(self, batch: Batch, model: ModelDescription) -> None:
         # Token i needs i + 1 tokens, token -i needs i.
         needed = max(index + 1 if index >= 0 else -index for index in self.token_indices)
         lengths = batch.counted.sum(1)

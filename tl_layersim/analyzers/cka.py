@@ -21,7 +21,7 @@ from ..activations.norms import beyond_rounding
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._pairwise import (
     MatrixFunction,
     MinibatchAnalyzer,
@@ -209,7 +209,7 @@ class CKA(MinibatchAnalyzer):
         if self.average == "cka" and of_grams:
             raise LayersimError(f'`{of_grams[0]}` is {getattr(self, of_grams[0])!r}; it needs average="hsic".')
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         if self.estimator != "exact":
             return super().sum_numbers(*models)
         size = {id(model): len(model.layers) * (model.widest or 0) for model in models}

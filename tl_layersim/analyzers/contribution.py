@@ -16,7 +16,7 @@ from ..activations.view import Kernel, View
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn, without_nan
 from ..core.wording import brief
 from ..jacobians.supported_blocks import refuse_post_norm
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from .analyzer import CSORDAS, Analyzer, Run, omitted_at
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mixer|mlp)_out")
@@ -128,7 +128,7 @@ class Contribution(Analyzer):
     families: ClassVar[tuple[str, ...]] = ("resid_post", "attn_out", "mlp_out")
     optional_families: ClassVar[tuple[str, ...]] = ("resid_mid", "mixer_out", "cross_attn_out", "resid_mid_cross")
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         refuse_post_norm(models[0])
 
     def kernel(self, first: Sums) -> Kernel:

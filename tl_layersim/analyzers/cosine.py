@@ -17,7 +17,7 @@ from ..activations.view import Kernel, View
 from ..core import LayerMatrix, LayersimError, Sums, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.intervals import QUANTILES
 from ..core.site_names import site_in_words
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._samples import check_finite
 from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
 from .trajectory import log_histogram, quantiles_of_logs
@@ -289,7 +289,7 @@ class Cosine(Analyzer):
         raw = isinstance(self.center, str) and self.center == "none"
         object.__setattr__(self, "weighs", ("power" if raw else "variance",))
 
-    def check_sites(self, *models: Model) -> None:
+    def check_sites(self, *models: ModelDescription) -> None:
         super().check_sites(*models)
         if isinstance(self.center, Tensor):
             model = models[0]
@@ -383,7 +383,7 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
 
     Args:
         layers: names of the sites, the input of block 0 first.
-        stream: see `Model`.
+        stream: see `ModelDescription`.
     """
     if stream != "parts":
         return torch.full((len(layers) - 1,), stream == "whole")

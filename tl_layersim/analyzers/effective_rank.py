@@ -17,7 +17,7 @@ from ..core.arguments import Limit, PositiveInt
 from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
 from ..core.wording import number_text
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._moments import samples_differ
 from .analyzer import Run, SampleAnalyzer, refuse_undefined
 
@@ -143,10 +143,10 @@ class EffectiveRank(SampleAnalyzer):
     top: PositiveInt = 64
     max_memory_gb: Limit = 4.0
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         return len(models[0].layers) * (models[0].widest or 0) ** 2
 
-    def compute_seconds(self, model: Model) -> float:
+    def compute_seconds(self, model: ModelDescription) -> float:
         # The eigenvalues of one site of width 576 take about 0.03 seconds.
         return len(model.layers) * 0.03 * ((model.widest or 0) / 576) ** 3
 

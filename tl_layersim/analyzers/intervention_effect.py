@@ -20,7 +20,7 @@ from ..core.intervals import with_margin
 from ..core.site_names import site_in_words
 from ..lens.statistics import compare_lenses, first_final
 from ..sources.activation_checks import refuse_bad_logits
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from .analyzer import Analyzer, Run, SiteNeed, Weight, need_head, omitted_at
 
 LENS_SOURCE = "of the logit lens (nostalgebraist 2020), as McGrath et al. 2023 follow an ablation through later layers."
@@ -166,7 +166,7 @@ class InterventionEffect(Analyzer):
         object.__setattr__(self, "needs_unembed", self.lens)
         object.__setattr__(self, "needs_sites", "every_block" if self.lens else "any")
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         clean = models[0]
         edited = models[-1]
         for clean_value, edited_value, noun in (

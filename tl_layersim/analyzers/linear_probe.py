@@ -20,7 +20,7 @@ from ..core.result_declarations import texts_of_part
 from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._moments import ridge_probe, samples_differ, warn_of_few_samples, warn_of_few_texts
 from ._samples import GOLDEN, SHIFT, check_classes, held_out, text_of
 from .analyzer import LabelledAnalyzer, Run, listed
@@ -177,7 +177,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
         """Function from the texts of samples, or with `first_test_row` from their rows, to a mask of held-out samples."""
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
 
-    def check_batch(self, batch: Batch, model: Model) -> None:
+    def check_batch(self, batch: Batch, model: ModelDescription) -> None:
         super().check_batch(batch, model)
         if self.control == "token" and (batch.pooled or not batch.has_tokens):
             reason = "means of rows have no token" if batch.pooled else "samples have no token ids"
@@ -332,7 +332,7 @@ class LinearProbe(ProbeAnalyzer):
         """Number of classes for which sums are kept: the largest class plus one, or `max_classes`."""
         return max(int(self.labels.max()) + 1, 2) if isinstance(self.labels, Tensor) else self.max_classes
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         width = models[0].widest or 0
         return len(models[0].layers) * width * (width + self.classes + CONTROL_PARTS * (self.control is not None))
 

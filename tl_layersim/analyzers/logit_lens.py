@@ -24,7 +24,7 @@ from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
 from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
 from ..sources.activation_checks import need_known_norm, refuse_bad_logits
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from .analyzer import JIANG, LabelledAnalyzer, Run, SiteNeed, need_head, need_tokens
 from .cosine import mean_kernel
 
@@ -54,7 +54,7 @@ class LensAnalyzer(LabelledAnalyzer):
         super().__post_init__()
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         need_head(models[0], type(self).__name__, targets=not is_none(self.labels), own_labels=bool(self.label_source))
         if self.norm == "none":
             need_known_norm(models[0])

@@ -18,7 +18,7 @@ from ..core.wording import brief
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.positions import PositionRule
 from ..sources.activation_checks import need_stream
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._moments import warn_of_few_samples
 from ._samples import check_classes, check_finite, samples
 from .analyzer import Analyzer, LabelledAnalyzer, Run, need_head, sites_where
@@ -182,7 +182,7 @@ class NeuralCollapse(LabelledAnalyzer):
             return self.level == "sequence"
         return not (isinstance(self.labels, str) and self.labels == "next_token")
 
-    def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
+    def settled(self, model: ModelDescription, positions: PositionRule | None) -> Analyzer:
         if self.pool is not None or not self.whole_rows:
             return self
         head = model.head
@@ -193,15 +193,15 @@ class NeuralCollapse(LabelledAnalyzer):
         by_head: dict[str, Literal["first", "last", "mean"]] = {"first": "first", "last": "last", "rows": "mean"}
         return replace(self, pool=by_head[head.reads])
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         return len(models[0].layers) * self._width(models[0]) ** 2
 
-    def _width(self, model: Model) -> int:
+    def _width(self, model: ModelDescription) -> int:
         """Width of a sample; 0 if it is not known."""
         pool = model.head.pool if self.reads_head and model.head is not None else None
         return (model.widest or 0) * (1 if pool is None else pool.vectors)
 
-    def check_sites(self, *models: Model) -> None:
+    def check_sites(self, *models: ModelDescription) -> None:
         super().check_sites(*models)
         width = self._width(models[0])
         if self.classifier is not None and width and self.classifier.shape[1] != width:
@@ -214,7 +214,7 @@ class NeuralCollapse(LabelledAnalyzer):
     def reads_head(self) -> bool:
         return self.pool == "head" and self.whole_rows
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         if not self.reads_head:
             return
         for model in models:

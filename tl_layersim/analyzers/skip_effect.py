@@ -22,7 +22,7 @@ from ..core.wording import amount
 from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from .analyzer import CSORDAS, Analyzer, Run, SiteNeed, sites_where
 
 
@@ -181,7 +181,7 @@ class SkipEffect(Analyzer):
     splits: NonNegativeInt = 1
     lens_memory_mb: PositiveFloat = 128
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         [model] = models
         need_calls(model, type(self).__name__, differences=True)
 

@@ -21,7 +21,7 @@ from ..core.sums import need_memory
 from ..data.labels import NO_LABEL, label_key, number_tensor
 from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
 from ..lens.targets import gives_classes
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from .analyzer import Run, SiteNeed, need_tokens, sites_where
 from .logit_lens import LensAnalyzer
 
@@ -218,7 +218,7 @@ class TaskMetrics(LensAnalyzer):
         """Whether the labels are scores of a regression head."""
         return isinstance(self.labels, Tensor) and self.labels.is_floating_point()
 
-    def sum_numbers(self, *models: Model) -> float:
+    def sum_numbers(self, *models: ModelDescription) -> float:
         # The number of classes of a classifier is known when it has run.
         classes = 0 if gives_classes(models[0]) else models[0].vocabulary or 0
         return (len(models[0].layers) - 1) * (len(self.labels) if self.is_regression else classes**2)

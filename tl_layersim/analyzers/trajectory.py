@@ -17,7 +17,7 @@ from ..architectures.hook_points import site_name
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, quantiles_from_histogram, result_class, typed, warn
 from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES, with_margin
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
 from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, need_head, omitted_at
 
@@ -308,7 +308,7 @@ class Trajectory(Analyzer):
         object.__setattr__(self, "prompts", self.per_prompt)
         object.__setattr__(self, "needs_unembed", self.final_norm)
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         if self.final_norm:
             need_head(models[0], "Trajectory(final_norm=True)")
             head = models[0].head

@@ -90,7 +90,7 @@ def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: st
 def locate(
     module: torch.nn.Module, paths: list[str], named: bool
 ) -> tuple[tuple[str, ...], Literal["whole", "parts", "unknown", "none"]]:
-    """Site names of modules, and whether the modules pass on a residual stream (`Model.stream`).
+    """Site names of modules, and whether the modules pass on a residual stream (`ModelDescription.stream`).
 
     Modules in the layout's list of blocks pass on the residual stream; modules inside a block do not. A forward pass tests all
     others.

@@ -120,7 +120,7 @@ NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """Inputs and tokenizer of a model. The subclass `Model` explains the attributes."""
+    """Inputs and tokenizer of a model. The subclass `ModelDescription` explains the attributes."""
 
     name: str
     tokenizer: Any

@@ -15,7 +15,7 @@ from ..core.wording import amount, brief
 from ..data.batches import Batches, refuse_other_ids
 from ..data.data import Data
 from ..data.padding_masks import RunsAtEnds, as_mask, mask_of, masked_warning
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.partial_forward import LocalSplitModel
 from .exit_decisions import ExitCheck
 from .generation_config import TokenRules
@@ -210,7 +210,7 @@ def generate_rows(
 
 
 def prompt_rows(
-    prompt: Any, attention_mask: Tensor | None, description: Model, tokenizer: Any, max_new_tokens: int
+    prompt: Any, attention_mask: Tensor | None, description: ModelDescription, tokenizer: Any, max_new_tokens: int
 ) -> tuple[Tensor, Tensor | None]:
     """Token ids of prompts, padded on the left, and their attention mask (both `row column`). The mask is None without padding.
 
@@ -244,7 +244,7 @@ def prompt_rows(
     return left_padded, attended
 
 
-def _rows_of_ids(tokens: Tensor, mask: Tensor | None, description: Model) -> tuple[Tensor, Tensor]:
+def _rows_of_ids(tokens: Tensor, mask: Tensor | None, description: ModelDescription) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of a prompt that is a tensor."""
     if tokens.dim() == 1:
         tokens = tokens[None]
@@ -260,7 +260,7 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, description: Model) -> tup
     return tokens.long(), attention
 
 
-def _rows_of_texts(prompt: Any, description: Model, tokenizer: Any) -> tuple[Tensor, Tensor]:
+def _rows_of_texts(prompt: Any, description: ModelDescription, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask of prompts that are texts."""
     texts = [prompt] if isinstance(prompt, str) else prompt
     # The annotation is checked on one random item of a list.

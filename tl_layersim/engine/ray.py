@@ -49,7 +49,7 @@ class ShardWorker:
 
     Args:
         load_model: function that returns the model, or an `OpenedModel`.
-        argument: name of the argument that holds the run's folder, see `Model.identity`.
+        argument: name of the argument that holds the run's folder, see `ModelDescription.identity`.
         inputs: a list of one item, Ray's reference to the data, the analyzers and the options, see `opened_analysis`. Ray
             fetches a reference that is an argument itself, but not one in a list.
     """

@@ -28,7 +28,7 @@ from ..core.site_names import site_in_words
 from ..core.sums import SIZES, TEXT_ORDER, DataBlock, Sums, Tally, with_pools
 from ..core.wording import amount, brief
 from ..data.texts import LEAST_TEXTS
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 
 # docs/traps.md has the measurements behind both.
 LEAST_EFFECTIVE_FRACTION = 0.2
@@ -41,7 +41,7 @@ Note = tuple[str, list[str]]
 
 def notes_on_sizes(
     analyzers: Mapping[str, Analyzer],
-    models_of: Mapping[str, Sequence[Model]],
+    models_of: Mapping[str, Sequence[ModelDescription]],
     sums: Mapping[str, Sums],
     options: Mapping[str, Any],
 ) -> list[Note]:
@@ -86,7 +86,7 @@ def effective_fraction(sums: Sums, number: int, start: int) -> Tensor:
     return second.square() / (fourth * sums[f"{number} tokens"][start:].sum())
 
 
-def _text_on_samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) -> str:
+def _text_on_samples(sums: Sums, models: Sequence[ModelDescription], options: Mapping[str, Any]) -> str:
     """Warning that the effective sample size is small; "" for no warning."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
@@ -114,7 +114,7 @@ def _text_on_samples(sums: Sums, models: Sequence[Model], options: Mapping[str, 
     return text
 
 
-def _small_fractions(sums: Sums, models: Sequence[Model], start: int) -> dict[str, float]:
+def _small_fractions(sums: Sums, models: Sequence[ModelDescription], start: int) -> dict[str, float]:
     """Effective sample size of the sites at which it is small, see `effective_fraction`."""
     fractions = {}
     for number, model in enumerate(models):
@@ -128,7 +128,7 @@ def _count_sites(values: Mapping[str, float]) -> str:
     return f"{len(values)} site{'s' * (len(values) > 1)}"
 
 
-def _text_on_dimension(sums: Sums, models: Sequence[Model], weighed: str) -> str:
+def _text_on_dimension(sums: Sums, models: Sequence[ModelDescription], weighed: str) -> str:
     """Warning that one dimension has most of the squared norm or of the variance; "" for no warning."""
     large_shares = {}
     for number, model in enumerate(models):
@@ -394,7 +394,7 @@ def refuse_empty(tokens: int, rows: int) -> None:
 
 def make_report(
     analyzers: Mapping[str, Analyzer],
-    models_of: Mapping[str, Sequence[Model]],
+    models_of: Mapping[str, Sequence[ModelDescription]],
     tally: Tally,
     first_sums: Mapping[str, Sums],
     data_options: Mapping[str, Any],
@@ -456,7 +456,7 @@ def make_report(
     return Report(reported)
 
 
-def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
+def record_of_models(models: Sequence[ModelDescription]) -> dict[str, Any]:
     """The provenance fields that describe the models. Values of several models are joined."""
     # The provenance calls the name of the model `model`, its first field; the others have one name in both.
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
@@ -469,7 +469,7 @@ def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
     return fields
 
 
-def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:
+def record(models: Sequence[ModelDescription], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:
     """The provenance of a result: models, data, options and versions."""
     return Provenance(
         **record_of_models(models),

@@ -32,7 +32,7 @@ from ..data.batches import Batch, BatchSize, RowDigests, batch_sizes
 from ..data.data import Data
 from ..data.texts import LEAST_TEXTS, GroupNumbers, group_values
 from ..sources.activation_checks import check_lens, check_stream_sums, refuse_not_finite
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.source import CanReadSites, OnServer, PartialSums
 from .report_assembly import refuse_empty
 from .run_description import FIRST, MAIN, Analysis, DataPart
@@ -312,7 +312,7 @@ class DataPass:
     def _check(self, batch: Batch) -> None:
         """Raise an error if an analyzer cannot read the batch. Before the first batch, memory and the lens are checked too."""
         for analyzer in self.analyzers.values():
-            analyzer.check_batch(batch, cast(Model, self.analysis.batches.model))
+            analyzer.check_batch(batch, cast(ModelDescription, self.analysis.batches.model))
         if not self._memory_is_checked:
             self._memory_is_checked = True
             models = self.analysis.plan.models()

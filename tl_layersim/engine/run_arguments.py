@@ -16,7 +16,7 @@ from ..core.wording import brief
 from ..data.data import DATA_OPTIONS
 from ..data.non_token_inputs import PIXELS
 from ..lens.exit_heads import ExitHeads
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel
 
 # Bytes of the heads of layers that a request to a server carries at most.
@@ -110,7 +110,7 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
         )
 
 
-def with_tokenizer(model: Model, tokenizer: Any) -> Model:
+def with_tokenizer(model: ModelDescription, tokenizer: Any) -> ModelDescription:
     """Copy of a model description with another tokenizer or image processor. None changes nothing."""
     if tokenizer is None:
         return model
@@ -126,7 +126,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
     raise LayersimError(f"`tokenizer` is {brief(tokenizer)}; it must be a loaded tokenizer, or an image processor.")
 
 
-def shared_tokens(a: Model, b: Model, given: bool) -> Model:
+def shared_tokens(a: ModelDescription, b: ModelDescription, given: bool) -> ModelDescription:
     """Merge two model descriptions; the result accepts only inputs that both models accept.
 
     The context and the vocabulary of the result are the smaller of the two models'.

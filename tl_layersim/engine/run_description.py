@@ -189,7 +189,7 @@ class Analysis:
         A call continues a saved run only if all are equal.
 
         Args:
-            argument: see `Model.identity`.
+            argument: see `ModelDescription.identity`.
         """
         models = [source.model for source in self.sources]
         return identity_of(models, modules_here(self.sources), argument) | {

@@ -15,7 +15,7 @@ from ..architectures.unembed import Head, Pool
 from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
 from ..core.sums import DataBlock, Sums, SumTree, Tally
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from .run_arguments import AnalyzersArgument, choose_analyzers
 
 # Fields of a tally that JSON holds; the others are sums.
@@ -77,17 +77,17 @@ def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
     return tallies
 
 
-def model_notes(model: Model) -> dict[str, Any]:
+def model_notes(model: ModelDescription) -> dict[str, Any]:
     """A model's description as plain data, without tokenizer and processor."""
     plain = {}
-    for field in fields(Model):
+    for field in fields(ModelDescription):
         if field.name not in ("tokenizer", "processor", "head", "weights"):
             plain[field.name] = getattr(model, field.name)
     head = None if model.head is None else asdict(model.head)
     return plain | {"weights_hash": model.weights_hash, "head": head}
 
 
-def model_of(notes: Mapping[str, Any]) -> Model:
+def model_of(notes: Mapping[str, Any]) -> ModelDescription:
     """Restore a model's description from `model_notes`."""
     plain = dict(notes)
     head = plain.pop("head")
@@ -101,7 +101,7 @@ def model_of(notes: Mapping[str, Any]) -> Model:
     for name in ("layers", "pads", "starts", "ends", "widths"):
         plain[name] = tuple(plain[name])
     plain["weights"] = plain.pop("weights_hash")
-    return Model(**plain, tokenizer=None, head=head)
+    return ModelDescription(**plain, tokenizer=None, head=head)
 
 
 def recipe_of(analyzer: Analyzer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..core.errors import LayersimError
 from ..core.resumable_file import differences, plain
 from ..core.sums import Tally
 from ..sources.computation import computation_of
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.source import HasModule, OnServer
 
 # Each input of a run, and where it is compared.
@@ -42,13 +42,13 @@ INPUTS = {
 }
 
 
-def identity_of(models: Sequence[Model], modules: Iterable[torch.nn.Module], argument: str | None) -> dict[str, Any]:
+def identity_of(models: Sequence[ModelDescription], modules: Iterable[torch.nn.Module], argument: str | None) -> dict[str, Any]:
     """The part of a run's identity that analyses, stitches and trainings share.
 
     Args:
         models: descriptions of the models.
         modules: the models that run in this process.
-        argument: see `Model.identity`.
+        argument: see `ModelDescription.identity`.
     """
     return {
         "models": [model.identity(argument) for model in models],

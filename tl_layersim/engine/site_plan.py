@@ -20,7 +20,7 @@ from ..core.sums import POOL, SIZES, Sums
 from ..core.wording import brief
 from ..data.data import Data
 from ..data.positions import PositionRule, Positions
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.source import CanReadSites, Source
 
 # For type checkers: a block, a family, a name or a pattern, several of these, or a function of names.
@@ -36,7 +36,7 @@ class SiteChoice:
 
     Attributes:
         numbers: indices of the sites among all sites that the source reads.
-        stream: see `Model`; None for the residual layers, for which the model has it.
+        stream: see `ModelDescription`; None for the residual layers, for which the model has it.
     """
 
     numbers: tuple[int, ...]
@@ -108,14 +108,14 @@ class SitePlan:
                 kernels[SIZES + name] = self.kernel(name, activation_sizes, number)
         return kernels
 
-    def models(self, *models: Model) -> dict[str, list[Model]]:
+    def models(self, *models: ModelDescription) -> dict[str, list[ModelDescription]]:
         """Descriptions of the models, by analyzer. Their `layers` are the sites that the analyzer reads.
 
         Args:
             *models: a description of each model; by default that of its source, which a forward pass may complete.
         """
         described = models or [source.model for source in self.sources]
-        by_analyzer: dict[str, list[Model]] = {}
+        by_analyzer: dict[str, list[ModelDescription]] = {}
         for name, choices in self.choices.items():
             by_analyzer[name] = []
             for model, source, choice in zip(described, self.sources, choices, strict=True):
@@ -237,11 +237,11 @@ def _with_ends(source: CanReadSites, points: Points) -> Points:
 
 
 def _stream(points: Points) -> str:
-    """Value of `Model.stream`: "parts" if all hook points lie in the residual stream, else "none"."""
+    """Value of `ModelDescription.stream`: "parts" if all hook points lie in the residual stream, else "none"."""
     return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
 
 
-def _at_choice(model: Model, source: Source, choice: SiteChoice) -> Model:
+def _at_choice(model: ModelDescription, source: Source, choice: SiteChoice) -> ModelDescription:
     """Description of a model with the sites of one analyzer."""
     if choice.stream is None:
         return model
@@ -252,7 +252,7 @@ def _at_choice(model: Model, source: Source, choice: SiteChoice) -> Model:
 
 
 def chosen_rule(
-    positions: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
+    positions: PositionRule | None, models: Sequence[ModelDescription], analyzers: Mapping[str, Analyzer], skip_first: int = 0
 ) -> PositionRule:
     """Rule for the positions that a run counts.
 
@@ -295,7 +295,7 @@ def refuse_selection(data: Data, reads: str, *names: str) -> None:
             raise LayersimError(f"`{name}` of `Data` is {brief(getattr(data, name))}; it must be left out: {reads}.")
 
 
-def _default_rule(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
+def _default_rule(models: Sequence[ModelDescription], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
     """Default of `positions`: the position that the head reads, or "all"."""
     rules = [_rule_of(model) for model in models]
     if set(rules) == {"all"}:
@@ -329,7 +329,7 @@ def _default_rule(models: Sequence[Model], analyzers: Mapping[str, Analyzer], sk
     return rules[0]
 
 
-def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyzer, model: Model) -> None:
+def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyzer, model: ModelDescription) -> None:
     """Raise an error for positions that the output head does not read."""
     if model.head is None or model.head.reads == "every":
         return
@@ -347,7 +347,7 @@ def _refuse_other_position(rule: PositionRule, skip_first: int, analyzer: Analyz
         )
 
 
-def _rule_of(model: Model) -> str:
+def _rule_of(model: ModelDescription) -> str:
     """Position rule of a model's output head; "all" if the head reads several positions, or if there is no head."""
     if model.head is None or model.head.reads in ("every", "rows"):
         return "all"

@@ -30,7 +30,7 @@ from ..remote.open_model import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import FormOfSums, partial_sums
 from ..sources.activation_checks import refuse_not_finite
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel
 from ..sources.source import PartialSums, running
 from .report_assembly import make_report, refuse_empty
@@ -102,7 +102,7 @@ class Job:
 # Entries of `RunHeader.place` that are also attributes of `NdifClient`.
 TRAFFIC = ("requests", "bytes_sent", "bytes_received")
 # The description, the model by analyzer, the sums of the first pass by analyzer, and the jobs.
-KeptRun = tuple[RunHeader, dict[str, Model], dict[str, Sums], list[Job]]
+KeptRun = tuple[RunHeader, dict[str, ModelDescription], dict[str, Sums], list[Job]]
 
 
 def parsed(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
@@ -500,6 +500,6 @@ def load_run(
     return RemoteRun(run, chosen, source.ndif, source, kernels)
 
 
-def _identifying_facts(model: Model) -> tuple[Any, ...]:
+def _identifying_facts(model: ModelDescription) -> tuple[Any, ...]:
     """What must be equal in the model of a saved run and in the model that its jobs are sent to again."""
     return model.name, model.config_hash, model.dtype, model.source, model.changes

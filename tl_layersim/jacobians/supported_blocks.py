@@ -6,13 +6,13 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..sources.identity import EDIT, refuse_edits
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 
 # Largest relative error of finite differences.
 TOO_COARSE = 0.1
 
 
-def refuse_post_norm(model: Model) -> None:
+def refuse_post_norm(model: ModelDescription) -> None:
     """Raise an error if the blocks are post-norm, which have no residual branch.
 
     Raises:
@@ -25,7 +25,7 @@ def refuse_post_norm(model: Model) -> None:
         )
 
 
-def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
+def need_calls(model: ModelDescription, what: str, differences: bool, k: int = 0) -> None:
     """Raise an error if a model's blocks cannot be differentiated.
 
     Args:
@@ -49,7 +49,7 @@ def need_calls(model: Model, what: str, differences: bool, k: int = 0) -> None:
     if model.calls == "none":
         raise LayersimError(
             f"{what} replays single blocks, which {model.source} does not allow. A custom source must set "
-            "Model(calls='values') or Model(calls='gradients')."
+            "ModelDescription(calls='values') or ModelDescription(calls='gradients')."
         )
     if model.calls == "values" and not differences:
         raise LayersimError(

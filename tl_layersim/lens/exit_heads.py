@@ -16,7 +16,7 @@ from ..core.arguments import FilePath
 from ..core.file_format import checksum, reading
 from ..core.file_format import read as read_file
 from ..core.file_format import write as write_file
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 
 
 class ExitHeads:
@@ -162,7 +162,7 @@ class ExitHeads:
                 weights_hash=header["weights_hash"],
             )
 
-    def check(self, model: Model, linear: torch.nn.Linear | None = None) -> None:
+    def check(self, model: ModelDescription, linear: torch.nn.Linear | None = None) -> None:
         """Raise an error if the heads do not belong to this model.
 
         Args:

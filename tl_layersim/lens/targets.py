@@ -14,10 +14,10 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels
 from ..data.non_token_inputs import labelled_without_tokens
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 
 
-def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
+def answers(batch: Batch, labels: str | Tensor, model: ModelDescription) -> Tensor:
     """The targets of a batch (`batch pos`; `batch` for a row classifier). A missing target is NO_LABEL.
 
     Raises:
@@ -34,12 +34,12 @@ def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
     return ids.gather(1, first)[:, 0]
 
 
-def gives_classes(model: Model) -> bool:
+def gives_classes(model: ModelDescription) -> bool:
     """Whether the model's head predicts classes of rows or positions, not tokens."""
     return model.head is not None and model.head.classifies
 
 
-def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
+def usual_labels(labels: Any, models: Sequence[tuple[ModelDescription, Any]], data: Any) -> str | Tensor:
     """Check the argument `labels`, and replace None by the default for the models' heads.
 
     Args:
@@ -71,7 +71,7 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) ->
     return "data" if kinds == {True} or has_labels else "next_token"
 
 
-def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
+def check_batch_labels(labels: str | Tensor, batch: Batch, model: ModelDescription | None = None) -> None:
     """Raise an error if a batch has no labels, or labels that cannot be targets.
 
     Args:

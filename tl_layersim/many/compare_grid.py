@@ -28,7 +28,7 @@ from ..engine.report_assembly import record_of_models
 from ..engine.run_arguments import choose_analyzers, is_several, refuse_no_comparison
 from ..engine.run_description import Analysis
 from ..engine.site_plan import DEFAULT, AtArgument
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel
 from ..sources.shared_modules import refuse_one_model
 
@@ -220,7 +220,7 @@ class AllPairs(Analyzer):
                 pairs.append((row, column))
         return pairs
 
-    def check_sites(self, *models: Model) -> None:
+    def check_sites(self, *models: ModelDescription) -> None:
         self.measure.check_sites(*models)
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
             named = zip(self.models, models, strict=True)
@@ -230,13 +230,13 @@ class AllPairs(Analyzer):
                 "Pass `distance`, or choose equally many sites of each model with `at`."
             )
 
-    def check(self, *models: Model) -> None:
+    def check(self, *models: ModelDescription) -> None:
         self.measure.check(*models)
 
-    def check_batch(self, batch: Any, model: Model) -> None:
+    def check_batch(self, batch: Any, model: ModelDescription) -> None:
         self.measure.check_batch(batch, model)
 
-    def compute_seconds(self, model: Model) -> float:
+    def compute_seconds(self, model: ModelDescription) -> float:
         models = len(self.models)
         return models * (models - 1) / 2 * self.measure.compute_seconds(model)
 

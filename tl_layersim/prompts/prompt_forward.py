@@ -19,7 +19,7 @@ from ..engine.report_assembly import record
 from ..engine.run_arguments import with_tokenizer
 from ..engine.site_plan import refuse_selection
 from ..sources.activation_checks import check_lens, need_stream, refuse_not_finite
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.source import CanReadSites, Source, running
 
 CALLER = "A figure of one prompt"
@@ -31,7 +31,7 @@ def run_on_prompt(
     make: Callable[[int], Kernel],
     options: Mapping[str, Any],
     *,
-    check: Callable[[Model], None] | None = None,
+    check: Callable[[ModelDescription], None] | None = None,
     lens: bool = False,
     calls: bool = False,
     least: int = 3,

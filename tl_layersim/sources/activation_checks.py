@@ -23,7 +23,7 @@ from ..core.wording import WHY_NOT_FINITE, first_line, with_article
 from ..data.batches import Batch
 from ..data.positions import Positions
 from .hooked_module import HookedSource
-from .model_description import Model
+from .model_description import ModelDescription
 from .out_of_memory import is_out_of_memory
 from .source import CanCountPositions, CanReadSites, CanUnembed, Source
 
@@ -42,7 +42,7 @@ def check_lens(source: Source, batch: Batch) -> None:
     refuse_other_logits(lambda: source.unembed_gap(batch), source.model)
 
 
-def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: torch.dtype = torch.float32) -> None:
+def refuse_other_logits(measure: Callable[[], Tensor], model: ModelDescription, computed: torch.dtype = torch.float32) -> None:
     """Raise an error if a lens does not reproduce the model's logits at the last layer.
 
     Args:
@@ -69,7 +69,7 @@ def refuse_other_logits(measure: Callable[[], Tensor], model: Model, computed: t
     raise _other_logits(model, f"differs by {difference / max(size, 1e-3):.2g} of the norm of the model's logits")
 
 
-def _other_logits(model: Model, reason: str) -> LayersimError:
+def _other_logits(model: ModelDescription, reason: str) -> LayersimError:
     """The error for a lens that does not give the model's logits. The reason is what its head does."""
     return LayersimError(
         f"The logit lens at the last layer does not give the model's own logits: {model.head} {reason}. Without `unembed=`, a "
@@ -107,7 +107,7 @@ def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
         raise LayersimError(f"Logits are NaN or infinite, {', '.join(examples)}. {WHY_NOT_FINITE}")
 
 
-def need_stream(model: Model, what: str, parts: bool = False) -> None:
+def need_stream(model: ModelDescription, what: str, parts: bool = False) -> None:
     """Raise an error if the model's layers are not the whole residual stream.
 
     Args:
@@ -125,7 +125,7 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
         raise LayersimError(f"{what} needs every block of the residual stream, but layers= names {named}.")
 
 
-def need_known_norm(model: Model) -> None:
+def need_known_norm(model: ModelDescription) -> None:
     """Raise an error if a lens without the final norm is asked of a head whose norm is not known.
 
     Raises:
@@ -142,7 +142,7 @@ def need_known_norm(model: Model) -> None:
         )
 
 
-def need_equal_width(model: Model, what: str) -> None:
+def need_equal_width(model: ModelDescription, what: str) -> None:
     """Raise an error if the sites have different widths.
 
     Args:

@@ -24,7 +24,7 @@ from ..data.batches import Batch
 from ..data.non_token_inputs import ROW_AXES
 from .forward_arguments import shape_of_row
 from .hooks import in_this_thread, on_enter, on_leave, temporary_hooks
-from .model_description import Model
+from .model_description import ModelDescription
 
 # Number of positions of the synthetic row.
 POSITIONS = 8
@@ -91,7 +91,7 @@ class RecordedForward:
         return [run for run in self.runs if run.path == path]
 
 
-def synthetic_row(module: torch.nn.Module, model: Model) -> Batch:
+def synthetic_row(module: torch.nn.Module, model: ModelDescription) -> Batch:
     """A row of synthetic inputs of a model: tokens, without padding ids and ids that begin or end a text; or an image.
 
     Args:
@@ -293,7 +293,7 @@ def watched_head(recorded: RecordedForward, last_block: str, logits: Tensor, ari
     return None
 
 
-def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: Model, token: int) -> Head | None:
+def watched_tail(recorded: RecordedForward, paths: Sequence[str], model: ModelDescription, token: int) -> Head | None:
     """The head as the rest of the forward pass after the last block; None if no module runs there.
 
     Args:

@@ -17,7 +17,7 @@ from ..core.wording import first_line
 from ..data.batches import Batch
 from ..data.images_of_rows import joined_images
 from ..data.non_token_inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
-from .model_description import Model
+from .model_description import ModelDescription
 from .out_of_memory import is_out_of_memory
 
 # Masks over positions that are known only inside a forward pass, by the stack of an encoder-decoder that they mask.
@@ -79,7 +79,9 @@ def padding_id(module: torch.nn.Module) -> int | None:
     return pad
 
 
-def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def forward_arguments(
+    module: torch.nn.Module, batch: Batch, model: ModelDescription
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Positional and keyword arguments of a forward pass over a batch.
 
     Token ids are positional, because modules name them differently; decoder tokens of an encoder-decoder and all other inputs
@@ -137,7 +139,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     return (), options
 
 
-def _refuse_masked_positions(batch: Batch, model: Model) -> None:
+def _refuse_masked_positions(batch: Batch, model: ModelDescription) -> None:
     """Raise an error if a mask hides positions that would be measured.
 
     Raises:
@@ -154,12 +156,14 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
         )
 
 
-def _in_dtype(values: Tensor, model: Model) -> Tensor:
+def _in_dtype(values: Tensor, model: ModelDescription) -> Tensor:
     """Convert floats to the dtype of the model's parameters; integers and bools are unchanged."""
     return values.to(model.torch_dtype) if values.is_floating_point() else values
 
 
-def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def smallest_arguments(
+    module: torch.nn.Module, model: ModelDescription, decodes: bool
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Arguments of a forward pass over the smallest input: one token, image or recording.
 
     Args:
@@ -180,7 +184,7 @@ def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> 
     return (), {main: _in_dtype(row, model)} | decoder_options
 
 
-def shape_of_row(module: torch.nn.Module, model: Model, name: str) -> tuple[int, ...]:
+def shape_of_row(module: torch.nn.Module, model: ModelDescription, name: str) -> tuple[int, ...]:
     """Shape of one input row of a model: an image or a recording.
 
     Args:

@@ -42,7 +42,7 @@ from .identity import UNKNOWN_CONTENTS, StoredWeights, hooks_on
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(ModelInputs):
+class ModelDescription(ModelInputs):
     """Description of a model from its modules and configuration, before it runs.
 
     Attributes:
@@ -94,7 +94,7 @@ class Model(ModelInputs):
     changes: str = ""
     attention: str = ""
 
-    def inputs_with(self, other: Model) -> dict[str, Any]:
+    def inputs_with(self, other: ModelDescription) -> dict[str, Any]:
         """A dict of the fields `inputs`, `pads`, `starts` and `ends`, combined from both models."""
         inputs = {**self.inputs, **other.inputs}
         # A value must be equivalent to leaving the input out in both models.
@@ -118,7 +118,7 @@ class Model(ModelInputs):
         """The checksum of the weights; "" if they are not in this process."""
         return str(self.weights)
 
-    def as_it_is_now(self) -> Model:
+    def as_it_is_now(self) -> ModelDescription:
         """This description with a new checksum of the weights, which may have changed."""
         return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
@@ -173,7 +173,7 @@ HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
 
 def describe(
     module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any, unembed: list[str] | None, named: bool
-) -> Model:
+) -> ModelDescription:
     """Describe a Hugging Face or plain torch model by its modules and its configuration.
 
     Args:
@@ -202,7 +202,7 @@ def describe(
         shapes = [(name, list(parameter.shape)) for name, parameter in module.named_parameters()]
         settings = {"class": type(module).__name__, "parameters": shapes}
     first_parameter = next(module.parameters(), None)
-    return Model(
+    return ModelDescription(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
         config_hash=hash_config(settings),
         weights=StoredWeights(module),
@@ -234,7 +234,7 @@ def _context(config: Any) -> int | None:
 
 
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
-    """The fields of `Model` that determine how data is read.
+    """The fields of `ModelDescription` that determine how data is read.
 
     Args:
         module: the model.
@@ -396,7 +396,9 @@ def hash_config(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
+def settled(
+    model: ModelDescription, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]
+) -> ModelDescription:
     """A copy of a model description with the `stream` and `basis` found in a forward pass.
 
     If the modules are not blocks, `layers` has the names of the modules.
@@ -421,7 +423,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
     raise unsupported_blocks(module, reason)
 
 
-def describe_transformer_lens(model: Any) -> Model:
+def describe_transformer_lens(model: Any) -> ModelDescription:
     """Describe a TransformerLens model by its configuration.
 
     Raises:
@@ -440,7 +442,7 @@ def describe_transformer_lens(model: Any) -> Model:
     # Settings of a load, which do not change the architecture.
     left_out = ("model_name", "device", "dtype", "tokenizer_name")
     settings = {name: value for name, value in cfg.to_dict().items() if name not in left_out}
-    return Model(
+    return ModelDescription(
         name=str(cfg.model_name),
         config_hash=hash_config(settings),
         weights=StoredWeights(model),

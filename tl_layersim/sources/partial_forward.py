@@ -25,7 +25,7 @@ from .activation_checks import need_stream
 from .forward_arguments import with_padding_ids
 from .hooked_module import HookedSource
 from .hooks import ForwardRun, eval_mode, frozen_weights, on_enter, on_leave, on_tensor, temporary_hooks
-from .model_description import Model
+from .model_description import ModelDescription
 from .out_of_memory import is_out_of_memory
 from .source import CanReadSites
 
@@ -122,7 +122,7 @@ def logits_of(output: Any) -> Tensor:
     return tensor_of(output)
 
 
-def no_known_head(model: Model) -> LayersimError:
+def no_known_head(model: ModelDescription) -> LayersimError:
     """The error for a model without a known head."""
     return LayersimError(
         f"{model.name} has no known head. Load it by {CLASSES_WITH_HEAD}, or name the head by open_model(model, "
@@ -143,7 +143,7 @@ class SplitModel(ABC):
         source: the source that runs the model.
     """
 
-    model: Model
+    model: ModelDescription
     module: nn.Module
     source: CanReadSites
 
@@ -353,7 +353,7 @@ class LocalSplitModel(SplitModel):
 
     source: HookedSource
 
-    def __init__(self, source: HookedSource, model: Model) -> None:
+    def __init__(self, source: HookedSource, model: ModelDescription) -> None:
         self.source = source
         self.model = model
         self.module = source.module

@@ -50,7 +50,7 @@ from .find_anatomy import (
 )
 from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
-from .model_description import Model, settled
+from .model_description import ModelDescription, settled
 from .out_of_memory import in_parts, is_out_of_memory, joined, reduce_batch, refusing_out_of_memory, release_memory, too_large
 from .row_heads import pooled_head, positions_read
 from .watched_forward import WatchedForward, watch
@@ -89,7 +89,7 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def model(self) -> Model:
+    def model(self) -> ModelDescription:
         """The description of the model."""
 
     @abstractmethod
@@ -195,7 +195,7 @@ class CanUnembed(Source):
 
 
 class CanReplay(Source):
-    """A source whose blocks an analyzer can call again. Its `Model.calls` is not "none".
+    """A source whose blocks an analyzer can call again. Its `ModelDescription.calls` is not "none".
 
     Attributes:
         calling: whether views must contain `calls`.
@@ -451,7 +451,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     reading: SitesRead
     _rows: int | None = None  # largest number of rows in a forward pass; None as long as every batch fits
     _named: bool  # whether the user named the blocks
-    _model: Model
+    _model: ModelDescription
     _heads: tuple[Head, ...] = ()  # heads among which the first watched forward pass chooses
     _is_watched: bool = False  # whether a forward pass has shown that each block runs once, and what it passes on
     _compares_rows: bool = False  # whether rows are compared with themselves alone, after the first `settle`
@@ -460,7 +460,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     _compared: set[tuple[Together, bool]]  # kinds of batches in which a row had the same activations as alone
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelDescription:
         return self._model
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
@@ -827,7 +827,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def stream_test(self, end: Callable[[], object]) -> list[tuple[torch.nn.Module, bool, Callable[[Tensor], None]]]:
         """The hooks that test the residual stream, as tuples of the arguments of `on_tensor`.
 
-        The list is empty if `Model.stream` is known.
+        The list is empty if `ModelDescription.stream` is known.
 
         Args:
             end: function that is called after the last module.

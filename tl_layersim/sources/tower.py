@@ -22,7 +22,7 @@ from ..data.positions import PositionRule, Positions
 from ..data.tokenization import DEFAULT_SEQ_LEN
 from .hooked_module import HookedSource
 from .identity import StoredWeights, hooks_on
-from .model_description import Model, hash_config, processor_of
+from .model_description import ModelDescription, hash_config, processor_of
 
 
 class TowerSource(HookedSource):
@@ -132,7 +132,7 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
     return TowerSource(clip, vision), TowerSource(clip, text)
 
 
-def pair_model(vision: Model, text: Model) -> Model:
+def pair_model(vision: ModelDescription, text: ModelDescription) -> ModelDescription:
     """A model description with the inputs of both towers, for data of images and texts."""
     name = text.name.removesuffix(", text tower")
     inputs = {**text.inputs, **vision.inputs, PIXELS: None}

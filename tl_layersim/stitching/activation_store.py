@@ -19,7 +19,7 @@ from ..data.batches import Batch, Batches, row_bytes
 from ..data.labels import NO_LABEL
 from ..data.texts import split_rows
 from ..lens.targets import answers, check_batch_labels
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.partial_forward import SplitModel
 
 # Activations with more bytes than this are reported.
@@ -29,7 +29,7 @@ EVALUATION_EVERY = 5
 
 
 def fit_and_evaluation(
-    batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool
+    batches: Batches, held_out: Batches | None, labels: str | Tensor, model: ModelDescription, fitted: bool
 ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
     """Batches for fitting adapters, and batches for measuring the penalty; each batch has at least one target.
 
@@ -64,11 +64,11 @@ def fit_and_evaluation(
     return tuple(fit) if fitted else (), tuple(evaluation)
 
 
-def _has_targets(batch: Batch, labels: str | Tensor, model: Model) -> bool:
+def _has_targets(batch: Batch, labels: str | Tensor, model: ModelDescription) -> bool:
     return bool((answers(batch, labels, model) != NO_LABEL).any())
 
 
-def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, model: Model) -> list[Batch]:
+def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, model: ModelDescription) -> list[Batch]:
     batches = []
     for batch in source:
         check_batch_labels(labels, batch, model)

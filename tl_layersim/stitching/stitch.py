@@ -35,7 +35,7 @@ from ..engine.run_identity import identity_of
 from ..lens.targets import answers, usual_labels
 from ..many.compare_grid import group_labels
 from ..remote.open_model import open_split_model
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel, records_of
 from ..sources.partial_forward import LocalSplitModel, SplitModel
 from ..sources.shared_modules import refuse_one_model
@@ -439,7 +439,7 @@ def _sums_by_row(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tens
     return {name: torch.cat([score[name] for score in scores]) for name in names}
 
 
-def point_number(model: Model, layer: Layer, argument: str) -> int:
+def point_number(model: ModelDescription, layer: Layer, argument: str) -> int:
     """Index of a stitch point in the residual stream of a model. 0 is the input of block 0, and i + 1 the output of block i.
 
     Args:

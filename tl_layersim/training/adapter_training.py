@@ -35,7 +35,7 @@ from ..remote.source import RemoteSource
 from ..sources.activation_checks import check_lens, need_stream
 from ..sources.forward_arguments import fewest_logits
 from ..sources.hooks import frozen_weights
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import OpenedModel, is_nnsight
 from ..sources.partial_forward import no_known_head
@@ -354,7 +354,7 @@ def _expecting(form: Form, largest: int, run: Callable[[Any], T]) -> Callable[[A
     return lambda backend: run(backend.expecting(form, largest))
 
 
-def _initial_adapters(model: Model, count: int, rank: int, seed: int) -> Parts:
+def _initial_adapters(model: ModelDescription, count: int, rank: int, seed: int) -> Parts:
     """Dict of the initial adapters and moments: A is normal with variance 1 / d_model, B and the moments of AdamW are 0."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
@@ -368,7 +368,7 @@ def _initial_adapters(model: Model, count: int, rank: int, seed: int) -> Parts:
     return parts | moments
 
 
-def _refuse_untrainable(model: Model) -> None:
+def _refuse_untrainable(model: ModelDescription) -> None:
     """Raise an error if adapters cannot be trained in this model.
 
     Raises:

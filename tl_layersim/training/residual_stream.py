@@ -26,7 +26,7 @@ from ..sources.activation_checks import need_known_norm, need_stream, refuse_oth
 from ..sources.forward_arguments import device_of, padding_id, with_padding_ids
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel
 from ..sources.partial_forward import logits_of, no_known_head, read_residuals
 from ..sources.source import refuse_inference_weights
@@ -34,7 +34,7 @@ from ..stitching.stitched_model import StitchedSource
 from .losses import Norm, Weights, layer_weights, positions_with_targets, summed_loss
 
 
-def refuse_float16(model: Model) -> None:
+def refuse_float16(model: ModelDescription) -> None:
     """Raise an error if the model is in float16, in which small gradients are 0.
 
     Raises:

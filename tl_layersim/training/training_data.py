@@ -29,7 +29,7 @@ from ..engine.report_assembly import record
 from ..engine.run_identity import identity_of, refuse_other_ranks
 from ..lens.targets import answers, check_batch_labels, usual_labels
 from ..sources.forward_arguments import forward_arguments
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from .residual_stream import TrainingBatch
 
 # One in so many rows is held out if there is no `eval_data`.
@@ -50,7 +50,7 @@ class TrainingData:
         label_range: lowest and highest target in the data.
     """
 
-    def __init__(self, batches: Batches, labels: str | Tensor, model: Model, module: torch.nn.Module) -> None:
+    def __init__(self, batches: Batches, labels: str | Tensor, model: ModelDescription, module: torch.nn.Module) -> None:
         self.batches = batches
         self.labels = labels
         self.model = model
@@ -114,7 +114,7 @@ def open_training_data(
     data: Data,
     eval_data: Any,
     labels: Any,
-    model: Model,
+    model: ModelDescription,
     module: torch.nn.Module,
     count_positions: Callable[[Batch], int] | None,
 ) -> tuple[TrainingData, TrainingData]:
@@ -164,7 +164,7 @@ def open_training_data(
 
 def open_training_file(
     path: str | os.PathLike[str] | None,
-    model: Model,
+    model: ModelDescription,
     rows: tuple[TrainingData, TrainingData],
     settings: Mapping[str, Any],
 ) -> ResumableFile:
@@ -202,7 +202,7 @@ def _refuse_other_run(path: Path, identity: Any, file_identity: Any) -> None:
 
 
 def record_of_training(
-    model: Model, rows: tuple[TrainingData, TrainingData], options: dict[str, Any], seconds: float, seed: int
+    model: ModelDescription, rows: tuple[TrainingData, TrainingData], options: dict[str, Any], seconds: float, seed: int
 ) -> Provenance:
     """The provenance of a training. Its counts are those of the held-out data.
 

@@ -30,7 +30,7 @@ from ..remote.traces import FormOfSums, partial_sums
 from ..sources.activation_checks import refuse_not_finite
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import kernels_alone
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.nnsight import NNsightSource, shippable
 from ..sources.source import CanReadSites, OnServer
 from .probe_hooks import Call, ForwardPassPositions, Recorder, continues
@@ -153,7 +153,7 @@ class Probe:
         """
         raise NotImplementedError
 
-    def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
+    def _described(self) -> tuple[Mapping[str, list[ModelDescription]], dict[str, Any]]:
         """Two dicts for the provenance: the models of each analyzer, and further fields."""
         raise NotImplementedError
 
@@ -254,7 +254,7 @@ class LoopProbe(Probe):
         self._plan.check_sites(self._analyzers)
         return self._tree.add(self._leaf(0, pending)) if pending else self._tree
 
-    def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
+    def _described(self) -> tuple[Mapping[str, list[ModelDescription]], dict[str, Any]]:
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
         return self._plan.models(model), {"masked_by_pad_id": self._positions.notes.masked}
 
@@ -472,7 +472,7 @@ class TraceProbe(Probe):
             )
         raise LayersimError("The probe measured nothing: no trace called probe.read(), or no position was counted.")
 
-    def _described(self) -> tuple[Mapping[str, list[Model]], dict[str, Any]]:
+    def _described(self) -> tuple[Mapping[str, list[ModelDescription]], dict[str, Any]]:
         source = self._source
         models = self._plan.models(source.model.as_it_is_now())
         fields: dict[str, Any] = {"in_traces": True, "rows_with_attended_padding": self._padded}

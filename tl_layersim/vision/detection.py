@@ -32,7 +32,7 @@ from ..engine.analyze_and_compare import analyze
 from ..engine.site_plan import refuse_selection
 from ..remote.open_model import open_source
 from ..sources.hooked_module import HookedSource
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 
 # Settings of a DETR's matching cost and loss in its configuration, by the name under which a result records them.
 WEIGHTS = {
@@ -518,7 +518,7 @@ class _Detection(Analyzer):
                     "Remove hooks that change the outputs of the heads."
                 )
 
-    def check_batch(self, batch: Batch, model: Model) -> None:
+    def check_batch(self, batch: Batch, model: ModelDescription) -> None:
         self.images.refuse_other_count(batch.first + len(batch.tokens), more_to_come=True)
 
     def kernel(self, first: Sums) -> Kernel:

@@ -28,7 +28,7 @@ from ..engine.analyze_and_compare import run_analysis
 from ..engine.run_arguments import with_tokenizer
 from ..engine.run_description import Analysis
 from ..engine.site_plan import plan_sites, refuse_selection
-from ..sources.model_description import Model
+from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel
 from ..sources.tower import open_towers, pair_model, text_position, unit, verify_projections
 
@@ -238,7 +238,7 @@ class TowerComparison(Analyzer):
         return cka
 
 
-def _with_layers(model: Model, numbers: Tensor) -> Model:
+def _with_layers(model: ModelDescription, numbers: Tensor) -> ModelDescription:
     """Description of a model of which only some layers are measured."""
     return replace(model, layers=tuple(model.layers[number] for number in numbers))
 
