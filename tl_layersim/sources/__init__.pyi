@@ -1,7 +1,7 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
 from .hooks import eval_mode as eval_mode
-from .model_description import ModelDescription as Model
+from .model_description import ModelDescription as ModelDescription
 from .open_local import sites as sites
 from .open_local import untrained as untrained
 from .source import CanCountPositions as CanCountPositions
