@@ -49,9 +49,9 @@ class RowReference:
         whole = {path: stream for path, stream in streams.items() if len(stream) == len(rows)}
         if not whole:
             raise NoReference("no list of blocks runs once, each block on the output of the one before")
-        # Without a decoder, the last list of blocks: towers of convolutions come before.
+        # Lists inside a block come behind the list of the blocks.
         decoders = [path for path in whole if "decoder" in path]
-        self.path = decoders[0] if decoders else list(whole)[-1]
+        self.path = next(iter(decoders or whole))
         self.blocks = list(model.get_submodule(self.path))
         self.stream = whole[self.path]
 
@@ -91,7 +91,7 @@ class RowReference:
             if len({part.shape for part in stream}) > 1 or stream[0].dim() != 3:
                 continue
             chained = all(torch.equal(before, runs[0]) for before, runs in zip(stream[1:-1], inputs[1:], strict=True))
-            if chained or any(_agrees_with(stream, listed) for listed in states):
+            if any(_agrees_with(stream, listed) for listed in states) or (chained and not states):
                 streams[path] = torch.stack(stream)
         return streams
 
