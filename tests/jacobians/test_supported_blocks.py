@@ -42,7 +42,7 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match=r"sandbox(.|\n)*method='finite-difference'"):
             lsim.BlockCoupling().check(model)
         lsim.BlockCoupling(method="finite-difference").check(model)
-        with pytest.raises(lsim.LayersimError, match=r"Model\(calls="):
+        with pytest.raises(lsim.LayersimError, match=r"ModelDescription\(calls="):
             lsim.BlockCoupling().check(replace(model, calls="none"))
 
     def test_blocks_with_a_state(self):

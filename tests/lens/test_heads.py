@@ -214,15 +214,6 @@ def test_padding_on_the_left_is_no_part_of_the_mean():
     assert_lens(report, own_logits(case), LABELS)
 
 
-def test_a_head_that_pools_otherwise_is_refused():
-    """ImageGPT classifies the mean of all positions with a module of the name of decoders' heads, which read the last one."""
-    torch.manual_seed(0)
-    config = transformers.ImageGPTConfig(vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2, num_labels=CLASSES)
-    model = transformers.ImageGPTForImageClassification(config).eval()
-    with pytest.raises(lsim.LayersimError, match=r"score\(transformer\.ln_f.* \d.*unembed="):
-        lsim.analyze(model, random_tokens(2, 9) % 20, lsim.Saturation())
-
-
 @pytest.mark.parametrize("family", ["Bart", "T5"])
 def test_a_head_at_the_end_of_the_other_stacks_text_is_refused_with_the_reason(family):
     torch.manual_seed(0)

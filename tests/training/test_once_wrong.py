@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 import tl_layersim as lsim
 from tl_layersim.training.losses import layer_weights
@@ -29,10 +30,16 @@ class TestWhatWasOnceWrong:
     def test_a_head_that_is_not_the_models_is_refused_in_a_loop_too(self):
         from transformers import ImageGPTConfig, ImageGPTForImageClassification
 
+        class LargestOfPositions(ImageGPTForImageClassification):
+            """Its `score`, the name of decoders' heads, classifies the largest values of all positions."""
+
+            def forward(self, input_ids=None, **inputs):
+                states = self.transformer(input_ids, **inputs).last_hidden_state
+                return SequenceClassifierOutputWithPast(logits=self.score(states.amax(1)))
+
         torch.manual_seed(0)
-        # Its `score`, the name of decoders' heads, classifies the mean of all positions.
         config = ImageGPTConfig(vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=4, num_labels=3)
-        model = ImageGPTForImageClassification(config).eval()
+        model = LargestOfPositions(config).eval()
         with pytest.raises(lsim.LayersimError, match="own logits"):
             lsim.training.aligned_loss(model, random_tokens(2, 6), torch.tensor([0, 1]))
 

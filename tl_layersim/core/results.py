@@ -331,9 +331,11 @@ class Result(ABC):
         Args:
             field: name of the attribute.
         """
+        if not self.untrained:
+            return None
         values_of_models = [getattr(untrained, field) for untrained in self.untrained]
         shape = getattr(self, field).shape
-        if not values_of_models or any(values.shape != shape for values in values_of_models):
+        if any(values.shape != shape for values in values_of_models):
             return None
         return torch.stack(values_of_models)
 

@@ -149,10 +149,12 @@ def _with_mask(mask: str, model: ModelInputs) -> str:
 
 
 def _mask_missing(observation: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
-    places = "start or end with padding" if at_ends else "contain padding ids between other tokens"
+    if at_ends:
+        missing = "`attention_mask` is missing, but rows of tokens start or end with padding: "
+    else:
+        missing = "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens: "
     return LayersimError(
-        f"`attention_mask` is missing, but rows of tokens {places}: {observation}. Pass {_with_mask(mask, model)}. To measure "
-        "the padding too, pass a mask of ones."
+        f"{missing}{observation}. Pass {_with_mask(mask, model)}. To measure the padding too, pass a mask of ones."
     )
 
 

@@ -88,7 +88,7 @@ def _poolings(is_linear: bool) -> Iterator[Pool]:
             yield Pool(mean_from=start)
 
 
-def positions_read(
+def positions_of_head(
     block: torch.nn.Module, call: Callable[[], Any], logits: Tensor, dtype: torch.dtype
 ) -> Literal["first", "last", "rows"]:
     """The positions of the last block's output that the logits of a row depend on; "rows" for several.

@@ -52,7 +52,7 @@ from .forward_arguments import refusing_failed_forward
 from .hooks import eval_mode, kernels_alone, on_tensor, temporary_hooks
 from .model_description import ModelDescription, settled
 from .out_of_memory import in_parts, is_out_of_memory, joined, reduce_batch, refusing_out_of_memory, release_memory, too_large
-from .row_heads import pooled_head, positions_read
+from .row_heads import pooled_head, positions_of_head
 from .watched_forward import WatchedForward, watch
 
 if TYPE_CHECKING:
@@ -722,8 +722,15 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def choose_row_head(self) -> None:
         """Find out, on a synthetic row, which positions the head of a row classifier reads."""
         head = self._model.head
-        if self._heads and head is not None and head.reads != "every":
+        if not self._heads or head is None or head.reads == "every":
+            return
+        try:
             self.on_synthetic_row(self._find_row_head)
+        except (RuntimeError, MemoryError) as error:
+            # A row of the data needs as much memory, and its error says which rows.
+            if not is_out_of_memory(error):
+                raise
+            release_memory()
 
     def _find_row_head(self, row: Batch) -> None:
         dtype = self._model.torch_dtype
@@ -744,7 +751,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
                 self._set_head(head)
                 return
         # No lens is known, but measures of the residual stream read the same positions as the head.
-        reads = positions_read(self.module.get_submodule(self.paths[-1]), lambda: self.call(row), logits, dtype)
+        reads = positions_of_head(self.module.get_submodule(self.paths[-1]), lambda: self.call(row), logits, dtype)
         self._set_head(replace(self._heads[0], reads=reads, pool=None))
 
     def on_synthetic_row(self, run: Callable[[Batch], T]) -> T | None:
