@@ -14,6 +14,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches, fingerprint, new_digest
 from tl_layersim.data.data import Data
+from tl_layersim.data.non_token_inputs import labelled_without_tokens
 
 from . import helpers
 
@@ -382,3 +383,10 @@ def test_position_ids_of_a_single_row_may_have_an_axis_of_rows():
     for values in (torch.arange(3), torch.arange(3)[None]):
         [batch] = read({"input_ids": [3, 4, 5], "position_ids": values})
         assert batch.inputs["position_ids"].tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list, pandas.DataFrame], ids=["list", "Dataset", "DataFrame"])
+def test_labels_of_rows_without_tokens_are_seen_in_every_form(form):
+    rows = [{"inputs_embeds": [[0.5, 1.0], [1.5, 2.0]], "label": 1}, {"inputs_embeds": [[0.1, 0.2], [0.3, 0.4]], "label": 0}]
+    assert labelled_without_tokens(form(rows), model())
+    assert not labelled_without_tokens(form([{"input_ids": [1, 2], "label": 1}]), model())

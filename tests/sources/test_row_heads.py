@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
 import tl_layersim as lsim
 
@@ -98,6 +98,22 @@ def test_a_lens_of_another_pooling_is_refused():
     data = {"tokens": TOKENS, "label": LABELS}
     with pytest.raises(lsim.LayersimError, match="classifier"):
         lsim.analyze(RowClassifier("max", "classifier"), data, lsim.LogitLens(labels="data"))
+
+
+def test_blocks_before_the_last_one_are_read_where_the_head_reads():
+    """Behind them come other blocks, which are no part of a head."""
+    config = BertConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, num_labels=CLASSES
+    )
+    model = BertForSequenceClassification(config).eval()
+    # No padding ids.
+    tokens = TOKENS + 1
+    lower = lsim.open_model(model, layers=["bert.encoder.layer.0", "bert.encoder.layer.1"])
+    norm = lsim.analyze(lower, tokens, lsim.Trajectory())["trajectory"].norm
+    with torch.no_grad():
+        states = model(tokens, output_hidden_states=True).hidden_states[:3]
+    expected = torch.stack([layer[:, 0].double().norm(dim=-1).mean() for layer in states])
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_classifier_of_speech_reads_the_mean_of_its_frames():

@@ -472,7 +472,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
             count: number of samples.
         """
         reason = (
-            f"all {count} {self.samples_in_words} are equal up to rounding, like [CLS] tokens before the first attention. If "
+            f"all {count} {self.sample_word} are equal up to rounding, like [CLS] tokens before the first attention. If "
             'a large mean hides their spread, CKA(estimator="minibatch") measures it'
         )
         refuse_undefined(type(self).__name__, zip((run.layers, run.column_layers), sides, strict=True), reason)

@@ -646,5 +646,5 @@ class MinibatchAnalyzer(SampleAnalyzer):
         if run.provenance.texts < run.provenance.sequences:
             data += f" of {amount(run.provenance.texts, 'text')}"
         raise LayersimError(
-            f"{type(self).__name__} needs {self.least} {self.samples_in_words}{reason}; the data has {data}.{remedy}"
+            f"{type(self).__name__} needs {self.least} {self.sample_word}{reason}; the data has {data}.{remedy}"
         )

@@ -345,7 +345,7 @@ class SampleAnalyzer(Analyzer):
         return self.level == "sequence"
 
     @property
-    def samples_in_words(self) -> str:
+    def sample_word(self) -> str:
         """The word for samples in messages: "tokens" or "sequences"."""
         return "tokens" if self.level == "token" else "sequences"
 

@@ -188,7 +188,7 @@ class CCA(CrossProductAnalyzer):
             share = min(largest / (count - 1), 1)
             trivial = " Every value is 1 by construction." if share == 1 else ""
             warn(
-                f"CCA rests on {count} {self.samples_in_words} of up to {largest} dimensions: unrelated sites would have a "
+                f"CCA rests on {count} {self.sample_word} of up to {largest} dimensions: unrelated sites would have a "
                 f"mean squared correlation of about {share:.2f}.{trivial} Pass more data, or measure this "
                 "baseline with permutations=200 at a few sites."
             )

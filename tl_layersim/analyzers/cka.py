@@ -248,7 +248,7 @@ class CKA(MinibatchAnalyzer):
         defined_x = hsic_xx > 0
         defined_y = hsic_yy > 0
         count = int(sums["samples"])
-        reason = f"all {count} {self.samples_in_words} are equal, like [CLS] tokens before the first attention"
+        reason = f"all {count} {self.sample_word} are equal, like [CLS] tokens before the first attention"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], reason)
         if exact and self.unit == "text" and run.provenance.options.get("rows_as_texts"):
             warn(

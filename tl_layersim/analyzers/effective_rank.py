@@ -157,7 +157,7 @@ class EffectiveRank(SampleAnalyzer):
         return partial(second_moments_kernel, rows=self.read)
 
     def compute(self, sums: Sums, run: Run) -> EffectiveRankResult:
-        unit = self.samples_in_words
+        unit = self.sample_word
         n = int(sums["samples"])
         centred = self.center == "dataset"
         widths = tuple((sums["width"] // n).tolist())

@@ -432,7 +432,7 @@ def exit_kernel(
         heads: heads for the layers below the last; None to use the model's own head at every layer.
     """
     index = read_positions(view)
-    part = _part_of_row(view)
+    part = _half_of_token(view)
     target = targets(view, labels, index)
     if index is not None:
         part = part[index.to(part.device)]
@@ -465,7 +465,7 @@ def exit_kernel(
     return sums
 
 
-def _part_of_row(view: View) -> Tensor:
+def _half_of_token(view: View) -> Tensor:
     """Which half of the texts each token is in (`token`): 0 to choose thresholds, 1 held out."""
     rows = samples_of(view, whole_rows=True)
     row_of_token = torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]

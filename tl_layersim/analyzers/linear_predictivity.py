@@ -137,11 +137,11 @@ class LinearPredictivity(CrossProductAnalyzer):
         count = train.samples + test.samples
         if train.samples < 2 or test.samples < 2:
             raise LayersimError(
-                f"LinearPredictivity needs two training and two held-out {self.samples_in_words}; the data has {train.samples} "
-                f"training and {test.samples} held-out {self.samples_in_words}. It has {amount(run.provenance.texts, 'text')}, "
+                f"LinearPredictivity needs two training and two held-out {self.sample_word}; the data has {train.samples} "
+                f"training and {test.samples} held-out {self.sample_word}. It has {amount(run.provenance.texts, 'text')}, "
                 "whose rows stay together."
             )
-        warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.samples_in_words)
+        warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.sample_word)
         warn_of_few_texts("LinearPredictivity", int(sums["test.texts"]))
         defined_rows = train.rows.defined & test.rows.defined
         defined_columns = train.columns.defined & test.columns.defined

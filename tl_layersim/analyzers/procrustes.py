@@ -119,7 +119,7 @@ class Procrustes(CrossProductAnalyzer):
         count = int(sums["samples"])
         products = Covariances(sums)
         defined = self.defined_pairs(run, (products.rows.defined, products.columns.defined), count)
-        warn_of_few_samples("Procrustes", count, sums["x"].shape[-1], self.samples_in_words)
+        warn_of_few_samples("Procrustes", count, sums["x"].shape[-1], self.sample_word)
         values = _similarities(products, products, with_diagonal=False).where(defined, math.nan)
         null: dict[str, Any] = {}
         if "null.samples" in sums.fields:

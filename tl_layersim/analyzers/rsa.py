@@ -105,9 +105,7 @@ class RSA(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> RSAResult:
         self.need_rows("samples" in sums.fields, run)
-        reason = (
-            f"all {self.samples_in_words} of a minibatch are equally dissimilar, like [CLS] tokens before the first attention"
-        )
+        reason = f"all {self.sample_word} of a minibatch are equally dissimilar, like [CLS] tokens before the first attention"
         refuse_undefined("RSA", [(run.layers, sums["xx"] > 0), (run.column_layers, sums["yy"] > 0)], reason)
         # Pairs of samples of the minibatches in which both layers have unequal dissimilarities. 0 / 0 is NaN.
         values = (sums["xy"] / sums["norms"]).clamp(-1, 1)

@@ -190,7 +190,7 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
 
     from ..core.file_format import replacing
 
-    used_options = {} if report is None else _used_options(report)
+    used_options = {} if report is None else _effective_options(report)
     options = {}
     for key, value in call.options.items():
         options[key] = value if key in call.explicit else used_options.get(key, value)
@@ -200,7 +200,7 @@ def write_run_file(folder: Path, name: str, call: CommandCall, settled: Mapping[
         if key not in NOT_KEPT and value not in (None, [], ()):
             content[key] = _written_value(key, value)
     if report is not None:
-        content[RECORD_KEY] = _record_of(report)
+        content[RECORD_KEY] = _provenance_record(report)
     # Options that `--config` does not read from a file, see `NOT_FROM_FILES`.
     further = ""
     if call.command == "train":
@@ -231,7 +231,7 @@ def _written_value(name: str, value: Any) -> Any:
     return str(value) if value == math.inf else value
 
 
-def _used_options(report: Any) -> dict[str, Any]:
+def _effective_options(report: Any) -> dict[str, Any]:
     """The options that a run used, including defaults that depend on the model, the data or other options."""
     provenance = next(iter(report.values())).provenance
     options = {**provenance.options, **provenance.options.get("training", {})}
@@ -239,7 +239,7 @@ def _used_options(report: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "at" and value is not None}
 
 
-def _record_of(report: Any) -> dict[str, Any]:
+def _provenance_record(report: Any) -> dict[str, Any]:
     """A dict of the model, weights, data and package versions of a run."""
     run = next(iter(report.values())).provenance
     values = (run.model, run.weights_hash, run.data, run.tokens)
@@ -254,7 +254,7 @@ def warn_of_another_run(call: CommandCall, report: Any) -> None:
         report: report of this run.
     """
     file_record = options_of(call).get(RECORD_KEY)
-    record = _record_of(report)
+    record = _provenance_record(report)
     if file_record is None:
         return
     differing = []

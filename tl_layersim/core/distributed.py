@@ -72,7 +72,7 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
     return frozenset(peers)
 
 
-def refuse_parts(module: torch.nn.Module) -> None:
+def refuse_sharded(module: torch.nn.Module) -> None:
     """Raise an error if the weights of a model are sharded over processes. Each process would train on other rows.
 
     Raises:

@@ -569,12 +569,12 @@ def _field_interval(result: Any, name: str, level: float) -> ConfidenceInterval:
         raise LayersimError(f"{type(result).__name__}.{name} has no interval; fields with intervals: {fields or 'none'}.")
     value, replicates = with_and_without_blocks(result, functools.partial(aligned, result=result, field=field), declared)
     if not declared.out_of:
-        return jackknife_interval(value, replicates, level, declared.within, units_of(result, declared))
+        return jackknife_interval(value, replicates, level, declared.within, unit_counts_at_bounds(result, declared))
     total = declared.total(result)
     low, high = declared.within
     # A count is at most its total.
     within = (low / total, torch.as_tensor(high).minimum(total) / total)
-    fraction = jackknife_interval(value / total, replicates / total, level, within, units_of(result, declared))
+    fraction = jackknife_interval(value / total, replicates / total, level, within, unit_counts_at_bounds(result, declared))
     return ConfidenceInterval(value, fraction.low * total, fraction.high * total, fraction.error * total)
 
 
@@ -708,11 +708,11 @@ def chance_error(result: Any, declared: Declaration, value: Tensor, error: Tenso
         total = declared.total(result)
         within = (0.0, 1.0)
     quantile = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy()))
-    at_low, at_high = chance_margins(value / total, error / total, quantile, within, units_of(result, declared))
+    at_low, at_high = chance_margins(value / total, error / total, quantile, within, unit_counts_at_bounds(result, declared))
     return (at_low + at_high) * total / quantile
 
 
-def units_of(result: Any, declared: Declaration) -> tuple[Tensor, Tensor]:
+def unit_counts_at_bounds(result: Any, declared: Declaration) -> tuple[Tensor, Tensor]:
     """Number of independent units behind each entry of a field, for its lower and its upper bound.
 
     It is infinite at a bound that no sample reaches by chance, and for entries that are at a bound by definition.

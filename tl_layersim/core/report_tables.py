@@ -249,7 +249,7 @@ def markdown(table: pandas.DataFrame) -> str:
 Correction: TypeAlias = Literal["holm", "fdr_bh"]
 
 
-def distinct_tests(result: Any, field: str) -> Tensor:
+def distinct_test_mask(result: Any, field: str) -> Tensor:
     """Mask of a field's p-values: True for those that count as separate tests. All False if the run had no permutations.
 
     For layers of one model, the diagonal is left out, and a symmetric measure counts each pair of layers once.

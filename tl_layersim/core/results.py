@@ -26,7 +26,7 @@ from .report_tables import (
     NUMBERS,
     Correction,
     adjusted,
-    distinct_tests,
+    distinct_test_mask,
     field_lines,
     field_table,
     headline_table,
@@ -667,7 +667,7 @@ class Report(Mapping[str, Any]):
             for field in result.tensor_fields():
                 if not field.endswith(("p_value", "p_values")):
                     continue
-                tested = distinct_tests(result, field)
+                tested = distinct_test_mask(result, field)
                 if bool(tested.any()):
                     tables.append(field_lines(name, result, field)[tested.numpy().reshape(-1)])
         table = joined_tables(tables).drop(columns=list(NUMBERS[1:]), errors="ignore").rename(columns={"value": "p_value"})

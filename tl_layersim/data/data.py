@@ -14,7 +14,7 @@ from .padding_masks import RunsAtEnds
 from .positions import PositionRule, Positions
 from .row import Row
 from .source_content import content_digest
-from .texts import GroupNumbers, group_values
+from .texts import GroupNumbers, groups_as_list
 
 
 @dataclass
@@ -213,7 +213,7 @@ class Data:
     def __post_init__(self) -> None:
         if self.seq_len and self.skip_first >= self.seq_len:
             raise LayersimError(f"`skip_first` is {self.skip_first}; it must be below `seq_len`, which is {self.seq_len}.")
-        group_values(self.groups)
+        groups_as_list(self.groups)
 
     @classmethod
     def of(cls, given: Any, **defaults: Any) -> Data:
@@ -352,7 +352,7 @@ DATA_OPTIONS = (*OPTIONS, *RECORDED)
 
 def _recorded_groups(groups: Any) -> str | None:
     """Name of the column of groups, or a digest of their values."""
-    values = group_values(groups)
+    values = groups_as_list(groups)
     if values is None:
         name: str | None = groups
         return name

@@ -307,7 +307,7 @@ def find_column(data: Mapping[str, Any]) -> str | None:
     return candidates[0] if len(candidates) == 1 else None
 
 
-def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
+def unclear_columns_error(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
     """The error for a mapping whose column of texts or tokens is ambiguous."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
     remedy = f"Pass one split: data[{splits[0]!r}]" if splits else f"Name one: column={next(iter(data), None)!r}"
@@ -417,12 +417,18 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
         data: data of any accepted kind. For an iterator the answer is False, because looking would consume a row.
         model: the model that the rows are for.
     """
-    is_table = isinstance(data, Mapping) or hasattr(data, "to_dict") or getattr(data, "shape", None) == ()
-    if not is_table and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+    # An array without axes has no rows to look at.
+    is_number = getattr(data, "shape", None) == ()
+    if not _has_columns(data) and not is_number and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
         data = data[0]
-    if not isinstance(data, Mapping) and not (hasattr(data, "columns") and hasattr(data, "to_dict")):
+    if not _has_columns(data):
         return False
     return main_column(data, model) is not None and any(name in data for name in LABELS)
+
+
+def _has_columns(data: Any) -> bool:
+    """Whether data is a mapping, or a data frame. A `datasets.Dataset` is a sequence of rows."""
+    return isinstance(data, Mapping) or (hasattr(data, "columns") and hasattr(data, "to_dict"))
 
 
 def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ from .non_token_inputs import (
     reads_decoder,
     refuse_integers,
     rows_of,
-    unclear_columns,
+    unclear_columns_error,
     without_padding,
 )
 from .padding_masks import as_mask, mask_of, masked_warning
@@ -251,7 +251,7 @@ class Reader:
                 "[[{'role': 'user', 'content': '...'}, ...], ...]."
             )
         if not columns or not set(columns) <= data.keys():
-            raise unclear_columns(data, column, self.model)
+            raise unclear_columns_error(data, column, self.model)
         values = data[columns[0]]
         has_texts = is_text(values)
         has_chats = is_chat(values)

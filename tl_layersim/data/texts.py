@@ -26,7 +26,7 @@ LEAST_TEXTS = 4
 MOST_HELD = 256_000_000
 
 
-def group_values(groups: Any) -> list[Any] | None:
+def groups_as_list(groups: Any) -> list[Any] | None:
     """The option `groups` as a list with one value for each row of the data; None for no groups, and for a column.
 
     Args:
@@ -72,7 +72,7 @@ class GroupNumbers:
 
     def __init__(self, groups: Any) -> None:
         self._column = groups if isinstance(groups, str) else None
-        self._values = group_values(groups)
+        self._values = groups_as_list(groups)
         self._first: dict[Hashable, int] = {}
 
     def of(self, number: int, value: Any) -> int:

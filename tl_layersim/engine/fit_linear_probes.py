@@ -33,7 +33,7 @@ from ..core.wording import brief
 from ..data.batches import Batch, Batches
 from ..data.data import Data
 from ..data.row import ModelInputs
-from ..data.texts import group_values
+from ..data.texts import groups_as_list
 from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel
 from ..sources.source import position_counter
@@ -306,7 +306,7 @@ def _joint_groups(parts: Sequence[Data], model: ModelInputs, count_positions: Ca
         return options[0]
     joint: list[Any] = []
     for number, part in enumerate(parts):
-        values = group_values(part.groups)
+        values = groups_as_list(part.groups)
         if isinstance(part.groups, str):
             raise LayersimError(
                 f"`groups` is the column {part.groups!r} in one part of the data; it must be a sequence in both."

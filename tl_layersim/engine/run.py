@@ -30,7 +30,7 @@ from ..core.sums import DataBlock, Sums, SumTree, Tally, analyzer_of, first_bloc
 from ..core.wording import brief, with_article
 from ..data.batches import Batch, BatchSize, RowDigests, batch_sizes
 from ..data.data import Data
-from ..data.texts import LEAST_TEXTS, GroupNumbers, group_values
+from ..data.texts import LEAST_TEXTS, GroupNumbers, groups_as_list
 from ..sources.activation_checks import check_lens, check_stream_sums, refuse_not_finite
 from ..sources.model_description import ModelDescription
 from ..sources.source import CanReadSites, OnServer, PartialSums
@@ -490,7 +490,7 @@ def texts_in_data(data: Data) -> int | None:
         >>> texts_in_data(Data(list("abcdef"))), texts_in_data(Data(list("abcdef"), groups=[0, 0, 1, 1, 2, 2]))
         (6, 3)
     """
-    values = group_values(data.groups)
+    values = groups_as_list(data.groups)
     if values is not None:
         numbers = GroupNumbers(values)
         return len({numbers.of(row, None) for row in range(len(values))})

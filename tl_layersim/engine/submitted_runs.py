@@ -235,11 +235,11 @@ class RemoteRun:
                 kept.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        total = sum(map(_tokens_of, self._jobs))
+        total = sum(map(_token_count, self._jobs))
         with tqdm(desc="jobs", unit="token", unit_scale=True, total=total, disable=None) as bar:
             while True:
                 states = self.status()
-                completed = sum(_tokens_of(job) for job in self._jobs if job.state == "COMPLETED")
+                completed = sum(_token_count(job) for job in self._jobs if job.state == "COMPLETED")
                 bar.update(completed - bar.n)
                 bar.set_postfix_str(_states_in_words(states))
                 if states.get("COMPLETED") == len(self._jobs):
@@ -386,7 +386,7 @@ class RemoteRun:
         return earlier | traffic
 
 
-def _tokens_of(job: Job) -> int:
+def _token_count(job: Job) -> int:
     """Number of counted positions in a job."""
     return sum(sum(step.tokens) for step in job.steps)
 

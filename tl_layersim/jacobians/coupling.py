@@ -237,7 +237,7 @@ class LinearPath:
 
     def directions(self, row: Tensor, sample: Tensor, connection: Tensor) -> Tensor:
         """Input of a block on the linearised path and in the forward pass (`sample d_model 2`)."""
-        x = self._residual(row, sample, connection, "hidden")
+        x = self._residual_stream_at(row, sample, connection, "hidden")
         if int(connection[0]) == 0:
             self.y[sample] = x
         return torch.stack([self.y[sample], x], -1)
@@ -245,8 +245,8 @@ class LinearPath:
     def add(self, row: Tensor, sample: Tensor, connection: Tensor, products: Tensor) -> None:
         """Extend the path by a block. `products` (`sample d_model 2`) are its Jacobian times `directions`."""
         self.y[sample] += products[..., 0]
-        before = self._residual(row, sample, connection, "hidden").double()
-        after = self._residual(row, sample, connection, "output").double()
+        before = self._residual_stream_at(row, sample, connection, "hidden").double()
+        after = self._residual_stream_at(row, sample, connection, "output").double()
         update = after - before
         index = (sample, connection)
         self.path_error[index] = (self.y[sample] - after).norm(dim=-1) / after.norm(dim=-1)
@@ -255,7 +255,7 @@ class LinearPath:
         for share, basis in ((self.left_share, self.u), (self.right_share, self.v)):
             share[index] = torch.einsum("pdk,pd->pk", basis[index].double(), direction).square()
 
-    def _residual(self, row: Tensor, sample: Tensor, connection: Tensor, attribute: str) -> Tensor:
+    def _residual_stream_at(self, row: Tensor, sample: Tensor, connection: Tensor, attribute: str) -> Tensor:
         """Residual at `t_in` before ("hidden") or after ("output") a block (`sample d_model`)."""
         call = self.calls[self.connections.block[int(connection[0])]]
         x: Tensor = getattr(call, attribute)

@@ -232,13 +232,13 @@ def _replacement(module: torch.nn.Module, name: str) -> Any:
         # A method of another module computes with that module's weights.
         return getattr(function, "__func__", function) is method and getattr(function, "__self__", module) is module
 
-    def is_of_another_module(function: Any) -> bool:
+    def is_bound_to_another_layer(function: Any) -> bool:
         owner = getattr(function, "__self__", None)
         return isinstance(owner, torch.nn.Module) and owner is not module
 
     def is_replacement(function: Any) -> bool:
         # A method that a library has wrapped has `__wrapped__`, which is a function without the module it is bound to.
-        return is_from_class(function) or is_of_another_module(function) or not _is_wrapper(function)
+        return is_from_class(function) or is_bound_to_another_layer(function) or not _is_wrapper(function)
 
     if not callable(function) or is_from_class(function):
         return None
@@ -246,7 +246,7 @@ def _replacement(module: torch.nn.Module, name: str) -> Any:
         captured = inspect.getclosurevars(function).nonlocals
         function = captured.get("forward", function)
     function = inspect.unwrap(function, stop=is_replacement)
-    if is_from_class(function) or (_is_of_known_package(function) and not is_of_another_module(function)):
+    if is_from_class(function) or (_is_of_known_package(function) and not is_bound_to_another_layer(function)):
         return None
     return function
 

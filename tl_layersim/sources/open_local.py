@@ -252,7 +252,7 @@ def sites(model: Any) -> pandas.DataFrame:
         raise unsupported_model(model)
     blocks = [] if is_transformer_lens(module) else find_stacks(module, opened.layers)
     model_sites = site_map(module, blocks, _watched_layouts(opened, module, blocks)).sites
-    rows = [(site.point.name, site.family, site.block, _module_and_side(site), len(site.heads)) for site in model_sites]
+    rows = [(site.point.name, site.family, site.block, _module_and_side_text(site), len(site.heads)) for site in model_sites]
     table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])
     return table.astype({"block": "Int64"})
 
@@ -267,7 +267,7 @@ def _watched_layouts(opened: OpenedModel, module: torch.nn.Module, blocks: Seque
     return source.watched_layouts if isinstance(source, CanReadSites) else {}
 
 
-def _module_and_side(site: Site) -> str:
+def _module_and_side_text(site: Site) -> str:
     """Describe the module that a site reads, and whether it reads the input or the output."""
     side = "input" if site.point.incoming else "output"
     if site.point.part is not None:

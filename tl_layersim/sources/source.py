@@ -710,7 +710,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         allowed = rounding(self._model.torch_dtype, torch.float32)
         forward_passes = [(hidden, output, row)]
         if not tells_heads_apart(row):
-            synthetic_pass = self.on_synthetic_row(self._last_block_and_output)
+            synthetic_pass = self.on_synthetic_row(self._forward_with_last_block)
             if synthetic_pass is not None:
                 forward_passes.append(synthetic_pass)
         # The heads of a recorded forward pass come second, and are looked for only if no other head fits.
@@ -735,16 +735,15 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def _find_row_head(self, row: Batch) -> None:
         dtype = self._model.torch_dtype
         recorded = record_forward(self.module, lambda: self.call(row))
+        if self._leaves_out_later_blocks(recorded):
+            return
         hidden = recorded.runs_of(self.paths[-1])[-1].output
         logits = tensor_of(recorded.output)
         assert hidden is not None
-        # An image or a recording has as many positions as its activations.
-        every = torch.ones(1, hidden.shape[1], dtype=torch.bool)
-        row = (
-            row
-            if row.has_tokens
-            else replace(row, tokens=torch.zeros_like(every, dtype=torch.int64), attention=every, counted=every)
-        )
+        if not row.has_tokens:
+            # An image or a recording has as many positions as its activations.
+            every = torch.ones(1, hidden.shape[1], dtype=torch.bool)
+            row = replace(row, tokens=torch.zeros_like(every, dtype=torch.int64), attention=every, counted=every)
         watched = pooled_head(recorded, self.paths[-1], logits, dtype)
         for head in (*self._heads, watched):
             if head is not None and self._head_gap(head, hidden, recorded.output, row) <= rounding(dtype, torch.float32):
@@ -768,7 +767,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             LOG.info("%s does not run on a synthetic row: %s", self._model.name, error)
             return None
 
-    def _last_block_and_output(self, row: Batch) -> tuple[Tensor, Any, Batch]:
+    def _forward_with_last_block(self, row: Batch) -> tuple[Tensor, Any, Batch]:
         """The activations of the last block and the output of a forward pass over a row, with the row."""
         hidden: list[Tensor] = []
         with temporary_hooks() as handles:
@@ -799,13 +798,16 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             recorded = record_forward(self.module, lambda: self.call(row))
         yield from self._heads_of(recorded, int(row.tokens[0, 0]))
 
+    def _leaves_out_later_blocks(self, recorded: RecordedForward) -> bool:
+        """Whether `layers` leaves out later blocks, which are no part of a head."""
+        last_block_run = recorded.runs_of(self.paths[-1])[-1]
+        kinds_behind = {type(run.module) for run in tail_runs(recorded, last_block_run)}
+        return type(last_block_run.module) in kinds_behind
+
     def _heads_of(self, recorded: RecordedForward, token: int) -> Iterator[Head]:
         """The head of a recorded forward pass as a chain of modules, then as the rest of the pass on a token id."""
-        last_block_run = recorded.runs_of(self.paths[-1])[-1]
-        for run in tail_runs(recorded, last_block_run):
-            if type(run.module) is type(last_block_run.module):
-                # `layers` leaves out later blocks, which are no part of a head.
-                return
+        if self._leaves_out_later_blocks(recorded):
+            return
         arithmetic = arithmetic_of(text_config(getattr(self.module, "config", None)), self._model.torch_dtype)
         head = watched_head(recorded, self.paths[-1], tensor_of(recorded.output), arithmetic)
         if head is not None:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..core.arguments import FilePath, typed
-from ..core.distributed import refuse_parts
+from ..core.distributed import refuse_sharded
 from ..core.errors import LayersimError, warn
 from ..core.file_format import refuse_unwritable, refuse_unwritable_folder, replacing_model
 from ..core.result_declarations import result_class
@@ -79,7 +79,7 @@ class FineTuning(Descent):
         self.batch_size = batch_size
         self.training_data, self.eval_data = rows
         self.device = objective.stream.device
-        refuse_parts(objective.module)
+        refuse_sharded(objective.module)
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
             device_placement=False,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from ..architectures.unembed import rounding
-from ..core.distributed import refuse_parts
+from ..core.distributed import refuse_sharded
 from ..core.errors import LayersimError, warn
 from ..data.labels import NO_LABEL
 from ..data.non_token_inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
@@ -90,7 +90,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             raise LayersimError(
                 f"`model` is a {type(inner).__name__}; it must be a transformers.PreTrainedModel. Use finetune_aligned."
             )
-        refuse_parts(model)
+        refuse_sharded(model)
         self._model_of_objective = model
         objective = OBJECTIVES.named(self._settings.objective)
         stream = open_residual_stream(replace(self._model_argument, model=inner))

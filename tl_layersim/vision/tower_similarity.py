@@ -233,12 +233,12 @@ class TowerComparison(Analyzer):
         for name in ("yy", "r_y", "r_y^2"):
             fields[name] = fields[name][columns]
         fields["xy"] = fields["xy"][rows][:, columns]
-        models = (_with_layers(run.models[0], rows), _with_layers(run.models[-1], columns))
+        models = (_restricted_to_layers(run.models[0], rows), _restricted_to_layers(run.models[-1], columns))
         cka[rows[:, None], columns] = self._cka().compute(Sums(fields), replace(run, models=models)).values
         return cka
 
 
-def _with_layers(model: ModelDescription, numbers: Tensor) -> ModelDescription:
+def _restricted_to_layers(model: ModelDescription, numbers: Tensor) -> ModelDescription:
     """Description of a model of which only some layers are measured."""
     return replace(model, layers=tuple(model.layers[number] for number in numbers))
 
