@@ -1,0 +1,18 @@
+"""Linear adapters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .adapter_kind import AdapterKind
+
+
+class Linear(AdapterKind):
+    """Linear map, $y = W h$."""
+
+    name = "linear"
+    has_bias = False
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return hidden
