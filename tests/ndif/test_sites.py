@@ -124,5 +124,5 @@ def test_few_bytes_cross_at_32_layers(server, at, capsys):
             f"\n32 layers, {at}, {report['cka'].samples} tokens: {place['bytes_sent']:,} bytes sent, "
             f"{place['bytes_received']:,} back, in {place['requests']} requests"
         )
-    # Of all requests together.
-    assert max(place["bytes_sent"], place["bytes_received"]) < 120_000
+    # Of all requests together, each with the code of the package that the server runs.
+    assert max(place["bytes_sent"], place["bytes_received"]) < 160_000
