@@ -138,15 +138,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(family: str) -> Any:
-    """The small configuration of a family."""
+def configuration(family: str, sizes: dict[str, Any] = SIZES) -> Any:
+    """The small configuration of a family.
+
+    Args:
+        family: the `model_type`.
+        sizes: values of settings that many configurations share.
+    """
     kind = CONFIG_MAPPING[family]
     default = kind()
     aliases = getattr(kind, "attribute_map", None) or {}
     options: dict[str, Any] = {}
-    for name, value in SIZES.items():
+    for name, value in sizes.items():
         # Of two names for one setting, the configuration's own.
-        if name in aliases and aliases[name] in SIZES:
+        if name in aliases and aliases[name] in sizes:
             continue
         with contextlib.suppress(Exception):
             # Some attributes cannot be read, as they differ by layer.
@@ -154,13 +159,14 @@ def configuration(family: str) -> Any:
             if known:
                 options[name] = value
     options |= OPTIONS.get(family, {})
-    return kind(**{name: value for name, value in options.items() if value is not None})
+    config = kind(**{name: value for name, value in options.items() if value is not None})
+    config._experts_implementation = "eager"
+    config._attn_implementation = "eager"
+    return config
 
 
 def causal_model(family: str, seed: int = 0) -> Any:
     """A small random causal language model of a family, in evaluation mode.
-
-    Matrices are four times as large as they are initialised, because a fresh model is nearly the identity.
 
     Args:
         family: the `model_type`.
@@ -170,19 +176,35 @@ def causal_model(family: str, seed: int = 0) -> Any:
         Exception: transformers cannot build the family small.
     """
     config = configuration(family)
-    config._experts_implementation = "eager"
-    config._attn_implementation = "eager"
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, 4.0, seed)
+
+
+def random_model(kind: Any, config: Any, factor: float, seed: int) -> Any:
+    """A random model in evaluation mode.
+
+    Args:
+        kind: its class.
+        config: its configuration.
+        factor: factor of the matrices as they are initialised, because a fresh model is nearly the identity.
+        seed: seed of the weights.
+
+    Raises:
+        ValueError: the model is not small.
+    """
     with torch.device("meta"):
         size = sum(weight.numel() for weight in kind(config).parameters())
     if size > LARGEST:
-        raise ValueError(f"{family} has {size} weights")
+        raise ValueError(f"{kind.__name__} has {size} weights")
     torch.manual_seed(seed)
     model = kind(config)
+    # Waves of fixed lengths are computed anew where a model is loaded.
+    waves = [module.weight for module in model.modules() if "Sinusoidal" in type(module).__name__ and hasattr(module, "weight")]
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
+        if any(weight is wave for wave in waves):
+            continue
         if weight.dim() >= 2:
-            weight.data.mul_(4)
+            weight.data.mul_(factor)
         elif weight.is_floating_point():
             weight.data.add_(0.1 * torch.randn(weight.shape, generator=generator))
     model.tie_weights()

@@ -5,15 +5,14 @@ A task is one of transformers' mappings from configurations to classes, such as 
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .causal_families import LARGEST, LAYERS, OPTIONS, SIZES, WIDTH
+from .causal_families import LAYERS, SIZES, WIDTH, configuration, random_model
 
 TASKS = {
     "masked language models": "MODEL_FOR_MASKED_LM_MAPPING",
@@ -63,24 +62,6 @@ def families_of(task: str) -> tuple[str, ...]:
     return tuple(getattr(modeling_auto, f"{TASKS[task]}_NAMES"))
 
 
-def configuration(family: str) -> Any:
-    """The small configuration of a family."""
-    kind = CONFIG_MAPPING[family]
-    default = kind()
-    aliases = getattr(kind, "attribute_map", None) or {}
-    sizes = SIZES | MORE_SIZES
-    options: dict[str, Any] = {}
-    for name, value in sizes.items():
-        if name in aliases and aliases[name] in sizes:
-            continue
-        with contextlib.suppress(Exception):
-            # Some attributes cannot be read, as they differ by layer.
-            if hasattr(default, name) or name.endswith("_token_id"):
-                options[name] = value
-    options |= OPTIONS.get(family, {})
-    return kind(**{name: value for name, value in options.items() if value is not None})
-
-
 def task_model(task: str, family: str, seed: int = 0) -> Any:
     """A small random model of a family for a task, in evaluation mode.
 
@@ -92,27 +73,8 @@ def task_model(task: str, family: str, seed: int = 0) -> Any:
     Raises:
         Exception: transformers cannot build the family small from the common sizes.
     """
-    config = configuration(family)
-    config._experts_implementation = "eager"
-    config._attn_implementation = "eager"
-    kind: Any = getattr(modeling_auto, TASKS[task])[type(config)]
-    with torch.device("meta"):
-        size = sum(weight.numel() for weight in kind(config).parameters())
-    if size > LARGEST:
-        raise ValueError(f"{family} has {size} weights")
-    torch.manual_seed(seed)
-    model = kind(config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        if "embed_positions" in name:
-            # Waves of fixed lengths are computed anew where a model is loaded.
-            continue
-        if weight.dim() >= 2:
-            # A fresh model is nearly the identity.
-            weight.data.mul_(2)
-        elif weight.is_floating_point():
-            weight.data.add_(0.1 * torch.randn(weight.shape, generator=generator))
-    return model.eval().requires_grad_(False)
+    config = configuration(family, SIZES | MORE_SIZES)
+    return random_model(getattr(modeling_auto, TASKS[task])[type(config)], config, 2.0, seed)
 
 
 def rows_of(model: Any) -> list[dict[str, Tensor]]:
@@ -133,7 +95,9 @@ def rows_of(model: Any) -> list[dict[str, Tensor]]:
         else:
             assert tokens is not None
             row["input_ids"] = tokens
-        has_decoder = getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in _arguments(model)
+        has_decoder = (
+            getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in inspect.signature(model.forward).parameters
+        )
         if has_decoder:
             assert tokens is not None
             row["decoder_input_ids"] = tokens[: max(3, length - 2)].flip(0)
@@ -145,10 +109,3 @@ def _features_shape(config: Any) -> tuple[int, int]:
     """Shape of the features of one recording: frames first, but in Whisper and its like."""
     width = getattr(config, "feature_projection_input_dim", None) or getattr(config, "input_feat_per_channel", None)
     return (BINS, FRAMES) if width is None else (24, width)
-
-
-def _arguments(model: Any) -> tuple[str, ...]:
-    code = type(model).forward
-    while hasattr(code, "__wrapped__"):
-        code = code.__wrapped__
-    return code.__code__.co_varnames[: code.__code__.co_argcount]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,9 @@ from ..architectures.unembed import Head, Pool, rounding, tensor_of
 from .find_anatomy import RecordedForward, tail_runs
 from .hooks import in_this_thread, on_leave, temporary_hooks
 
-# Means over all positions, and over those after one special token.
-MEANS = (0, 1)
+# The first or the last position, and means over all positions or those after one special token.
+SINGLE_POSITIONS = (Pool((0,)), Pool((-1,)))
+MEANS = (Pool(mean_from=0), Pool(mean_from=1))
 
 
 def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtype: torch.dtype) -> Head | None:
@@ -35,18 +37,20 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
     norm = ""
     parts: list[str] = []
     pool: Pool | None = None
-    # A mean over positions passes through a norm or an activation only if it comes after them.
+    # The lens pools before all parts. A mean gives the same after them only if they are linear.
     is_linear = True
     for run in tail_runs(recorded, last):
         if run.input is None or run.output is None or current is None:
             return None
         if not _agree(run.input, current, dtype):
-            pool = None if pool is not None else _pooling(current, run.input, is_linear, dtype)
+            if pool is not None:
+                return None
+            pool = _pooling(current, run.input, is_linear, dtype)
             if pool is None:
                 return None
-            pool = Pool(pool.single, pool.mean_from, before_norm=not norm)
+            pool = replace(pool, before_norm=not norm)
         current = run.output
-        if run.output.shape == run.input.shape and torch.equal(run.output, run.input):
+        if torch.equal(run.output, run.input):
             # Dropout.
             continue
         if not parts and not norm and is_norm(run.module):
@@ -58,34 +62,23 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
         return None
     if pool is None:
         pool = _pooling(current, logits, is_linear, dtype)
-    elif not _agree(current, logits, dtype):
-        return None
     if pool is None:
         return None
     if pool.single:
         return Head(norm, tuple(parts), "first" if pool.single == (0,) else "last")
-    return Head(norm, tuple(parts), "rows", pool=pool if norm else Pool(mean_from=pool.mean_from))
+    # Without a norm, nothing comes before or after it.
+    return Head(norm, tuple(parts), "rows", pool=pool if norm else replace(pool, before_norm=False))
 
 
 def _pooling(states: Tensor, vector: Tensor, is_linear: bool, dtype: torch.dtype) -> Pool | None:
     """The pooling over positions (`1 pos width`) that gives a vector (`1 width` or `1 1 width`); None if it is another one."""
-    if states.dim() != 3 or states.shape[1] < 2 or vector.numel() != states.shape[2]:
+    if states.dim() != 3 or states.shape[1] < 2:
         return None
-    for pool in _poolings(is_linear):
-        place = pool.single[0] if pool.single else None
-        pooled = states[:, pool.mean_from :].mean(1) if place is None else states[:, place]
-        if _agree(vector, pooled, dtype):
+    every = torch.ones(states.shape[:2], dtype=torch.bool)
+    for pool in (*SINGLE_POSITIONS, *(MEANS if is_linear else ())):
+        if _agree(vector, pool(states, every), dtype):
             return pool
     return None
-
-
-def _poolings(is_linear: bool) -> Iterator[Pool]:
-    """Poolings over positions: a single one, and means if the modules before the pooling are linear."""
-    yield Pool((0,))
-    yield Pool((-1,))
-    if is_linear:
-        for start in MEANS:
-            yield Pool(mean_from=start)
 
 
 def positions_of_head(

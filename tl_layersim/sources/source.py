@@ -6,7 +6,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -707,17 +707,27 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             output: output of the model.
             row: the row.
         """
-        allowed = rounding(self._model.torch_dtype, torch.float32)
         forward_passes = [(hidden, output, row)]
         if not tells_heads_apart(row):
             synthetic_pass = self.on_synthetic_row(self._forward_with_last_block)
             if synthetic_pass is not None:
                 forward_passes.append(synthetic_pass)
         # The heads of a recorded forward pass come second, and are looked for only if no other head fits.
-        for head in itertools.chain(self._heads, self._watched_heads(row)):
+        self._keep_verified(itertools.chain(self._heads, self._watched_heads(row)), forward_passes)
+
+    def _keep_verified(self, heads: Iterable[Head], forward_passes: Sequence[tuple[Tensor, Any, Batch]]) -> bool:
+        """Keep the first head that gives the model's own logits in all forward passes. Returns whether there is one.
+
+        Args:
+            heads: the heads.
+            forward_passes: activations of the last block, the model's output, and the row.
+        """
+        allowed = rounding(self._model.torch_dtype, torch.float32)
+        for head in heads:
             if all(self._head_gap(head, *forward_pass) <= allowed for forward_pass in forward_passes):
                 self._set_head(head)
-                return
+                return True
+        return False
 
     def choose_row_head(self) -> None:
         """Find out, on a synthetic row, which positions the head of a row classifier reads."""
@@ -733,22 +743,21 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             release_memory()
 
     def _find_row_head(self, row: Batch) -> None:
-        dtype = self._model.torch_dtype
-        recorded = record_forward(self.module, lambda: self.call(row))
-        if self._leaves_out_later_blocks(recorded):
-            return
-        hidden = recorded.runs_of(self.paths[-1])[-1].output
-        logits = tensor_of(recorded.output)
-        assert hidden is not None
+        hidden, output, row = self._forward_with_last_block(row)
         if not row.has_tokens:
             # An image or a recording has as many positions as its activations.
             every = torch.ones(1, hidden.shape[1], dtype=torch.bool)
             row = replace(row, tokens=torch.zeros_like(every, dtype=torch.int64), attention=every, counted=every)
-        watched = pooled_head(recorded, self.paths[-1], logits, dtype)
-        for head in (*self._heads, watched):
-            if head is not None and self._head_gap(head, hidden, recorded.output, row) <= rounding(dtype, torch.float32):
-                self._set_head(head)
-                return
+        if self._keep_verified(self._heads, [(hidden, output, row)]):
+            return
+        dtype = self._model.torch_dtype
+        logits = tensor_of(output)
+        recorded = record_forward(self.module, lambda: self.call(row))
+        if self._leaves_out_later_blocks(recorded):
+            return
+        head = pooled_head(recorded, self.paths[-1], logits, dtype)
+        if head is not None and self._keep_verified((head,), [(hidden, output, row)]):
+            return
         # No lens is known, but measures of the residual stream read the same positions as the head.
         reads = positions_of_head(self.module.get_submodule(self.paths[-1]), lambda: self.call(row), logits, dtype)
         self._set_head(replace(self._heads[0], reads=reads, pool=None))
