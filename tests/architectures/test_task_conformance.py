@@ -17,6 +17,7 @@ CASES = [
     ("classifiers of images", "dinov2_with_registers", "truncate"),
     ("classifiers of speech", "whisper", "stream"),
     ("classifiers of speech", "wavlm", "lens"),
+    ("classifiers of speech", "wav2vec2-bert", "lens"),
     ("recognition of speech (CTC)", "hubert", "stream"),
     ("recognition of speech (decoder)", "speech_to_text", "lens"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nnsight import NNsight
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
@@ -33,13 +34,14 @@ class Block(torch.nn.Module):
 class RowClassifier(torch.nn.Module):
     """A classifier whose last module has a name that says nothing about its pooling."""
 
-    def __init__(self, pooling: str, name: str, pools_before_norm: bool = False):
+    def __init__(self, pooling: str, name: str, pools_before_norm: bool = False, projector: torch.nn.Module | None = None):
         super().__init__()
         torch.manual_seed(0)
         self.embed_tokens = torch.nn.Embedding(50, WIDTH)
         self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
         self.norm = torch.nn.LayerNorm(WIDTH)
         torch.nn.init.normal_(self.norm.weight)
+        self.projector = projector or torch.nn.Identity()
         self.add_module(name, torch.nn.Linear(WIDTH, CLASSES))
         self.pooling = pooling
         self.head_name = name
@@ -47,8 +49,12 @@ class RowClassifier(torch.nn.Module):
 
     def tail(self, states: Tensor) -> Tensor:
         pool = POOLINGS[self.pooling]
-        pooled = self.norm(pool(states)) if self.pools_before_norm else pool(self.norm(states))
-        return self.get_submodule(self.head_name)(pooled)
+        if self.pools_before_norm:
+            states = pool(states)
+        states = self.projector(self.norm(states))
+        if not self.pools_before_norm:
+            states = pool(states)
+        return self.get_submodule(self.head_name)(states)
 
     def states(self, tokens: Tensor) -> list[Tensor]:
         states = [self.embed_tokens(tokens)]
@@ -65,6 +71,7 @@ def norms_by_hand(model: RowClassifier, positions: slice) -> Tensor:
         return torch.stack([states[:, positions].double().norm(dim=-1).mean() for states in model.states(TOKENS)])
 
 
+@pytest.mark.parametrize("open_with", [lambda model: model, NNsight], ids=["module", "NNsight"])
 @pytest.mark.parametrize("name", ["classifier", "score"])
 @pytest.mark.parametrize(
     ("pooling", "positions"),
@@ -76,16 +83,19 @@ def norms_by_hand(model: RowClassifier, positions: slice) -> Tensor:
         ("max", slice(None)),
     ],
 )
-def test_the_stream_is_read_where_the_head_reads_it(pooling, positions, name):
+def test_the_stream_is_read_where_the_head_reads_it(pooling, positions, name, open_with):
     model = RowClassifier(pooling, name)
-    norm = lsim.analyze(model, TOKENS, lsim.Trajectory())["trajectory"].norm
+    norm = lsim.analyze(open_with(model), TOKENS, lsim.Trajectory())["trajectory"].norm
     torch.testing.assert_close(norm, norms_by_hand(model, positions), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("projects", [False, True], ids=["", "projector"])
 @pytest.mark.parametrize("before_norm", [False, True], ids=["norm-pool", "pool-norm"])
 @pytest.mark.parametrize("pooling", ["first", "last", "mean", "mean after one"])
-def test_the_lens_of_a_row_is_the_rest_of_the_forward_pass(pooling, before_norm):
-    model = RowClassifier(pooling, "classifier", before_norm)
+def test_the_lens_of_a_row_is_the_rest_of_the_forward_pass(pooling, before_norm, projects):
+    torch.manual_seed(1)
+    projector = torch.nn.Linear(WIDTH, WIDTH) if projects else None
+    model = RowClassifier(pooling, "classifier", before_norm, projector)
     data = {"tokens": TOKENS, "label": LABELS}
     result = lsim.analyze(model, data, lsim.LogitLens(labels="data"))["logit_lens"]
     with torch.no_grad():
@@ -94,10 +104,13 @@ def test_the_lens_of_a_row_is_the_rest_of_the_forward_pass(pooling, before_norm)
     torch.testing.assert_close(result.cross_entropy, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_lens_of_another_pooling_is_refused():
+@pytest.mark.parametrize(
+    ("pooling", "projector"), [("max", None), ("mean", torch.nn.Tanh())], ids=["largest", "mean after an activation"]
+)
+def test_a_lens_of_another_pooling_is_refused(pooling, projector):
     data = {"tokens": TOKENS, "label": LABELS}
     with pytest.raises(lsim.LayersimError, match="classifier"):
-        lsim.analyze(RowClassifier("max", "classifier"), data, lsim.LogitLens(labels="data"))
+        lsim.analyze(RowClassifier(pooling, "classifier", projector=projector), data, lsim.LogitLens(labels="data"))
 
 
 def test_blocks_before_the_last_one_are_read_where_the_head_reads():

@@ -15,16 +15,16 @@ from ..architectures.unembed import Head, Pool, rounding, tensor_of
 from .find_anatomy import RecordedForward, tail_runs
 from .hooks import in_this_thread, on_leave, temporary_hooks
 
-# The first or the last position, and means over all positions or those after one special token.
-SINGLE_POSITIONS = (Pool((0,)), Pool((-1,)))
-MEANS = (Pool(mean_from=0), Pool(mean_from=1))
+# The first position, the last one, and means over all positions and over those after one special token.
+POOLINGS = (Pool((0,)), Pool((-1,)), Pool(mean_from=0), Pool(mean_from=1))
 
 
 def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtype: torch.dtype) -> Head | None:
     """The head of a row classifier as a chain of modules with one pooling over positions; None if it is no such chain.
 
     Each module reads what the one before returns, or the vector to which its positions are pooled: the first position, the last
-    one, or a mean.
+    one, or a mean. The head pools before all modules but the norm, so its logits must be compared with the model's own: after
+    an activation, a mean is another one.
 
     Args:
         recorded: a forward pass over one row without padding.
@@ -37,15 +37,11 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
     norm = ""
     parts: list[str] = []
     pool: Pool | None = None
-    # The lens pools before all parts. A mean gives the same after them only if they are linear.
-    is_linear = True
     for run in tail_runs(recorded, last):
         if run.input is None or run.output is None or current is None:
             return None
         if not _agree(run.input, current, dtype):
-            if pool is not None:
-                return None
-            pool = _pooling(current, run.input, is_linear, dtype)
+            pool = _pooling(current, run.input, dtype)
             if pool is None:
                 return None
             pool = replace(pool, before_norm=not norm)
@@ -56,12 +52,11 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
         if not parts and not norm and is_norm(run.module):
             norm = run.path
             continue
-        is_linear = is_linear and isinstance(run.module, torch.nn.Linear)
         parts.append(run.path)
     if not parts or current is None:
         return None
     if pool is None:
-        pool = _pooling(current, logits, is_linear, dtype)
+        pool = _pooling(current, logits, dtype)
     if pool is None:
         return None
     if pool.single:
@@ -70,12 +65,12 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
     return Head(norm, tuple(parts), "rows", pool=pool if norm else replace(pool, before_norm=False))
 
 
-def _pooling(states: Tensor, vector: Tensor, is_linear: bool, dtype: torch.dtype) -> Pool | None:
+def _pooling(states: Tensor, vector: Tensor, dtype: torch.dtype) -> Pool | None:
     """The pooling over positions (`1 pos width`) that gives a vector (`1 width` or `1 1 width`); None if it is another one."""
     if states.dim() != 3 or states.shape[1] < 2:
         return None
     every = torch.ones(states.shape[:2], dtype=torch.bool)
-    for pool in (*SINGLE_POSITIONS, *(MEANS if is_linear else ())):
+    for pool in POOLINGS:
         if _agree(vector, pool(states, every), dtype):
             return pool
     return None
