@@ -385,7 +385,11 @@ def test_position_ids_of_a_single_row_may_have_an_axis_of_rows():
         assert batch.inputs["position_ids"].tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list, pandas.DataFrame], ids=["list", "Dataset", "DataFrame"])
+def series_that_starts_at_ten(rows):
+    return pandas.Series(rows, index=range(10, 10 + len(rows)))
+
+
+@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list, pandas.DataFrame, series_that_starts_at_ten])
 def test_labels_of_rows_without_tokens_are_seen_in_every_form(form):
     rows = [{"inputs_embeds": [[0.5, 1.0], [1.5, 2.0]], "label": 1}, {"inputs_embeds": [[0.1, 0.2], [0.3, 0.4]], "label": 0}]
     assert labelled_without_tokens(form(rows), model())

@@ -194,7 +194,7 @@ def head_parts(head: Head, module_at: Callable[[str], HeadModule]) -> tuple[Head
 
 @dataclass(frozen=True)
 class Unembed:
-    """The logit lens of a model: a map from residuals (`... d_model`) to logits (`... vocabulary`), in the model's dtype.
+    """The logit lens of a model, which maps residuals to logits in the model's dtype.
 
     Attributes:
         norm: the final norm; None if the model has none.

@@ -119,6 +119,8 @@ def confidence(z: Tensor, margin: bool = False) -> Tensor:
         largest = z[rows].topk(2, -1).values.double() if margin else z[rows].amax(-1, keepdim=True).double()
         exponents = z[rows].to(torch.float64, copy=True).sub_(largest[:, :1])
         total = exponents.clamp_(min=LEAST[torch.float64]).exp_().sum(-1)
+        # Freed before the next block is made.
+        del exponents
         # The difference of two probabilities keeps its digits if the second is close to the first.
         numerator = -torch.expm1(largest[:, 1] - largest[:, 0]) if margin else 1.0
         confidences[rows] = numerator / total

@@ -560,9 +560,9 @@ class MeteredBatch:
         After a warm-up, the passes are repeated for up to `CALIBRATION` seconds.
         """
         main_kernels = self.plan.kernels(self.analyzers, self.first_sums)
-        kernels_of_passes: list[Mapping[str, AnyKernel]] = [main_kernels] if main_kernels else []
-        if self.first_kernels:
-            kernels_of_passes.insert(0, self.first_kernels)
+        kernels_of_passes: list[Mapping[str, AnyKernel]] = [
+            kernels for kernels in (self.first_kernels, main_kernels) if kernels
+        ]
         view = self.source.collect(self.batch) if self.pools else None
         times: list[float] = []
         start = time.perf_counter()

@@ -420,7 +420,8 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
     # An array without axes has no rows to look at.
     is_number = getattr(data, "shape", None) == ()
     if not _has_columns(data) and not is_number and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
-        data = data[0]
+        # The first row, whatever the labels of a Series are.
+        data = next(iter(data))
     if not _has_columns(data):
         return False
     return main_column(data, model) is not None and any(name in data for name in LABELS)

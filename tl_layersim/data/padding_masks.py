@@ -48,9 +48,8 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
         run_at_end = 2 if pad in edges else 1
         run_at_start = 3 if pad in starts else run_at_end
         shared = pad in edges or pad == getattr(tokenizer, "unk_token_id", None)
-        at_an_end = ends[:, :run_at_start].all(1) | ends[:, -run_at_end:].all(1)
-        between_tokens = (is_pad & ~ends).any(1)
-        unclear = at_an_end if shared else between_tokens
+        # At an end, or between tokens.
+        unclear = ends[:, :run_at_start].all(1) | ends[:, -run_at_end:].all(1) if shared else (is_pad & ~ends).any(1)
         if bool(unclear.any()):
             if not named_pads:
                 tokens = f"token {pad} twice or more at an end"

@@ -87,7 +87,7 @@ class Reader:
             data: data of any accepted kind.
             level: see `Level`.
         """
-        self._refuse_columns_of(data)
+        self._refuse_missing_columns(data)
         if isinstance(data, str):
             yield Text(data)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
@@ -118,7 +118,7 @@ class Reader:
         else:
             raise LayersimError(f"`data` holds {brief(data)}, {with_article(type(data).__name__)}; it must be {ACCEPTED_DATA}.")
 
-    def _refuse_columns_of(self, data: Any) -> None:
+    def _refuse_missing_columns(self, data: Any) -> None:
         """Raise an error if the user names a column, but the data has no columns."""
         if self.data.column is None and self._group_column is None:
             return
@@ -410,7 +410,7 @@ class Reader:
         masks: list[Tensor] = []
         for table in tables:
             # A table of empty rows has masks without positions.
-            masks += self._derived_mask(table) if table.numel() else table.bool()
+            masks.extend(self._derived_mask(table) if table.numel() else table.bool())
         return masks
 
     def _derived_mask(self, rows: Tensor) -> Tensor:

@@ -396,7 +396,7 @@ class TextRows:
         earlier_groups = set[int]()
         last_group = -1
 
-        def full_rows(least: int) -> Iterator[Row]:
+        def cut_rows(least: int) -> Iterator[Row]:
             """Yield rows of the ids while at least `least` tokens are left, BOS included, and remove these ids."""
             start = 0
             while start < len(ids):
@@ -435,8 +435,8 @@ class TextRows:
                 ids.append(end_of_text)
                 separates.append(True)
             groups += [text.group] * (len(ids) - len(groups))
-            yield from full_rows(self.length)
-        yield from full_rows(0)
+            yield from cut_rows(self.length)
+        yield from cut_rows(0)
 
 
 def _overlaps(start: int, end: int, spans: Sequence[tuple[int, int]]) -> bool:

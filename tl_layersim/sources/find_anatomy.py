@@ -110,7 +110,7 @@ def synthetic_row(module: torch.nn.Module, model: ModelDescription) -> Batch:
         attention = torch.ones(1, 1, dtype=torch.bool)
         return Batch(placeholder, attention, attention, 0, inputs={model.main_input: values}, has_tokens=False)
     special_ids = {*model.pads, *model.starts, *model.ends}
-    vocabulary = max(2, model.vocabulary or 2)
+    vocabulary = model.vocabulary or _smallest_embedding(module)
     generator = torch.Generator().manual_seed(0)
     random_ids = torch.randint(0, vocabulary, (64,), generator=generator).tolist()
     ids = [token for token in random_ids if token not in special_ids]
@@ -119,6 +119,12 @@ def synthetic_row(module: torch.nn.Module, model: ModelDescription) -> Batch:
     # The decoder of an encoder-decoder reads what its encoder returns.
     inputs = {"input_ids": tokens} if model.token_input != "input_ids" else {}
     return Batch(tokens, attention, attention, 0, inputs=inputs)
+
+
+def _smallest_embedding(module: torch.nn.Module) -> int:
+    """Number of ids that every embedding of a module takes; 2 if it has none."""
+    sizes = [part.num_embeddings for part in module.modules() if isinstance(part, torch.nn.Embedding)]
+    return min(sizes, default=2)
 
 
 def record_forward(module: torch.nn.Module, call: Callable[[], Any]) -> RecordedForward:
