@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: command-line arguments; None for those of this process.
     """
-    tokens = list(sys.argv[1:] if arguments is None else arguments)
-    with_traceback = "--traceback" in tokens
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with_traceback = "--traceback" in words
     if not sys.stderr.isatty():
         # Read by transformers and datasets when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     warnings.showwarning = show_warning
     try:
-        app([token for token in tokens if token != "--traceback"], exit_on_error=False, print_error=False)
+        app([word for word in words if word != "--traceback"], exit_on_error=False, print_error=False)
     except (LayersimError, OSError, CycloptsError) as error:
         if with_traceback:
             remove_secrets(error)

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
 import tl_layersim as lsim
+from tl_layersim.architectures.unembed import Pool
+from tl_layersim.sources.row_heads import _pooling
 
 ROWS, POSITIONS, WIDTH, CLASSES = 6, 7, 8, 3
 TOKENS = torch.randint(0, 50, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(1))
@@ -111,6 +113,23 @@ def test_a_lens_of_another_pooling_is_refused(pooling, projector):
     data = {"tokens": TOKENS, "label": LABELS}
     with pytest.raises(lsim.LayersimError, match="classifier"):
         lsim.analyze(RowClassifier(pooling, "classifier", projector=projector), data, lsim.LogitLens(labels="data"))
+
+
+def test_means_that_agree_up_to_the_rounding_of_half_precision_are_told_apart():
+    """States with a common direction, as in trained models: one token more or less hardly changes their mean."""
+    torch.manual_seed(0)
+    states = (torch.randn(1, 197, 64) + 3 * torch.randn(64)).bfloat16()
+    for start in (0, 1):
+        vector = states[:, start:].mean(1)
+        assert _pooling(states, vector, torch.bfloat16) == Pool(mean_from=start)
+
+
+def test_a_head_that_reads_one_position_is_kept_where_one_vector_is_all_it_reads():
+    """The rest of the forward pass gives the logits of any one vector too, but would take it for a model of tokens."""
+    report = lsim.analyze(
+        RowClassifier("last", "classifier"), {"tokens": TOKENS, "label": LABELS}, lsim.NeuralCollapse(labels="data")
+    )
+    assert report["neural_collapse"].nc1.isfinite().all()
 
 
 def test_blocks_before_the_last_one_are_read_where_the_head_reads():

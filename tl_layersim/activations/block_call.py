@@ -225,7 +225,7 @@ def copied(value: Any, batch: int, times: int) -> Any:
     Only tensors with one row for each row of the batch are repeated.
     """
     if isinstance(value, Tensor):
-        # With one row, a first axis of length 1 may as well be shared by all rows.
+        # With one row, a first axis of length 1 need not belong to the batch, and broadcasts.
         has_batch_axis = batch > 1 and value.dim() > 1 and value.shape[0] == batch
         return value.repeat(times, *([1] * (value.dim() - 1))) if has_batch_axis else value
     if type(value) in (list, tuple):

@@ -210,7 +210,7 @@ class ExitCurveResult(Result):
         return bool(self.part_agreement.isnan().any())
 
     def _point(self, threshold_index: int, held_out: bool) -> ExitPoint:
-        """What `at` returns, by the index of the threshold."""
+        """The `ExitPoint` of a threshold, by its index."""
         # Without a held-out half, its numbers are NaN.
         factor = math.nan if held_out and self._in_one_half else 1.0
         if held_out:

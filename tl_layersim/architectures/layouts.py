@@ -143,7 +143,7 @@ def mlp_tensors(path: str, output: str) -> dict[str, ModuleTensor]:
     return {"mlp_post": input_of(f"{path}.{output}"), "mlp_out": output_of(path)}
 
 
-def norm_sites(first: str, second: str) -> dict[str, ModuleTensor]:
+def norm_tensors(first: str, second: str) -> dict[str, ModuleTensor]:
     """The tensors of the two norms in a sequential pre-norm block."""
     return {"ln1": output_of(first), "resid_mid": input_of(second), "ln2": output_of(second)}
 
@@ -158,7 +158,7 @@ def post_norm_sums(mid: str, end: str) -> tuple[BlockSum, ...]:
     return ((input_of(mid), ("resid_pre", "attn_out")), (input_of(end), ("resid_mid", "mlp_out")))
 
 
-_LLAMA = attention_tensors("self_attn", "q_proj k_proj v_proj", "o_proj") | norm_sites(
+_LLAMA = attention_tensors("self_attn", "q_proj k_proj v_proj", "o_proj") | norm_tensors(
     "input_layernorm", "post_attention_layernorm"
 )
 _LLAMA_MLP = mlp_tensors("mlp", "down_proj")
@@ -171,7 +171,7 @@ _OPT = {
 }
 _BLOOM = {
     **attention_tensors("self_attention", "query_key_value", "dense"),
-    **norm_sites("input_layernorm", "post_attention_layernorm"),
+    **norm_tensors("input_layernorm", "post_attention_layernorm"),
     # The modules of attention and MLP add the stream to what they compute.
     "attn_out": output_of("self_attention.dense"),
     "mlp_post": input_of("mlp.dense_4h_to_h"),
@@ -182,16 +182,16 @@ _BLOOM_POST: tuple[BlockSum, ...] = (("resid_mid", ("ln1", "attn_out")), ("resid
 _MIXER = "its blocks have a state-space mixer in place of attention and MLP, and no heads"
 # Of encoders, vision models and encoder-decoders.
 _VIT_ATTENTION = attention_tensors("attention", "q_proj k_proj v_proj", "o_proj")
-_VIT = _VIT_ATTENTION | norm_sites("layernorm_before", "layernorm_after") | mlp_tensors("mlp", "fc2")
+_VIT = _VIT_ATTENTION | norm_tensors("layernorm_before", "layernorm_after") | mlp_tensors("mlp", "fc2")
 _DINO = {
     **_VIT_ATTENTION,
-    **norm_sites("norm1", "norm2"),
+    **norm_tensors("norm1", "norm2"),
     "attn_out": output_of("layer_scale1"),
     "mlp_out": output_of("layer_scale2"),
 }
 _CLIP = {
     **attention_tensors("self_attn", "q_proj k_proj v_proj", "out_proj"),
-    **norm_sites("layer_norm1", "layer_norm2"),
+    **norm_tensors("layer_norm1", "layer_norm2"),
     **mlp_tensors("mlp", "fc2"),
 }
 _BERT_MLP = {"mlp_post": input_of("output.dense"), "mlp_out": output_of("output.dense")}
@@ -204,7 +204,7 @@ _BERT = {
 _BERT_SUMS = post_norm_sums("attention.output.LayerNorm", "output.LayerNorm")
 _T5 = {
     **attention_tensors("layer.0.SelfAttention", "q k v", "o"),
-    **norm_sites("layer.0.layer_norm", "layer.1.layer_norm"),
+    **norm_tensors("layer.0.layer_norm", "layer.1.layer_norm"),
 }
 _CROSS: tuple[BlockSum, ...] = (
     ("resid_mid", ("resid_pre", "attn_out")),
@@ -265,7 +265,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         {
             **_LLAMA,
             **_LLAMA_MLP,
-            **norm_sites("input_layernorm", "pre_feedforward_layernorm"),
+            **norm_tensors("input_layernorm", "pre_feedforward_layernorm"),
             "attn_out": output_of("post_attention_layernorm"),
             "mlp_out": output_of("post_feedforward_layernorm"),
         },
@@ -305,7 +305,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
     ),
     BlockLayout(
         ("GPT2Block",),
-        attention_tensors("attn", "c_attn", "c_proj") | norm_sites("ln_1", "ln_2") | mlp_tensors("mlp", "c_proj"),
+        attention_tensors("attn", "c_attn", "c_proj") | norm_tensors("ln_1", "ln_2") | mlp_tensors("mlp", "c_proj"),
         fused="qkv heads",
         final=("ln_f",),
     ),
@@ -320,13 +320,13 @@ LAYOUTS: tuple[BlockLayout, ...] = (
     ),
     BlockLayout(
         ("GPTNeoXLayer",),
-        _NEOX | norm_sites("input_layernorm", "post_attention_layernorm"),
+        _NEOX | norm_tensors("input_layernorm", "post_attention_layernorm"),
         fused="heads qkv",
         final=("final_layer_norm",),
     ),
     BlockLayout(
         ("OPTDecoderLayer",),
-        _OPT | norm_sites("self_attn_layer_norm", "final_layer_norm"),
+        _OPT | norm_tensors("self_attn_layer_norm", "final_layer_norm"),
         final=("final_layer_norm",),
         when=lambda block, config: config.do_layer_norm_before,
     ),
@@ -370,7 +370,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
     ),
     BlockLayout(
         ("FalconDecoderLayer",),
-        _FALCON | norm_sites("input_layernorm", "post_attention_layernorm"),
+        _FALCON | norm_tensors("input_layernorm", "post_attention_layernorm"),
         fused=_falcon_fused,
         final=("ln_f",),
     ),
@@ -378,7 +378,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         ("MptBlock",),
         {
             **attention_tensors("attn", "Wqkv", "out_proj"),
-            **norm_sites("norm_1", "norm_2"),
+            **norm_tensors("norm_1", "norm_2"),
             # The module of the MLP adds the stream to what it computes.
             "mlp_post": input_of("ffn.down_proj"),
             "mlp_out": output_of("ffn.down_proj"),
@@ -425,7 +425,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         ("ModernBertEncoderLayer",),
         {
             **attention_tensors("attn", "Wqkv", "Wo"),
-            **norm_sites("attn_norm", "mlp_norm"),
+            **norm_tensors("attn_norm", "mlp_norm"),
             **mlp_tensors("mlp", "Wo"),
         },
         fused="qkv heads",
@@ -463,7 +463,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
     BlockLayout(
         ("SwinLayer",),
         {
-            **norm_sites("layernorm_before", "layernorm_after"),
+            **norm_tensors("layernorm_before", "layernorm_after"),
             # Behind the attention, windows are joined and shifted back.
             "attn_out": output_of("drop_path"),
             **mlp_tensors("mlp", "fc2"),

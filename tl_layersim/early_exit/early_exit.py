@@ -251,8 +251,7 @@ class EarlyExit:
             split_model.tuples(lambda: model(**options))
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)
             self.causal = is_token_model and is_causal(split_model)
-            arguments = inspect.signature(type(model).forward).parameters
-            self.generates = self.causal and "past_key_values" in arguments
+            self.generates = self.causal and "past_key_values" in inspect.signature(type(model).forward).parameters
             outputs = check_full_sequence(split_model, self.lens, ends, self.causal)
             if self.rule.reads_logits:
                 need_classes(outputs)

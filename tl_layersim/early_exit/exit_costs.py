@@ -113,7 +113,7 @@ class ExitCosts:
             block: number of the block after which the upper check is made, or of the last block.
             exited: for each block, the fraction of tokens that have exited at it or below.
         """
-        # Probability that a row of the batch has not exited below.
+        # Probability that at least one row of the batch has not exited below.
         some_row_runs = 1 - exited[below] ** self.batch
         cost = some_row_runs * (block - below) * self.block
         if block == self.blocks - 1:

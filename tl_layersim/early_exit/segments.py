@@ -329,9 +329,8 @@ class FullSequence(Segments):
             x_entering = entering[:, : self.length][running]
             head_input = (x_leaving, True)
         else:
-            attended = torch.ones_like(hidden[..., 0], dtype=torch.bool)
-            if self.attended is not None:
-                attended = self.attended[self.rows]
+            all_positions = torch.ones_like(hidden[..., 0], dtype=torch.bool)
+            attended = all_positions if self.attended is None else self.attended[self.rows]
             x_leaving = lens.unembed.pool(hidden, attended)
             x_entering = lens.unembed.pool(entering, attended)
             head_input = (lens.unembed.pooled(hidden, attended, lens.norms(layer)), False)

@@ -81,17 +81,17 @@ def run_analysis(analysis: Analysis, path: FilePath | None = None) -> Report:
     file = ResumableFile(rank_path, "checkpoint", identity)
     tallies = file.resume(tallies_of) or {}
     analysis.read_ahead()
-    last_pass = run(analysis, DataPart(deal), file, tallies)
-    tally = last_pass.state.tally
+    data_pass = run(analysis, DataPart(deal), file, tallies)
+    tally = data_pass.state.tally
     refuse_other_data_on_ranks(tally)
-    total = add_over_ranks(tally.sums(last_pass.kernels), deal)
-    blocks = () if tally.tree.size is None else add_blocks_over_ranks(tally.tree, last_pass.kernels, deal)
+    total = add_over_ranks(tally.sums(data_pass.kernels), deal)
+    blocks = () if tally.tree.size is None else add_blocks_over_ranks(tally.tree, data_pass.kernels, deal)
     seconds = sum(pass_tally.seconds for pass_tally in tallies.values())
     return make_report(
         analysis.analyzers,
         analysis.plan.models(),
         replace(tally, seconds=seconds),
-        last_pass.first_sums,
+        data_pass.first_sums,
         analysis.provenance,
         (total, blocks),
     )

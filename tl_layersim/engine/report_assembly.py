@@ -96,7 +96,7 @@ def _text_on_samples(sums: Sums, models: Sequence[ModelDescription], options: Ma
     if not fractions:
         return ""
     smallest = min(fractions, key=lambda layer: fractions[layer])
-    # The smallest number of first positions without which the fewest sites are left.
+    # The fewest first positions to leave out so that as few sites as possible remain.
     start = min(range(FIRST_PLACES + 1), key=lambda number: len(small_fractions[number]))
     text = (
         f"few tokens decide these numbers at {_count_sites(fractions)}. At {site_in_words(smallest)}, the effective sample "
@@ -458,14 +458,14 @@ def make_report(
 
 def record_of_models(models: Sequence[ModelDescription]) -> dict[str, Any]:
     """The provenance fields that describe the models. Values of several models are joined."""
-    # The provenance calls the name of the model `model`, its first field; the others have one name in both.
+    # The first field, `model`, holds the attribute `name`; all others have the name of their attribute.
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
     fields = {}
     for field, attribute in attributes.items():
         values = [getattr(model, attribute) for model in models]
         # Of models without changes, or without known attention heads, nothing is said.
-        is_said = field not in OF_SOME or any(values)
-        fields[field] = JOINT.join(values) if is_said else ""
+        is_recorded = field not in OF_SOME or any(values)
+        fields[field] = JOINT.join(values) if is_recorded else ""
     return fields
 
 

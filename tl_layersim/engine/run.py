@@ -409,8 +409,8 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
         texts = part.counts.measured_texts
     with analysis.running():
         if first_kernels:
-            last_pass = DataPass(analysis, part, FIRST, first_kernels, file, tallies, tokens, texts)
-            last_pass.run()
+            data_pass = DataPass(analysis, part, FIRST, first_kernels, file, tallies, tokens, texts)
+            data_pass.run()
         if part.last_pass == MAIN:
             if first_kernels:
                 refuse_other_data_on_ranks(tallies[FIRST])
@@ -418,9 +418,9 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
                 if not any(first_sums.values()):
                     refuse_empty(tallies[FIRST].tokens, tallies[FIRST].sequences)
             main_kernels = analysis.plan.kernels(analysis.analyzers, first_sums) | analysis.kernels_of_texts
-            last_pass = DataPass(analysis, part, MAIN, main_kernels, file, tallies, tokens, texts, first_sums)
+            data_pass = DataPass(analysis, part, MAIN, main_kernels, file, tallies, tokens, texts, first_sums)
             if blocking:
-                last_pass.run()
+                data_pass.run()
     expected = part.counts or tallies.get(FIRST)
     for tally in tallies.values():
         if expected is not None and tally.done and tally.inputs != expected.inputs:
@@ -428,7 +428,7 @@ def run(analysis: Analysis, part: DataPart, file: ResumableFile, tallies: dict[s
                 f"`data` gave different rows on the second data pass: {expected.tokens} tokens on the first pass, and "
                 f"{tally.tokens} on the second. Pass list(data)."
             )
-    return last_pass
+    return data_pass
 
 
 def _announce(analysis: Analysis, passes: int, sizes: Sequence[BatchSize]) -> None:

@@ -227,7 +227,8 @@ def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -
     chosen = restored_analyzers(first_shard.identity["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
     passes = [part.tally for part in parts]
     # A first pass without a model is a part of each shard; one with a model is the same in all.
-    for part in parts[:1] if first_shard.identity["first"] else parts:
+    shards_with_own_first_pass = parts[:1] if first_shard.identity["first"] else parts
+    for part in shards_with_own_first_pass:
         if FIRST in part.tallies:
             passes.append(part.tallies[FIRST])
     seconds = sum(pass_tally.seconds for pass_tally in passes)

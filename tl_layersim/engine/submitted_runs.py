@@ -501,5 +501,5 @@ def load_run(
 
 
 def _identifying_facts(model: ModelDescription) -> tuple[Any, ...]:
-    """What must be equal in the model of a saved run and in the model that its jobs are sent to again."""
+    """Facts of a model that must be equal in a saved run and in the model to which its jobs are sent again."""
     return model.name, model.config_hash, model.dtype, model.source, model.changes

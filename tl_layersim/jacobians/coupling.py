@@ -393,7 +393,7 @@ def _decompose(
     whole_rows = torch.zeros(count, dtype=torch.bool, device=device)
     failures = torch.zeros(count, dtype=torch.int64, device=device)
     bytes_of_jacobian = dtype.itemsize * d * d
-    # 5e5 bytes are half a megabyte.
+    # Dense Jacobians are kept for the second loop if all of them fit in half of memory_mb.
     keep_dense = options.method != "krylov" and samples * count * bytes_of_jacobian <= options.memory_mb * 5e5
     chunks: list[tuple[Chunk, Tensor | None]] = []
     for chunk in chunks_of(connections, max(1, int(options.memory_mb * 1e6 / (6 * bytes_of_jacobian)))):

@@ -329,8 +329,8 @@ class RowProducts:
         branch = image[0] - v[0] * (self.t_in == self.t_out)[:, None]
         change = (image[0] - twice[0]).double().norm(dim=-1)
         # A branch that is nearly zero would make any rounding a large relative error.
-        size_of_branch = torch.maximum(branch.norm(dim=-1), 1e-4 * v[0].norm(dim=-1)).double()
-        error = change / size_of_branch
+        scale = torch.maximum(branch.norm(dim=-1), 1e-4 * v[0].norm(dim=-1)).double()
+        error = change / scale
         self.step_error = torch.maximum(self.step_error, error.cpu())
         return image
 
@@ -338,9 +338,9 @@ class RowProducts:
         """Central differences (f(x + step) - f(x - step)) / 2 of the block f (`n sample d_model`)."""
         if not self.batched:
             differences = []
-            for single in step:
-                ahead = self.block(self.x + single)
-                behind = self.block(self.x - single)
+            for direction_step in step:
+                ahead = self.block(self.x + direction_step)
+                behind = self.block(self.x - direction_step)
                 differences.append((ahead - behind) / 2)
             return torch.stack(differences)
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))

@@ -224,10 +224,10 @@ class AllPairs(Analyzer):
         self.measure.check_sites(*models)
         if self.distance is None and len({len(model.layers) for model in models}) > 1:
             named = zip(self.models, models, strict=True)
-            numbers = ", ".join(f"{name}: {len(model.layers)}" for name, model in named)
+            site_counts = ", ".join(f"{name}: {len(model.layers)}" for name, model in named)
             raise LayersimError(
-                f"The models have different numbers of sites ({numbers}), but the distance pairs sites with the same index. "
-                "Pass `distance`, or choose equally many sites of each model with `at`."
+                f"The models have different numbers of sites ({site_counts}), but the distance pairs sites with the same "
+                "index. Pass `distance`, or choose equally many sites of each model with `at`."
             )
 
     def check(self, *models: ModelDescription) -> None:
@@ -323,8 +323,8 @@ class AllPairs(Analyzer):
     def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
         models = tuple(run.models[number] for number in pair)
         provenance = replace(run.provenance, **record_of_models(models))
-        pair_run = Run(models, provenance, self._first(run.first, pair))
         try:
+            pair_run = Run(models, provenance, self._first(run.first, pair))
             return self.measure.compute(sums_of_pair(sums, pair), pair_run)
         except LayersimError as error:
             names = " and ".join(self.models[number] for number in pair)

@@ -25,7 +25,7 @@ FITTED = ("amplitude", "amplitude_se", "rate", "rate_se", "r_squared", "intercep
 STARTS = (-3.0, -0.5, 0.5, 3.0)
 # Largest rate of the grid.
 MOST_RATE = 100.0
-# The relative gain that another optimum needs: two searches that end at one optimum differ by rounding.
+# Relative gain that the optimum from the grid needs: two searches that end at one optimum differ by rounding.
 LEAST_GAIN = 1e-6
 # Status of MINPACK's search after too many steps.
 NOT_CONVERGED = 5

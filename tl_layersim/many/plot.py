@@ -162,11 +162,11 @@ def plot_adjacency(
     if not result.normalize:
         raise LayersimError("`result` has normalize=False; `plot_adjacency` needs a result of BlockCoupling(normalize=True).")
 
-    def strength_of(result: Any) -> Tensor:
+    def strength_of(measured: Any) -> Tensor:
         """Mean coupling of both directions (`layer layer`) from 0 to 1."""
-        coupling = result.coupling
+        coupling = measured.coupling
         if beyond_chance:
-            coupling = (result.null - result.values) / result.null.clamp(min=1e-9)
+            coupling = (measured.null - measured.values) / measured.null.clamp(min=1e-9)
         # A block has no edge to itself.
         mean: Tensor = (coupling + coupling.T) / 2
         return mean.nan_to_num(0.0).clamp(0.0, 1.0).fill_diagonal_(0.0)

@@ -127,12 +127,13 @@ def _smallest_embedding(module: torch.nn.Module) -> int:
     return min(sizes, default=2)
 
 
-def record_forward(module: torch.nn.Module, call: Callable[[], Any]) -> RecordedForward:
+def record_forward(module: torch.nn.Module, call: Callable[[], Any], without_inside_of: Sequence[str] = ()) -> RecordedForward:
     """Run a forward pass and record every module.
 
     Args:
         module: the model.
         call: runs the forward pass.
+        without_inside_of: paths of modules of which no submodule is recorded, because copies of all tensors take memory.
     """
     recorded = RecordedForward()
     open_runs: list[ModuleRun] = []
@@ -140,6 +141,8 @@ def record_forward(module: torch.nn.Module, call: Callable[[], Any]) -> Recorded
 
     with temporary_hooks() as handles:
         for path, submodule in module.named_modules():
+            if path.startswith(tuple(f"{outer}." for outer in without_inside_of)):
+                continue
             handles += _recording_hooks(path, submodule, recorded, open_runs, clock)
         recorded.output = call()
     return recorded

@@ -1,4 +1,4 @@
-"""Finds how a model that classifies whole rows pools positions: from one recorded forward pass, verified by its own logits."""
+"""Finds the positions that the head of a row classifier reads, from one recorded forward pass."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
         logits: the logits of the row, `1 classes`.
         dtype: dtype of the weights.
     """
-    last = recorded.runs_of(last_block)[-1]
-    current = last.output
+    last_block_run = recorded.runs_of(last_block)[-1]
+    hidden = last_block_run.output
     norm = ""
     parts: list[str] = []
     pool: Pool | None = None
-    for run in tail_runs(recorded, last):
-        if run.input is None or run.output is None or current is None:
+    for run in tail_runs(recorded, last_block_run):
+        if run.input is None or run.output is None or hidden is None:
             return None
-        if not _agree(run.input, current, dtype):
-            pool = _pooling(current, run.input, dtype)
+        if not _agree(run.input, hidden, dtype):
+            pool = _pooling(hidden, run.input, dtype)
             if pool is None:
                 return None
             pool = replace(pool, before_norm=not norm)
-        current = run.output
+        hidden = run.output
         if torch.equal(run.output, run.input):
             # Dropout.
             continue
@@ -53,10 +53,10 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
             norm = run.path
             continue
         parts.append(run.path)
-    if not parts or current is None:
+    if not parts or hidden is None:
         return None
     if pool is None:
-        pool = _pooling(current, logits, dtype)
+        pool = _pooling(hidden, logits, dtype)
     if pool is None:
         return None
     if pool.single:
@@ -66,14 +66,16 @@ def pooled_head(recorded: RecordedForward, last_block: str, logits: Tensor, dtyp
 
 
 def _pooling(states: Tensor, vector: Tensor, dtype: torch.dtype) -> Pool | None:
-    """The pooling over positions (`1 pos width`) that gives a vector (`1 width` or `1 1 width`); None if it is another one."""
-    if states.dim() != 3 or states.shape[1] < 2:
+    """The one of `POOLINGS` that maps states (`1 pos width`) to a vector (`1 width` or `1 1 width`); None if none does."""
+    if states.dim() != 3 or states.shape[1] < 2 or vector.numel() != states.shape[2]:
         return None
     every = torch.ones(states.shape[:2], dtype=torch.bool)
-    for pool in POOLINGS:
-        if _agree(vector, pool(states, every), dtype):
-            return pool
-    return None
+    exact_states = _in_float64(states)
+    target = _in_float64(vector).flatten()
+    # The nearest one, because two means over many positions may agree up to the rounding of half precision.
+    gaps = [float((pool(exact_states, every).flatten() - target).norm()) for pool in POOLINGS]
+    nearest = POOLINGS[gaps.index(min(gaps))]
+    return nearest if _agree(vector, nearest(states, every), dtype) else None
 
 
 def positions_of_head(
@@ -108,6 +110,11 @@ def _depends_on_one(block: torch.nn.Module, call: Callable[[], Any], logits: Ten
 
 def _agree(tensor: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     """Whether two tensors hold the same numbers up to rounding, whatever their axes of length 1."""
-    ours = tensor.double().flatten()
-    theirs = other.double().flatten()
+    ours = _in_float64(tensor).flatten()
+    theirs = _in_float64(other).flatten()
     return ours.shape == theirs.shape and float((ours - theirs).norm()) <= rounding(dtype) * float(theirs.norm())
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    """A tensor in float64 on the CPU: not every device has float64, and parts of a head may be on several."""
+    return tensor.detach().cpu().double()

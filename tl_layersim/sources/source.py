@@ -163,10 +163,8 @@ class Source(ABC):
             row is a multiple of its count.
         """
         for batch in batches:
-            groups = []
-            for not_finite, out in self.sums(batch, kernels):
-                groups.append(PartialSums(batch.leaf, not_finite, out))
-            yield groups
+            # No variable holds sums while the next batch runs.
+            yield [PartialSums(batch.leaf, not_finite, out) for not_finite, out in self.sums(batch, kernels)]
 
 
 class HasModule(Source):
@@ -712,8 +710,12 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             synthetic_pass = self.on_synthetic_row(self._forward_with_last_block)
             if synthetic_pass is not None:
                 forward_passes.append(synthetic_pass)
-        # The heads of a recorded forward pass come second, and are looked for only if no other head fits.
-        self._keep_verified(itertools.chain(self._heads, self._watched_heads(row)), forward_passes)
+        possible_heads = self._heads
+        if possible_heads and self._model.head is not None:
+            # First the head that a synthetic row has verified.
+            possible_heads = (self._model.head, *possible_heads)
+        # The heads of a recorded forward pass come last, and are looked for only if no other head fits.
+        self._keep_verified(itertools.chain(dict.fromkeys(possible_heads), self._watched_heads(row)), forward_passes)
 
     def _keep_verified(self, heads: Iterable[Head], forward_passes: Sequence[tuple[Tensor, Any, Batch]]) -> bool:
         """Keep the first head that gives the model's own logits in all forward passes. Returns whether there is one.
@@ -736,11 +738,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             return
         try:
             self.on_synthetic_row(self._find_row_head)
+            return
         except (RuntimeError, MemoryError) as error:
             # A row of the data needs as much memory, and its error says which rows.
             if not is_out_of_memory(error):
                 raise
-            release_memory()
+        # After the `except` clause, because the traceback holds the activations of the failed forward pass.
+        release_memory()
 
     def _find_row_head(self, row: Batch) -> None:
         hidden, output, row = self._forward_with_last_block(row)
@@ -752,8 +756,9 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             return
         dtype = self._model.torch_dtype
         logits = tensor_of(output)
-        recorded = record_forward(self.module, lambda: self.call(row))
-        if self._leaves_out_later_blocks(recorded):
+        recorded = record_forward(self.module, lambda: self.call(row), without_inside_of=self.paths)
+        # Feature maps have no axis of positions, and logits of 0 depend on nothing.
+        if self._leaves_out_later_blocks(recorded) or hidden.dim() != 3 or not bool(logits.any()):
             return
         head = pooled_head(recorded, self.paths[-1], logits, dtype)
         if head is not None and self._keep_verified((head,), [(hidden, output, row)]):

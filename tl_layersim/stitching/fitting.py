@@ -149,8 +149,8 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
     offset = (moments["t"] - weight @ moments["u"]) / n if bias else None
     # With a bias, R² is relative to the variance of the targets, else to their squares.
     total = moments["tt"] - (moments["t"].square().sum() / n if bias else 0.0)
-    residual = total - 2 * (weight.T * ut).sum() + ((weight @ uu) * weight).sum()
-    explained = float(1.0 - residual / total) if total > 0 else float("nan")
+    unexplained = total - 2 * (weight.T * ut).sum() + ((weight @ uu) * weight).sum()
+    explained = float(1.0 - unexplained / total) if total > 0 else float("nan")
     return weight, offset, explained
 
 

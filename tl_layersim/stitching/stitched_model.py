@@ -240,7 +240,7 @@ class StitchedModel(nn.Module):
             self.reading_front = was_reading_front
 
     def _main_input_of_front(self, front: LocalSplitModel, inputs: dict[str, Any]) -> str:
-        """Name of the input that is the front's main one: by the front's own name, else the first integer tensor.
+        """Name of the front's main input among `inputs`; without it, of the first tensor that is not floating point.
 
         Raises:
             LayersimError: there is none.

@@ -1,4 +1,4 @@
-"""Exit where a block changes little."""
+"""Exit rule: the residual hardly changes in a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of exit rules, what a rule reads, and the rules by name."""
+"""Base class of exit rules, the tokens at a check, and the registry of rules."""
 
 from __future__ import annotations
 

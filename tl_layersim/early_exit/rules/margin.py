@@ -1,4 +1,4 @@
-"""Exit where the two largest probabilities lie far apart."""
+"""Exit rule: the two largest probabilities differ much."""
 
 from __future__ import annotations
 

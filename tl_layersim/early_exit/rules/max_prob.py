@@ -1,4 +1,4 @@
-"""Exit where the largest probability is high."""
+"""Exit rule: the largest probability is high."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exit where checks in a row agree."""
+"""Exit rule: consecutive checks have the same prediction."""
 
 from __future__ import annotations
 

@@ -9,9 +9,17 @@ Examples:
 
 from .adapter import Adapter
 from .adapter_kind import ADAPTER_KINDS, AdapterKind
+from .affine import Affine
+from .affine_norm import AffineNorm
+from .identity import Identity
+from .linear import Linear
 
 __all__ = [
     "ADAPTER_KINDS",
     "Adapter",
     "AdapterKind",
+    "Affine",
+    "AffineNorm",
+    "Identity",
+    "Linear",
 ]
