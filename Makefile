@@ -42,7 +42,7 @@ $(VENV_TL3)/test: pyproject.toml constraints.txt
 demo: $(VENV)/base ## Measure the model that ships, and write an HTML report
 	$(VENV)/bin/tl-layersim report --out layersim-report
 
-# Two levels of tests; tests/levels.py says which test belongs to which.
+# Two levels of tests; tests/running/levels.py says which test belongs to which.
 test: $(VENV)/test ## Run the light tests with the newest TransformerLens 4
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
 

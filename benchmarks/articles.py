@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tl_layersim as lsim
-from tests.token_bank import opened
+from tests.models.token_bank import opened
 
 LENGTH = 32
 # Rows of an article from which samples are drawn.

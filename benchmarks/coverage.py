@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.core.coverage_simulation import coverage, lengths_of
 from tests.core.interval_cases import CASES, coverage_of
-from tests.populations import How, document_coverage
+from tests.inputs.populations import How, document_coverage
 
 # Numbers of batches that give 16, 24 and 32 blocks; the last of 32 is half as large as the others.
 BATCHES = (16, 24, 63)

@@ -25,8 +25,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tl_layersim as lsim
-from tests.tiny_models import tiny_llama
-from tests.token_bank import data_of, opened
+from tests.models.tiny_models import tiny_llama
+from tests.models.token_bank import data_of, opened
 from tl_layersim.core.intervals import bounds_of
 
 Errors = Callable[[np.random.Generator, int], Any]

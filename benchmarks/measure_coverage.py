@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tl_layersim as lsim
-from tests.token_bank import data_of, opened
+from tests.models.token_bank import data_of, opened
 from tl_layersim.core.intervals import bounds_of
 
 SITES, WIDTH = 4, 6

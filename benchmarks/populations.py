@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tl_layersim as lsim
-from tests.populations import How, cka_coverage, documents, of_pairs, population_cka, rejections, wandering_documents
+from tests.inputs.populations import How, cka_coverage, documents, of_pairs, population_cka, rejections, wandering_documents
 
 # By name, AR(1) and share of the text's effect.
 DEPENDENCE = {"AR(1) at .5": (0.5, 0.0), "AR(1) at .9": (0.9, 0.0), "10 % effect of the text": (0.0, 0.1)}

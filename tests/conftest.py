@@ -18,8 +18,8 @@ from hypothesis import settings
 
 import tl_layersim as lsim
 
-from .levels import mark_heavy_cases
-from .tiny_models import random_tokens, tiny_llama
+from .models.tiny_models import random_tokens, tiny_llama
+from .running.levels import mark_heavy_cases
 
 # The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
 settings.register_profile("ci", derandomize=True)

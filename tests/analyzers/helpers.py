@@ -12,8 +12,8 @@ from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
 from tl_layersim.sources import ModelDescription
 
-from ..tiny_models import tiny_llama
-from ..views import layer_run, view
+from ..inputs.views import layer_run, view
+from ..models.tiny_models import tiny_llama
 
 
 def _described() -> ModelDescription:

@@ -10,10 +10,10 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 
 from .. import oracles
-from ..options import called
-from ..site_hooks import MODELS, read_sites, site_samples
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..wrapped_models import LENSES, by_hand, lively, nnsight
+from ..models.site_hooks import MODELS, read_sites, site_samples
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import LENSES, by_hand, lively, nnsight
+from ..running.options import called
 
 pytestmark = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 HEADS = {"at": "z", "per_head": True}

@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 def analyzer(**parts):

@@ -14,8 +14,8 @@ from tl_layersim.activations import View
 from tl_layersim.activations.block_call import BlockCall
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, residuals, view
+from ..inputs.views import from_views, residuals, view
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 
 
 def linear_view(matrices: list[np.ndarray], tokens: int = 3) -> View:

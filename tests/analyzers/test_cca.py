@@ -11,7 +11,7 @@ from statsmodels.multivariate.cancorr import CanCorr
 import tl_layersim as lsim
 
 from .. import oracles
-from ..views import from_views, residuals, view
+from ..inputs.views import from_views, residuals, view
 from .helpers import between, map_of_condition, rotation
 
 SUMMARIES = ("values", "squared", "svcca", "pwcca", "column_pwcca")

@@ -15,8 +15,8 @@ from tl_layersim.analyzers.cka import GRAM_ROWS, centred, gram_matrices
 from tl_layersim.core import Sums
 
 from .. import oracles
-from ..tiny_models import hidden_states, random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, samples, view
+from ..inputs.views import from_views, layer_run, residuals, samples, view
+from ..models.tiny_models import hidden_states, random_tokens, tiny_llama
 
 
 def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray], rows: int = 1) -> lsim.Result:

@@ -10,8 +10,8 @@ import tl_layersim as lsim
 from tl_layersim.analyzers.neural_collapse import NeuralCollapseResult
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, view
+from ..inputs.views import from_views, view
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 def of(x: np.ndarray, label: list[int], **options) -> NeuralCollapseResult:

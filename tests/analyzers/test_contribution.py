@@ -14,8 +14,8 @@ from tl_layersim.analyzers.contribution import sublayer_sites
 from tl_layersim.core import LayersimError, LayersimWarning
 
 from .. import oracles
-from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, residuals, view, with_sublayers, worst
+from ..inputs.views import from_views, residuals, view, with_sublayers, worst
+from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -11,8 +11,8 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, residuals, view
+from ..inputs.views import from_views, residuals, view
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 def test_uncentred_equals_its_oracle():

@@ -14,9 +14,9 @@ from tl_layersim.analyzers._moments import Covariances
 from tl_layersim.core import Sums
 
 from .. import oracles
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import residuals, view
+from ..inputs.views import residuals, view
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 EACH = [lsim.Procrustes, lsim.CCA, lsim.LinearPredictivity]
 
@@ -121,7 +121,7 @@ def test_a_spread_that_the_sums_lose_is_refused(cls):
 
 
 def _run(*layers: int):
-    from ..views import layer_run
+    from ..inputs.views import layer_run
 
     return layer_run(*layers)
 
@@ -283,7 +283,7 @@ def test_half_precision_models_are_summed_in_float64(cls):
     found = lsim.analyze(model, data, cls())[cls.name]
     assert found.provenance.dtype == "torch.bfloat16"
     assert found.values.dtype == torch.float64
-    from ..tiny_models import hidden_states
+    from ..models.tiny_models import hidden_states
 
     x = np.concatenate([hidden_states(model, row).astype(np.float64) for row in data], axis=1)
     more = {"rows": [i // 20 for i in range(320)]} if cls is lsim.LinearPredictivity else {}

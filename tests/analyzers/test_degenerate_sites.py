@@ -12,8 +12,8 @@ import tl_layersim as lsim
 from tl_layersim.core import Sums
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, view
+from ..inputs.views import from_views, layer_run, residuals, view
+from ..models.tiny_models import random_tokens, tiny_llama
 
 FIRST = r"blocks\.0\.hook_resid_pre"
 SAME = 3.7 * np.random.default_rng(1).normal(size=8)

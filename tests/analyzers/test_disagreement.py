@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..views import from_views, view
+from ..inputs.views import from_views, view
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(CKA is dominated|CCA rests).*:UserWarning")
 

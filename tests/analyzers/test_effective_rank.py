@@ -14,8 +14,8 @@ from tl_layersim.analyzers.effective_rank import spectrum_of
 from tl_layersim.core import Sums
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, view
+from ..inputs.views import from_views, layer_run, residuals, view
+from ..models.tiny_models import random_tokens, tiny_llama
 
 FIELDS = ("values", "eigenvalue_rank", "participation_ratio", "stable_rank", "directions_90", "spectrum")
 

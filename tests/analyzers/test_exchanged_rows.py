@@ -16,9 +16,9 @@ from tl_layersim.core import Sums
 from tl_layersim.core.sums import POOL, with_pools
 
 from .. import oracles
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import layer_run, residuals, samples, view
+from ..inputs.views import layer_run, residuals, samples, view
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 LENGTHS = (7, 3, 9, 6, 8, 7, 1, 6)
 # Of half of these rows, the held-out ones; the sixth row is in neither grid: it has one token.

@@ -11,8 +11,8 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..populations import data_of_rows
-from ..token_bank import opened
+from ..inputs.populations import data_of_rows
+from ..models.token_bank import opened
 
 # Numbers of tokens of the rows of each text.
 EQUAL = [[2, 1], [2, 1], [2, 1], [2, 1]]

@@ -16,10 +16,10 @@ from tl_layersim.core.intervals import headline_intervals, headline_texts
 from tl_layersim.data.labels import NO_LABEL
 
 from .. import oracles
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
-from ..views import from_views, residuals, view
-from ..wrapped_models import read_logits
+from ..inputs.views import from_views, residuals, view
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import read_logits
+from ..running.options import called
 
 
 def test_effective_depth():

@@ -15,9 +15,9 @@ from tl_layersim.analyzers.block_coupling import BlockCouplingResult
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
 
 from .. import oracles
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, samples, view
+from ..inputs.views import from_views, layer_run, residuals, samples, view
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 
 def test_the_headline_of_a_trajectory():

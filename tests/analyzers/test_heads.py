@@ -13,8 +13,8 @@ from tl_layersim.architectures.unembed import Unembed
 from tl_layersim.lens import ExitHeads
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, own_head, residuals, view, view_for, worst
+from ..inputs.views import from_views, own_head, residuals, view, view_for, worst
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 
 ANALYZERS = {"logit_lens": lsim.LogitLens, "saturation": lsim.Saturation, "exit_curve": lsim.ExitCurve}
 each_lens = pytest.mark.parametrize("name", ANALYZERS)

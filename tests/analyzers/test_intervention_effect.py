@@ -11,12 +11,12 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..runs import without_mlp
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..inputs.views import edited as edited_residuals
+from ..inputs.views import from_views, residuals, view, worst
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import bridge
+from ..running.runs import without_mlp
 from ..user_loops.test_trace_probe import traced
-from ..views import edited as edited_residuals
-from ..views import from_views, residuals, view, worst
-from ..wrapped_models import bridge
 
 MASK = torch.ones(6, 12, dtype=torch.int64)
 MASK[1, 7:] = MASK[4, :3] = 0

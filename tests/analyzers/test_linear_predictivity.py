@@ -13,8 +13,8 @@ from sklearn.preprocessing import StandardScaler
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import tiny_llama
-from ..views import from_views, residuals, view
+from ..inputs.views import from_views, residuals, view
+from ..models.tiny_models import tiny_llama
 from .helpers import between, map_of_condition, rotation
 
 

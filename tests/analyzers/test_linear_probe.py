@@ -12,11 +12,11 @@ from tl_layersim.analyzers._moments import ridge_probe, ridge_weights
 from tl_layersim.analyzers.linear_probe import LinearProbeResult, control_classes, control_part, held_out
 
 from .. import oracles
-from ..input_models import VectorModel
-from ..options import called
-from ..site_hooks import read_sites
-from ..tiny_models import hidden_states, random_tokens, tiny_llama
-from ..views import from_views, view
+from ..inputs.views import from_views, view
+from ..models.input_models import VectorModel
+from ..models.site_hooks import read_sites
+from ..models.tiny_models import hidden_states, random_tokens, tiny_llama
+from ..running.options import called
 
 NO_LABEL = -100
 
@@ -359,7 +359,7 @@ def test_what_it_cannot_do_is_refused():
 
 
 def test_packed_texts_are_refused():
-    from ..tiny_models import tiny_tokenizer
+    from ..models.tiny_models import tiny_tokenizer
 
     model = tiny_llama()
     model.tokenizer = tiny_tokenizer()

@@ -12,10 +12,10 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..input_models import image_vit, pair_bert, pair_data, pixels
-from ..options import called
-from ..tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
-from ..wrapped_models import bridge, nnsight
+from ..models.input_models import image_vit, pair_bert, pair_data, pixels
+from ..models.tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import bridge, nnsight
+from ..running.options import called
 
 ROWS, TEST = 30, 12
 PROBES = {"ridge": lsim.LinearProbe, "logistic": lsim.LogisticProbe}

@@ -11,9 +11,9 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, own_head, residuals, view, worst
-from ..wrapped_models import LENSES, by_hand, lively, read_logits, tables
+from ..inputs.views import from_views, own_head, residuals, view, worst
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import LENSES, by_hand, lively, read_logits, tables
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])

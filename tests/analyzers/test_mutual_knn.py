@@ -14,7 +14,7 @@ from tl_layersim.analyzers.mutual_knn import nearest_neighbours
 from tl_layersim.core import Sums
 
 from .. import oracles
-from ..views import from_views, layer_run, residuals, samples
+from ..inputs.views import from_views, layer_run, residuals, samples
 
 
 def between(analyzer, x: np.ndarray, y: np.ndarray) -> torch.Tensor:

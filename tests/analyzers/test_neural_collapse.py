@@ -12,9 +12,9 @@ import tl_layersim as lsim
 from tl_layersim.analyzers.neural_collapse import NeuralCollapseResult
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama
+from ..inputs.views import from_views, view, worst
+from ..models.tiny_models import random_tokens, tiny_llama
 from ..training.helpers import bert, vit
-from ..views import from_views, view, worst
 
 
 def planted(spread: float, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_rows_as_samples(pool):
     model, rows = tiny_llama(), [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 6, 8, 4)]
     label = torch.tensor([0, 1, 0, 1, 1, 0])
     found = lsim.analyze(model, rows, lsim.NeuralCollapse(labels=label, pool=pool))["neural_collapse"]
-    from ..tiny_models import hidden_states
+    from ..models.tiny_models import hidden_states
 
     pick = {"last": lambda s: s[:, -1], "first": lambda s: s[:, 0], "mean": lambda s: s.mean(1)}[pool]
     x = np.stack([pick(hidden_states(model, row)) for row in rows], axis=1)

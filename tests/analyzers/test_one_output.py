@@ -9,8 +9,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..input_models import image_vit, pair_bert, pair_data, pixels
-from ..wrapped_models import nnsight
+from ..models.input_models import image_vit, pair_bert, pair_data, pixels
+from ..models.wrapped_models import nnsight
 
 ROWS = 6
 SAYS = r"head has one output(.|\n)*TaskMetrics\(labels=scores\)"

@@ -9,8 +9,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analyzers._samples import COUNTED_ROWS, row_counts_kernel, sums_by_row
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import residuals, view
+from ..inputs.views import residuals, view
+from ..models.tiny_models import random_tokens, tiny_llama
 
 LENGTHS = (7, 3, 12, 5, 9)
 BOTH = (lsim.Trajectory(per_prompt=True), lsim.BlockCoupling(k=4, per_prompt=True))

@@ -13,7 +13,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers._permutation_null import CalibratedMatrix, calibrated_values, is_one_model, null_fields, p_values
 from tl_layersim.architectures.blocks import layer_names
 
-from ..views import provenance
+from ..inputs.views import provenance
 from .helpers import _described
 
 

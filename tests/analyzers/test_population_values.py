@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 import tl_layersim as lsim
 
-from ..populations import cka_coverage, of_pairs, rejections, wandering_documents
+from ..inputs.populations import cka_coverage, of_pairs, rejections, wandering_documents
 
 pytestmark = [pytest.mark.heavy("a simulation"), pytest.mark.filterwarnings("ignore")]
 MEASURES = [lsim.CKA, lsim.RSA, lsim.MutualKNN, lsim.Procrustes, lsim.CCA, lsim.LinearPredictivity]

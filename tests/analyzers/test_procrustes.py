@@ -13,7 +13,7 @@ import scipy.spatial
 import tl_layersim as lsim
 
 from .. import oracles
-from ..views import from_views, residuals, view
+from ..inputs.views import from_views, residuals, view
 from .helpers import between, map_of_condition, rotation
 
 

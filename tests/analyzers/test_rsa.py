@@ -13,9 +13,9 @@ from tl_layersim.analyzers.rsa import centred_dissimilarities
 from tl_layersim.core import Sums
 
 from .. import oracles
+from ..inputs.views import from_views, layer_run, residuals, samples, view
+from ..models.tiny_models import random_tokens, tiny_llama
 from ..oracles.rsa import apart
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, samples, view
 
 KINDS = ["correlation", "cosine", "euclidean"]
 

@@ -14,7 +14,7 @@ from tl_layersim.jacobians.jacobian_products import reproduces
 from tl_layersim.training.objectives import CosineRegularisedObjective
 
 from .. import oracles
-from ..views import from_views, residuals, view, view_for
+from ..inputs.views import from_views, residuals, view, view_for
 
 SIZES = (1e-30, 1.0, 1e25)
 # An analyzer, its oracle, and the fields in the unit of the vectors.

@@ -13,9 +13,9 @@ from tl_layersim.architectures.blocks import layer_names
 from tl_layersim.core import LayersimError, LayersimWarning
 
 from .. import oracles
-from ..own_blocks import own_calls
-from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, residuals, view, worst
+from ..inputs.own_blocks import own_calls
+from ..inputs.views import from_views, residuals, view, worst
+from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
 
 FIELDS = ("values", "largest", "later", "later_largest")
 OUTPUTS = tuple(f"{prefix}probability_change{suffix}" for prefix in ("", "later_") for suffix in ("", "_largest"))

@@ -9,11 +9,11 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..input_models import image_vit, pair_bert, pair_data, pixels
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, residuals, view
-from ..wrapped_models import bridge, nnsight
+from ..inputs.views import from_views, residuals, view
+from ..models.input_models import image_vit, pair_bert, pair_data, pixels
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import bridge, nnsight
+from ..running.options import called
 
 ROWS = 24
 

@@ -12,10 +12,10 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..head_models import CASES
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, residuals, view
-from ..wrapped_models import nnsight
+from ..inputs.views import from_views, residuals, view
+from ..models.head_models import CASES
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import nnsight
 
 
 def straight(layers: int = 5, tokens: int = 6, ratio: float = 2.0) -> np.ndarray:

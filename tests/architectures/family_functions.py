@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..options import called
+from ..running.options import called
 from .family_cases import CASES, model_of
 
 STEP = lsim.AlignedTraining(steps=1)

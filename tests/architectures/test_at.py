@@ -15,7 +15,7 @@ from tl_layersim.architectures import HookPoint, Part, find_points, find_stacks,
 from tl_layersim.architectures.blocks import find_blocks
 from tl_layersim.architectures.site_selection import block_numbers, items_of
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .site_cases import model_of
 
 

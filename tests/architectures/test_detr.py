@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..detectors import LAYERS, QUERIES, outputs_by_layer, scenes, tiny_detr
+from ..models.detectors import LAYERS, QUERIES, outputs_by_layer, scenes, tiny_detr
 
 COSINE = lsim.Cosine(center="none")
 # Queries start as zeros, which have no cosine.

@@ -11,9 +11,9 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..input_models import states
-from ..options import called
-from ..wrapped_models import bridge, nnsight
+from ..models.input_models import states
+from ..models.wrapped_models import bridge, nnsight
+from ..running.options import called
 from .family_cases import CASES, model_of
 
 # Paths of the blocks, by hand, for one case of each family. Those of a Swin are the blocks of its last stage.

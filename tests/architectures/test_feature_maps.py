@@ -11,8 +11,8 @@ import tl_layersim as lsim
 from tl_layersim.architectures.hook_points import Channels, channel_axis, channels_at, positions_of, to_positions
 
 from .. import oracles
-from ..options import called
-from ..wrapped_models import nnsight
+from ..models.wrapped_models import nnsight
+from ..running.options import called
 
 PIXELS = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SOURCES = {

@@ -7,8 +7,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import family, random_tokens
-from ..wrapped_models import nnsight
+from ..models.tiny_models import family, random_tokens
+from ..models.wrapped_models import nnsight
 
 
 @pytest.mark.parametrize("at", ["mlp_post", "mlp_out", "resid_mid"])

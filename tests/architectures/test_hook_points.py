@@ -10,7 +10,7 @@ from tl_layersim.architectures.blocks import find_stacks
 from tl_layersim.architectures.hook_points import SITE_NAMES
 from tl_layersim.architectures.site_selection import find_points, stream_sums
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .site_cases import MODELS, inputs_of, model_of, read, sites_of, values_of
 from .site_parts import STACKS
 

@@ -10,10 +10,10 @@ import transformers
 import tl_layersim as lsim
 
 from .. import oracles
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
-from ..wrapped_models import ANALYZERS, bridge, build, nnsight, run
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import ANALYZERS, bridge, build, nnsight, run
+from ..running.options import called
 
 
 def run_residual(model, data, **options):

@@ -8,8 +8,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.architectures import find_points, find_stacks
 
+from ..models.tiny_models import tiny_gpt2, tiny_llama
 from ..sources.tiny_transformer_lens import bridge_of
-from ..tiny_models import tiny_gpt2, tiny_llama
 from .site_cases import MODELS, model_of
 
 

@@ -8,8 +8,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.architectures import layer_names
 
-from ..options import called
-from ..tiny_models import VOCABULARY, random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import VOCABULARY, random_tokens, tiny_gpt2, tiny_llama
+from ..running.options import called
 
 MLPS = [f"model.layers.{i}.mlp" for i in range(3)]
 NEEDS_BLOCKS = {

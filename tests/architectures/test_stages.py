@@ -12,9 +12,9 @@ import transformers
 import tl_layersim as lsim
 
 from .. import oracles
-from ..input_models import states
-from ..options import called
-from ..wrapped_models import nnsight
+from ..models.input_models import states
+from ..models.wrapped_models import nnsight
+from ..running.options import called
 from .family_cases import CASES, DISENTANGLED, model_of
 
 SOURCES = pytest.mark.parametrize("wrap", [lambda model: model, nnsight], ids=["module", "nnsight"])

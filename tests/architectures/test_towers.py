@@ -9,8 +9,8 @@ import transformers as hf
 import tl_layersim as lsim
 from tl_layersim.sources.tower import end_of_text
 
-from ..clip_models import clip_of, pairs
-from ..options import called
+from ..models.clip_models import clip_of, pairs
+from ..running.options import called
 
 VISION = [f"vision_model.encoder.layers.{number}" for number in range(4)]
 TEXT = [f"text_model.encoder.layers.{number}" for number in range(3)]
@@ -94,7 +94,7 @@ def test_a_tower_with_its_projection_and_a_tower_alone_are_models(tower):
 
 
 def test_a_text_tower_reads_texts_with_their_end():
-    from ..clip_processor import processor, small_clip
+    from ..models.clip_processor import processor, small_clip
 
     made = processor()
     model = small_clip(made)

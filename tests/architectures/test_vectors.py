@@ -10,8 +10,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..options import called
-from ..wrapped_models import nnsight
+from ..models.wrapped_models import nnsight
+from ..running.options import called
 from .family_cases import CASES, model_of
 
 CASE = CASES["mlp"]

@@ -8,8 +8,8 @@ import transformers
 
 import tl_layersim as lsim
 
-from ..own_models import AddingBlock
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.own_models import AddingBlock
+from ..models.tiny_models import random_tokens, tiny_llama
 
 COSINE = lsim.Cosine(center="none")
 PATHS = ["parts.0", "parts.1", "parts.2"]

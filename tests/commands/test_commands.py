@@ -12,7 +12,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core.intervals import headline_texts
 
-from ..options import called
+from ..running.options import called
 from .helpers import FEW, NUMBERS, SHORT, done, run
 
 READ = {"max_tokens": 512, "seq_len": 64, "pack": True}

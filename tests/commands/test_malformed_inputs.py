@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import tl_layersim as lsim
 
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
 from .helpers import run
 
 

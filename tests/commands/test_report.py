@@ -12,8 +12,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.commands.models_and_data import load_data
 
-from .. import html_pages
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
+from ..reporting import html_pages
 from .helpers import NUMBERS, run
 
 

@@ -21,8 +21,8 @@ from tl_layersim.stitching import adapters
 from tl_layersim.stitching.adapters import ADAPTER_KINDS
 from tl_layersim.stitching.fitting import cross_moments, feature_moments, solve
 
+from ..models.tiny_models import tiny_gpt2, tiny_llama
 from ..stitching.helpers import gpt2_of_kind, rows
-from ..tiny_models import tiny_gpt2, tiny_llama
 
 KINDS = sorted(ADAPTER_KINDS.all())
 WIDTHS = [(6, 6), (6, 4), (4, 6)]

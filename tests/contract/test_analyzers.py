@@ -24,9 +24,9 @@ from tl_layersim.core.intervals import aligned, bounds_of, with_and_without_bloc
 from tl_layersim.core.result_declarations import declarations
 
 from .. import oracles
-from ..runs import measured
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import edited, from_views, in_pools, residuals, view_for, views_of, worst
+from ..inputs.views import edited, from_views, in_pools, residuals, view_for, views_of, worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.runs import measured
 
 ANALYZERS = sorted(find_analyzers().items())
 each_analyzer = pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])

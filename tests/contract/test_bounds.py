@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core.result_declarations import below, declarations
 
-from ..views import from_views, residuals, view_for
+from ..inputs.views import from_views, residuals, view_for
 
 ANALYZERS = sorted(find_analyzers().items())
 # Random walks; a few samples of large norm; layers that are multiples of each other, so that paths are straight and cosines 1.

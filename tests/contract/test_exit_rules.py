@@ -13,7 +13,7 @@ import tl_layersim as lsim
 from tl_layersim.early_exit import rules
 from tl_layersim.early_exit.rules import EXIT_RULES, CheckedTokens
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 RULES = sorted(EXIT_RULES.all().items())
 each_rule = pytest.mark.parametrize(("name", "cls"), RULES, ids=[name for name, _ in RULES])

@@ -14,8 +14,8 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import LayerMatrix
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, provenance, residuals, view_for
+from ..inputs.views import from_views, provenance, residuals, view_for
+from ..models.tiny_models import random_tokens, tiny_llama
 
 ANALYZERS = sorted(find_analyzers().items())
 LABELS = [n % 3 for n in range(256)]

@@ -11,7 +11,7 @@ from tl_layersim.cli import main
 from tl_layersim.early_exit import frequent_tokens
 from tl_layersim.sources import eval_mode
 
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 NAN = float("nan")
 TOKENS = random_tokens(2)

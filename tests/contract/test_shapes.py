@@ -10,7 +10,7 @@ from torch import nn
 import tl_layersim as lsim
 from tl_layersim.lens import ExitHeads
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 IDS, PIXELS = random_tokens(2, 6), torch.randn(2, 3, 8, 8)
 EYE, HEADS = torch.eye(2), torch.zeros(2, 5, 3)

@@ -18,10 +18,10 @@ from tl_layersim.analyzers import Analyzer, find_analyzers
 from tl_layersim.architectures.hook_points import HEAD_FAMILIES, SITE_NAMES
 from tl_layersim.core import LayerCurve
 
-from ..options import called
-from ..site_hooks import D_HEAD, MODELS, head_part, read_sites
-from ..tiny_models import random_tokens, tiny_llama
-from ..wrapped_models import bridge, hooked_transformer, nnsight, transformers_model
+from ..models.site_hooks import D_HEAD, MODELS, head_part, read_sites
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import bridge, hooked_transformer, nnsight, transformers_model
+from ..running.options import called
 
 SOURCES = {
     "NNsight": lambda make, tmp: (nnsight(make()), {}),

@@ -15,7 +15,7 @@ from tl_layersim.training import objectives
 from tl_layersim.training.objectives import OBJECTIVES, Objective
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..training.helpers import dropping, next_of, weights_of
 
 NAMES = sorted(OBJECTIVES.all())

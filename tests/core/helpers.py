@@ -15,7 +15,7 @@ from tl_layersim.engine import submitted_runs
 from tl_layersim.engine.run_files import tallies_of
 from tl_layersim.stitching.fitting import Progress
 
-from ..views import provenance
+from ..inputs.views import provenance
 
 FILES = Path(__file__).parents[1] / "files" / "written"
 RESULTS = sorted(path.name for path in FILES.glob("*.safetensors") if path.name != "heads.safetensors")

@@ -10,7 +10,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.core.arguments import Layer, PositiveInt, typed
 
-from ..tiny_models import tiny_llama
+from ..models.tiny_models import tiny_llama
 
 
 @typed

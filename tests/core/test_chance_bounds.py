@@ -14,7 +14,7 @@ from tl_layersim.analyzers.exit_curve import ExitCurveResult
 from tl_layersim.analyzers.saturation import SaturationResult
 from tl_layersim.analyzers.task_metrics import TaskMetricsResult
 
-from ..views import provenance
+from ..inputs.views import provenance
 
 BLOCKS, TEXTS = 16, 64
 # Student's t of 15 degrees instead of the normal quantile.

@@ -9,7 +9,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.core import file_format
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import CHECKPOINTS, FILES, load, read_checkpoint
 
 KINDS = ("result", "report", "checkpoint", "stitches", "training", "remote_run")

@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.architectures.unembed import Unembed
 from tl_layersim.core.cross_entropy import confidence, cross_entropy, cross_entropy_slopes
 
-from ..tiny_models import random_tokens
+from ..models.tiny_models import random_tokens
 
 VOCABULARY = 151_936
 

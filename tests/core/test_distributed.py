@@ -6,10 +6,10 @@ import pytest
 
 import tl_layersim as lsim
 
-from ..processes import run_in_group
-from ..runs import cosine_and_cka
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.processes import run_in_group
+from ..running.runs import cosine_and_cka
 
 pytestmark = pytest.mark.heavy("several processes")
 
@@ -17,7 +17,7 @@ SCRIPT = """
 import sys
 import torch.distributed as dist
 import tl_layersim as lsim
-from tests.tiny_models import random_tokens, tiny_llama
+from tests.models.tiny_models import random_tokens, tiny_llama
 dist.init_process_group("gloo")
 data = list(random_tokens(4, 11))
 report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [lsim.Cosine(), lsim.CKA(minibatch=16)])

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import curve
 
 

@@ -14,7 +14,7 @@ from tl_layersim.analyzers.cka import CKAResult
 from tl_layersim.core import file_format
 from tl_layersim.core.result_declarations import below, kind_of
 
-from ..views import worst
+from ..inputs.views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
 

@@ -13,7 +13,7 @@ from tl_layersim.core import file_format, resumable_file
 from tl_layersim.training import train_adapters
 
 from ..commands.helpers import run
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 
 def analysed(path):

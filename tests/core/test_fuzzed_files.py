@@ -12,7 +12,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import file_format
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .test_malformed_files import mutated
 
 LARGE = (0, -1, 2**31, 2**62, 10**30, "F64", "x", [], [2**40], None, {})

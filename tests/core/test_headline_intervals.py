@@ -12,8 +12,8 @@ from tl_layersim.core import Result, axes
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.core.intervals import function_interval, headline_margins, headline_texts, interval_of
 
+from ..inputs.views import provenance
 from ..oracles import skewness
-from ..views import provenance
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

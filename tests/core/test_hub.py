@@ -25,7 +25,7 @@ from markdown_it import MarkdownIt
 import tl_layersim as lsim
 from tl_layersim.core.results import card
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import FILES
 from .small_hub import TOKEN, SmallHub
 

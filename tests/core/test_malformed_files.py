@@ -16,10 +16,10 @@ from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import file_format
 from tl_layersim.core.result_declarations import below
 
-from ..clip_models import clip_of, pairs
-from ..detectors import scenes, tiny_detr
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, residuals, view_for
+from ..inputs.views import from_views, residuals, view_for
+from ..models.clip_models import clip_of, pairs
+from ..models.detectors import scenes, tiny_detr
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import FILES, RESULTS, read_checkpoint
 
 DEEP: Any = []

@@ -18,7 +18,7 @@ from tl_layersim.core import LayerCurve, LayerMatrix, file_format, warn
 from tl_layersim.core.errors import printable
 from tl_layersim.core.results import card
 
-from ..views import from_views, provenance, residuals, view_for
+from ..inputs.views import from_views, provenance, residuals, view_for
 
 # A link of HTML and one of Markdown, a cell, a line, an escape of the terminal, and text from right to left.
 HOSTILE = '=1+1<a href="javascript:x">[j](javascript:x)</a>|`\r\n=cmd()\x1b[31m\u202e$x$'

@@ -14,7 +14,7 @@ from tl_layersim.core import Report
 from tl_layersim.core.report_tables import adjusted
 from tl_layersim.core.wording import MEANING_OF_MARGINS, equation, headed, p_value_text
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ..processes import run_in_group
+from ..running.processes import run_in_group
 
 pytestmark = pytest.mark.heavy("several processes")
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import tl_layersim as lsim
 from tl_layersim.core.distributed import OtherRankFailed
-from tests.tiny_models import random_tokens, tiny_llama
+from tests.models.tiny_models import random_tokens, tiny_llama
 
 warnings.simplefilter("ignore")
 dist.init_process_group("gloo")

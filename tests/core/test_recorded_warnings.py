@@ -10,7 +10,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.core.errors import recorded_warnings, warn
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 def _warned(*texts: str, fails: bool = False) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import tl_layersim as lsim
 
 from ..commands.helpers import run
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
 
 CODE = """
 from pathlib import Path

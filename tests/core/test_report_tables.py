@@ -13,7 +13,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, Report
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import FILES, RESULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")

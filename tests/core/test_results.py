@@ -12,9 +12,9 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, LayerMatrix, Report, axes, file_format
 
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
 from ..oracles import skewness
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
 from .helpers import curve
 
 

@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, file_format
 
-from ..views import provenance
+from ..inputs.views import provenance
 
 
 def curve(n: int = 3) -> LayerCurve:

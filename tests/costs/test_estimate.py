@@ -14,8 +14,8 @@ from tl_layersim.core.sums import SumTree
 from tl_layersim.costs.estimate import MeteredBatch, OperationMeter
 from tl_layersim.lens.statistics import GROUP_SIZE
 
-from ..input_models import image_vit
-from ..tiny_models import tiny_gpt2, tiny_llama
+from ..models.input_models import image_vit
+from ..models.tiny_models import tiny_gpt2, tiny_llama
 
 SIZE = {"batch_size": 2, "seq_len": 16}
 SETS = {

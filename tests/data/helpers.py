@@ -6,7 +6,7 @@ from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
 from tl_layersim.sources.model_description import ModelDescription
 
-from ..tiny_models import tiny_tokenizer
+from ..models.tiny_models import tiny_tokenizer
 
 TEXTS = ["w3 w4 w5", "w6 w7", "w8 w9 w10 w11 w12 w13"]
 ROWS = [[1, 3, 4, 5], [1, 6, 7], [1, 8, 9, 10, 11, 12, 13]]

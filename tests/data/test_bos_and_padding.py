@@ -16,7 +16,7 @@ from tl_layersim.data.data import Data
 from tl_layersim.data.tokenization import adds_specials
 from tl_layersim.sources.model_description import ModelDescription
 
-from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from . import helpers
 
 PAD = 99

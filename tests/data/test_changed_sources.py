@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import KeptRows
 
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 OLD, NEW = random_tokens(6, 9, seed=1), random_tokens(6, 9, seed=2)
 WORDS = {seed: [" ".join(f"w{word}" for word in row) for row in tokens.tolist()] for seed, tokens in ((1, OLD), (2, NEW))}

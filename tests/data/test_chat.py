@@ -15,8 +15,8 @@ import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
 
-from ..options import called
-from ..tiny_models import hidden_states, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import hidden_states, tiny_llama, tiny_tokenizer
+from ..running.options import called
 from .helpers import batches, counted, model, rows
 
 # User is w10, assistant w11, the end of a message </s>; only the second template marks what the assistant says.

@@ -11,8 +11,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.early_exit import frequent_tokens
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..running.options import called
 
 
 def tiny_bert(labels: int = 0):

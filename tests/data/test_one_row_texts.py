@@ -15,8 +15,8 @@ from tl_layersim.data.batches import Batches
 from tl_layersim.data.data import Data
 from tl_layersim.sources.model_description import ModelDescription
 
-from ..options import called
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
+from ..running.options import called
 from ..training.helpers import bert
 from . import helpers
 from .test_inputs import INPUTS, pair_tokenizer

@@ -11,7 +11,7 @@ from tl_layersim.data.packed_documents import document_starts
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources.open_local import OpenedModel
 
-from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
 
 TOKENS = random_tokens(1, 40)[0].tolist()
 # Rows of three documents, of two that have one token, and of one document.

@@ -13,7 +13,7 @@ import tl_layersim as lsim
 from tl_layersim.data.data import Data
 from tl_layersim.data.positions import Positions, as_rule
 
-from ..tiny_models import name_of_rule
+from ..models.tiny_models import name_of_rule
 from .helpers import ROWS, TEXTS, batches, counted
 
 TOKENS = torch.tensor([10, 11, 12, 13, 14, 15])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from .helpers import ROWS, TEXTS, batches, counted, model, rows
 
 

@@ -10,9 +10,9 @@ import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
-from ..views import worst
-from ..wrapped_models import build, by_hand, nnsight, tables
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import build, by_hand, nnsight, tables
 
 
 def test_rows_of_one_token_have_no_target_and_still_a_prediction():

@@ -14,8 +14,8 @@ import tl_layersim as lsim
 from tl_layersim.commands.models_and_data import load_data
 from tl_layersim.data.data import Data
 
-from ..options import called
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
+from ..running.options import called
 
 TEXTS = ["w3 w4", "w5 w6 w7"]
 HOLES = ["w3 w4", None, "w5"]

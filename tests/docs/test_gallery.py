@@ -19,7 +19,7 @@ import tl_layersim as lsim
 from tl_layersim.core import Result
 from tl_layersim.core.result_declarations import declarations
 
-from ..public_names import public_names
+from ..structure.public_names import public_names
 from .helpers import ROOT, executed_pages
 from .notebooks import LARGEST, NOTEBOOKS, digest
 

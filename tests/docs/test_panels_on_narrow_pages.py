@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import ROOT, executed_pages
 
 # Left, right, top and bottom of each element of a kind, beside the left upper corner of the figure.

@@ -12,7 +12,7 @@ import yaml
 
 from tl_layersim.analyzers import find_analyzers
 
-from ..public_names import public_names
+from ..structure.public_names import public_names
 from .helpers import ROOT
 
 # The first test may build the site, which executes the gallery and the notebooks.

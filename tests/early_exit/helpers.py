@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..tiny_models import VOCABULARY, random_tokens, tiny_llama
+from ..models.tiny_models import VOCABULARY, random_tokens, tiny_llama
 
 HEAD = 6.0
 # Thresholds at which tokens of the models below leave at several depths; a test asserts that they do.

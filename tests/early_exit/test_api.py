@@ -7,8 +7,8 @@ import torch
 
 from tl_layersim.early_exit.early_exit import EarlyExit
 
+from ..models.tiny_models import VOCABULARY, family, random_tokens, tiny_gpt2
 from ..real_models.files import optional_real
-from ..tiny_models import VOCABULARY, family, random_tokens, tiny_gpt2
 from .helpers import deep, layers_of, ragged
 
 CAUSAL = ("llama", "qwen2", "gemma2", "gemma3", "neox", "falcon", "opt", "bloom", "mpt", "gptj", "phi")

@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.exit_costs import ExitCosts, evenly_spread, exited_fractions, plan_for
 
-from ..tiny_models import VOCABULARY, tiny_gpt2, tiny_llama
+from ..models.tiny_models import VOCABULARY, tiny_gpt2, tiny_llama
 
 
 class TestCosts:

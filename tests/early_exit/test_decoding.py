@@ -8,7 +8,7 @@ import pytest
 
 from tl_layersim.early_exit.early_exit import EarlyExit
 
-from ..tiny_models import random_tokens, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_tokenizer
 from .helpers import deep, naive_generate, ragged
 
 

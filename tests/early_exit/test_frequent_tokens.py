@@ -5,7 +5,7 @@ from __future__ import annotations
 import tl_layersim as lsim
 from tl_layersim.early_exit import frequent_tokens
 
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
 
 
 def test_frequent_tokens():

@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
 
-from ..tiny_models import random_tokens
+from ..models.tiny_models import random_tokens
 from .helpers import RULES, classifier, deep, layers_of, naive_exit, ragged
 
 

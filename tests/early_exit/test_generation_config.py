@@ -10,7 +10,7 @@ from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import ragged
 
 NEW = 14

@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.lens import ExitHeads
 
-from ..tiny_models import VOCABULARY, random_tokens
+from ..models.tiny_models import VOCABULARY, random_tokens
 from .helpers import HEAD, RULES, classifier, deep, layers_of, naive_exit, naive_generate, ragged
 
 AT = (0, 2, 3)

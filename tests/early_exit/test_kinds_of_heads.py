@@ -7,8 +7,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..head_models import CASES, layer_logits
-from ..options import called
+from ..models.head_models import CASES, layer_logits
+from ..running.options import called
 
 # Rules with thresholds at which rows leave after different blocks.
 RULES = {"max-prob": 0.5, "cosine": 0.3, "patience": 2}

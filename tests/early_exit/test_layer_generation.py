@@ -12,7 +12,7 @@ from tl_layersim.early_exit import early_exit
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.truncate import truncate
 
-from ..tiny_models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import classifier, deep, naive_generate
 from .test_heads import naive_heads, near_heads
 

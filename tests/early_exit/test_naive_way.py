@@ -9,7 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.data.batches import Batches
 from tl_layersim.early_exit.early_exit import EarlyExit
 
-from ..tiny_models import VOCABULARY, family, random_tokens
+from ..models.tiny_models import VOCABULARY, family, random_tokens
 from .helpers import RULES, deep, naive_generate, ragged
 
 

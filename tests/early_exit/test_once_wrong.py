@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.early_exit import frequent_tokens
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 
 
 class TestWhatWasOnceWrong:

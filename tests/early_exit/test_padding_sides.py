@@ -8,7 +8,7 @@ import transformers
 
 import tl_layersim as lsim
 
-from ..tiny_models import FAMILIES, family
+from ..models.tiny_models import FAMILIES, family
 
 LENGTHS = (11, 7, 9, 3)
 ROWS = [torch.randint(5, 97, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]

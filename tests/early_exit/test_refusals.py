@@ -10,7 +10,7 @@ from tl_layersim.core.errors import LayersimTypeError
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.truncate import truncate
 
-from ..tiny_models import VOCABULARY, random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import VOCABULARY, random_tokens, tiny_llama, tiny_tokenizer
 from ..training.helpers import bert, vit
 
 

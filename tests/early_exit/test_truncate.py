@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.early_exit.early_exit import EarlyExit
 from tl_layersim.early_exit.truncate import truncate
 
-from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
 from .helpers import classifier, layers_of
 
 

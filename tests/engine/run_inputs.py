@@ -22,8 +22,8 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.lens import ExitHeads
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
-from ..wrapped_models import bridge
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import bridge
 
 ROWS, LENGTH = 16, 7
 

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..options import called
+from ..running.options import called
 
 # About two batches of 16 rows for each shard, in two forward passes each.
 SHARDS, KILLED, ROWS, LENGTH = 8, 3, 280, 7
@@ -27,7 +27,7 @@ def settings() -> tuple[Any, Any, list[Any], dict[str, Any]]:
     """Model, data, analyzers and options of all calls."""
     import tl_layersim as lsim
 
-    from ..tiny_models import random_tokens, tiny_llama
+    from ..models.tiny_models import random_tokens, tiny_llama
 
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=8), lsim.LogitLens()]
     return tiny_llama(), list(random_tokens(ROWS, LENGTH)), analyzers, {"batch_size": 8, "intervals": True}

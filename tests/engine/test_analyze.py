@@ -10,10 +10,10 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
 from tl_layersim.sources.hooked_module import HookedSource
 
-from ..processes import finish, started
-from ..runs import cosine_and_cka
-from ..tiny_models import family, random_tokens, tiny_llama, tiny_tokenizer
-from ..views import provenance, worst
+from ..inputs.views import provenance, worst
+from ..models.tiny_models import family, random_tokens, tiny_llama, tiny_tokenizer
+from ..running.processes import finish, started
+from ..running.runs import cosine_and_cka
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -125,7 +125,7 @@ def test_a_users_precision_setting_is_kept_and_not_used(setting, tmp_path):
     """In a process of its own: torch lets its two ways of saying it not be mixed."""
     script = (
         "import sys, torch, tl_layersim as lsim\n"
-        "from tests.tiny_models import random_tokens, tiny_llama\n"
+        "from tests.models.tiny_models import random_tokens, tiny_llama\n"
         "from tl_layersim.activations.view import View, reduce\n"
         f"{SETTINGS[setting]}\n"
         "mkldnn = torch.backends.mkldnn.matmul\n"

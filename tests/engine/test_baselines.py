@@ -12,10 +12,10 @@ from tl_layersim.core import Sums
 from tl_layersim.sources import untrained
 
 from .. import oracles
-from ..options import called
+from ..inputs.views import from_views, layer_run, residuals, samples
+from ..models.tiny_models import hidden_states, random_tokens, tiny_llama
 from ..oracles.rsa import condensed, ranks
-from ..tiny_models import hidden_states, random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, samples
+from ..running.options import called
 
 
 @pytest.fixture(scope="module")

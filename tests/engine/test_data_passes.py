@@ -9,8 +9,8 @@ import tl_layersim as lsim
 from tl_layersim.data import batches
 from tl_layersim.data import data as kept_rows
 
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 SOURCES = {
     "one pass": [lsim.Cosine(center="none"), lsim.CKA(minibatch=16)],

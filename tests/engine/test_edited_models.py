@@ -9,7 +9,7 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from ..user_loops.test_trace_probe import TOKENS, differences, hooked, traced
 
 ANALYZERS = [

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens
+from ..models.tiny_models import random_tokens
 from ..user_loops.test_attach_stacks import t5
 from .test_encoder_decoders import each_model, rows
 

@@ -9,9 +9,9 @@ import transformers as hf
 
 import tl_layersim as lsim
 
-from ..options import called
+from ..models.tiny_models import random_tokens, tiny_tokenizer
 from ..oracles.cka import oracle_cka
-from ..tiny_models import random_tokens, tiny_tokenizer
+from ..running.options import called
 from ..user_loops.test_attach_stacks import bart, pair, t5
 
 MODELS = {"T5": t5, "BART": bart}
@@ -332,7 +332,7 @@ def test_two_models_are_compared_at_one_stack():
         x, y = (by_hand(m, SITES[key, at], given, mask) for m, key in ((a, "T5"), (b, "BART")))
         found = lsim.compare(a, b, given, TOKEN_CKA, at=at)
         torch.testing.assert_close(found.values, cka(mask, x, y), atol=1e-5, rtol=0)
-    from ..tiny_models import tiny_gpt2
+    from ..models.tiny_models import tiny_gpt2
 
     with pytest.raises(lsim.LayersimError, match="read different inputs of the data"):
         lsim.compare(a, tiny_gpt2(), given, TOKEN_CKA)

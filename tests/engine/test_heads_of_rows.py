@@ -9,7 +9,7 @@ import transformers
 import tl_layersim as lsim
 from tl_layersim.lens import ExitHeads
 
-from ..head_models import IMAGE, MODERN
+from ..models.head_models import IMAGE, MODERN
 
 
 def image_model(name: str, **settings):

@@ -11,9 +11,9 @@ import tl_layersim as lsim
 from tl_layersim.sources.hooked_module import HookedSource
 
 from .. import oracles
-from ..input_models import alone, bert_blocks, image_vit, pair_bert, pair_data, pixels, states, vit_blocks
-from ..options import called
-from ..views import worst
+from ..inputs.views import worst
+from ..models.input_models import alone, bert_blocks, image_vit, pair_bert, pair_data, pixels, states, vit_blocks
+from ..running.options import called
 
 CLASSES = torch.tensor([0, 1, 2, 0, 1, 2] * 2)
 CE = torch.nn.functional.cross_entropy

@@ -10,9 +10,9 @@ import tl_layersim as lsim
 from tl_layersim.core.intervals import bounds_of, degrees_of_freedom, standard_error
 from tl_layersim.sources.hooked_module import HookedSource
 
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from ..oracles import skewness
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import worst
 
 pytestmark = pytest.mark.filterwarnings("ignore:CKA (rests|is dominated).*:UserWarning")
 

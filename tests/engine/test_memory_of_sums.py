@@ -12,7 +12,7 @@ from tl_layersim.core.sums import most_copies
 from tl_layersim.engine import run as engine
 from tl_layersim.engine.run import check_memory
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 CASES = [(1, False, 3), (1024, False, 13), (1000, True, 54)]
 

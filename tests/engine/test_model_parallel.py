@@ -9,9 +9,9 @@ import torch
 
 import tl_layersim as lsim
 
-from ..processes import run_in_group
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.processes import run_in_group
 
 pytestmark = pytest.mark.heavy("several processes")
 
@@ -45,7 +45,7 @@ MODELS = {
 MODELS["nnsight"] = (
     MODELS["DeviceMesh"]
     + """
-        from tests.wrapped_models import nnsight
+        from tests.models.wrapped_models import nnsight
         model = nnsight(model)
         """
 )
@@ -95,7 +95,7 @@ START = """
         import torch.distributed as dist
         import tl_layersim as lsim
         from tests.engine.test_model_parallel import functions
-        from tests.tiny_models import random_tokens, tiny_llama
+        from tests.models.tiny_models import random_tokens, tiny_llama
         dist.init_process_group("gloo")
         folder, rank = sys.argv[1], dist.get_rank()
         def say(*words):

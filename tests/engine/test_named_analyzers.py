@@ -10,8 +10,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.engine.run_arguments import choose_analyzers
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 # Few blocks are enough to compare two runs.
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")

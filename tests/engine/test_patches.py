@@ -8,7 +8,7 @@ import transformers
 
 import tl_layersim as lsim
 
-from ..own_models import AddingBlock
+from ..models.own_models import AddingBlock
 
 COSINE = lsim.Cosine(center="none")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

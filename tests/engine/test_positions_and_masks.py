@@ -10,10 +10,10 @@ import tl_layersim as lsim
 from tl_layersim.activations import View
 
 from .. import oracles
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
+from ..inputs.views import from_views, residuals
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 from ..training.helpers import bert
-from ..views import from_views, residuals
 
 
 @pytest.mark.parametrize("pool", ["first", "last", "mean"])

@@ -9,10 +9,10 @@ import tl_layersim as lsim
 from tl_layersim.core import resumable_file
 from tl_layersim.sources.hooked_module import HookedSource
 
-from ..processes import kill_when, started
-from ..runs import cosine_and_cka
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.processes import kill_when, started
+from ..running.runs import cosine_and_cka
 
 
 class Stopped(KeyboardInterrupt):
@@ -58,7 +58,7 @@ import sys, time
 import tl_layersim as lsim
 from tl_layersim.core import resumable_file
 from tl_layersim.sources.hooked_module import HookedSource
-from tests.tiny_models import random_tokens, tiny_llama
+from tests.models.tiny_models import random_tokens, tiny_llama
 resumable_file.SECONDS_BETWEEN_SAVES = 0.0
 run, passes = HookedSource.run, []
 

@@ -10,7 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.engine import run
 from tl_layersim.engine.run_identity import INPUTS
 
-from ..views import worst
+from ..inputs.views import worst
 from .run_inputs import CHANGES, UNCHANGED, Call, calls_of
 
 # Differences of versions and of processes are tested where they can be made.

@@ -10,12 +10,12 @@ import tl_layersim as lsim
 from tl_layersim.vision import detection_by_layer, tower_similarity
 
 from .. import oracles
-from ..clip_models import clip_of, pairs
-from ..detectors import scenes, tiny_detr
-from ..options import called
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.clip_models import clip_of, pairs
+from ..models.detectors import scenes, tiny_detr
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import bridge, nnsight
+from ..running.options import called
 from ..training.helpers import bert
-from ..wrapped_models import bridge, nnsight
 
 LENGTHS = (7, 4, 9, 5, 8, 6)
 ROWS = [row[:n] for row, n in zip(random_tokens(len(LENGTHS), 9, seed=3), LENGTHS, strict=True)]

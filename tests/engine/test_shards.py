@@ -13,10 +13,10 @@ from tl_layersim.core import file_format
 from tl_layersim.engine import run_description, run_identity
 from tl_layersim.sources.hooked_module import HookedSource
 
-from ..head_models import CASES
-from ..options import called
-from ..processes import finish, started
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.head_models import CASES
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
+from ..running.processes import finish, started
 
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of:tl_layersim.LayersimWarning")
 

@@ -8,11 +8,11 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.sources.hooked_module import HookedSource
 
-from ..options import called
-from ..runs import MODELS, analyzers, each_model, hooks, logits
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
-from ..wrapped_models import nnsight
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import nnsight
+from ..running.options import called
+from ..running.runs import MODELS, analyzers, each_model, hooks, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 PLACES = {"z per head": {"at": "z", "per_head": True}}

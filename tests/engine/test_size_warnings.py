@@ -9,8 +9,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.activations.norms import activation_sizes
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import view
+from ..inputs.views import view
+from ..models.tiny_models import random_tokens, tiny_llama
 
 # What is warned of is read from the provenance.
 pytestmark = pytest.mark.filterwarnings("ignore")

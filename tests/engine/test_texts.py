@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
 
 few_texts = pytest.mark.filterwarnings("ignore:LinearPredictivity is evaluated on")
 ROWS, LENGTH = 24, 5

@@ -1,6 +1,6 @@
 """One small file of every kind, as this version writes it: python -m tests.files tests/files/written
 
-Run again with each version that changes what is written. Processes of `tests.processes` do not import a `__main__.py`.
+Run again with each version that changes what is written. Processes of `tests.running.processes` do not import a `__main__.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tl_layersim.core.file_format import write as write_heads
 from tl_layersim.stitching.stitch import StitchExperiment
 from tl_layersim.training import train_adapters
 
-from ..tiny_models import tiny_tokenizer
-from ..views import provenance
+from ..inputs.views import provenance
+from ..models.tiny_models import tiny_tokenizer
 
 WORDS = 30
 LAYERS = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post")

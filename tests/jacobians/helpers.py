@@ -8,7 +8,7 @@ from torch import Tensor
 from tl_layersim.activations.block_call import BlockCall, Widened, again, record_call
 from tl_layersim.architectures.blocks import find_blocks
 
-from ..tiny_models import random_tokens
+from ..models.tiny_models import random_tokens
 
 MEMORY = 200.0
 

@@ -11,8 +11,8 @@ from tl_layersim.core import Sums
 from tl_layersim.jacobians.coupling import Connections, CouplingOptions, couple
 from tl_layersim.jacobians.supported_blocks import TOO_COARSE
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, view
+from ..inputs.views import from_views, layer_run, residuals, view
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import MEMORY, calls_of, family
 
 

@@ -9,8 +9,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.jacobians.jacobian_operator import Jacobian
 
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from .helpers import MEMORY, calls_of, family, naive, padded_run
 
 # Of these, the block is called on single tokens; of the others on whole rows.

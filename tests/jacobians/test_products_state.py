@@ -10,8 +10,8 @@ import tl_layersim as lsim
 from tl_layersim.activations.block_call import Widened
 from tl_layersim.jacobians.jacobian_operator import Jacobian
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import MEMORY, calls_of, naive
 
 

@@ -14,7 +14,7 @@ import tl_layersim as lsim
 from tl_layersim.activations.block_call import BlockCall
 from tl_layersim.jacobians.jacobian_products import TokenProducts, TokenReplayMismatch
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import calls_of, naive
 
 

@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.jacobians.coupling import krylov, top_of
 from tl_layersim.jacobians.jacobian_operator import Jacobian
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import MEMORY, calls_of
 
 

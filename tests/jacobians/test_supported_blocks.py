@@ -11,7 +11,7 @@ from tl_layersim.activations.block_call import BlockCall
 from tl_layersim.jacobians.jacobian_operator import Jacobian
 
 from ..analyzers.helpers import _described
-from ..tiny_models import VOCABULARY, random_tokens, tiny_llama
+from ..models.tiny_models import VOCABULARY, random_tokens, tiny_llama
 
 
 def tiny_bert():

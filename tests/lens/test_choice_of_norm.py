@@ -8,8 +8,8 @@ import transformers
 
 import tl_layersim as lsim
 
-from ..own_models import AddingBlock
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.own_models import AddingBlock
+from ..models.tiny_models import random_tokens, tiny_llama
 
 TOKENS = random_tokens(6, 9)
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}

@@ -18,9 +18,9 @@ from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.lens.statistics import read_lens, saturation_layers
 
 from .. import oracles
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, own_head, residuals, view, worst
-from ..wrapped_models import LENSES, nnsight, read_logits
+from ..inputs.views import from_views, own_head, residuals, view, worst
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import LENSES, nnsight, read_logits
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")

@@ -12,10 +12,10 @@ from tl_layersim.architectures.layouts import HEADS_BY_CLASS, NO_HEAD
 from tl_layersim.architectures.unembed import Pool
 
 from .. import oracles
-from ..head_models import CASES, CLASSES, WORDS, HeadCase, block_outputs, layer_logits
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..wrapped_models import nnsight
+from ..models.head_models import CASES, CLASSES, WORDS, HeadCase, block_outputs, layer_logits
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import nnsight
+from ..running.options import called
 
 LABELS = torch.tensor([0, 2, 1, 1, 0])
 LEVELS = (0.0, 0.4, 0.6, 1.0)

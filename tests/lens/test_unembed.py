@@ -10,9 +10,9 @@ import transformers
 import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..wrapped_models import CONFIGS, GROUPED, LAYOUTS, LENSES, build, lively, nnsight
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import CONFIGS, GROUPED, LAYOUTS, LENSES, build, lively, nnsight
+from ..running.options import called
 
 
 def heads() -> dict:
@@ -71,7 +71,7 @@ def test_nnsight_reads_the_same_heads(family):
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_bridge_of_a_capped_model_reads_the_cap():
-    from ..wrapped_models import bridge
+    from ..models.wrapped_models import bridge
 
     tokens = random_tokens(4, 12)
     expected = lsim.analyze(lively(HEADS["Gemma2 with soft-cap"]()), tokens, lsim.LogitLens())["logit_lens"]
@@ -83,7 +83,7 @@ def test_a_bridge_of_a_capped_model_reads_the_cap():
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_a_bridge_in_compatibility_mode_still_says_what_it_says():
-    from ..wrapped_models import bridge
+    from ..models.wrapped_models import bridge
 
     model = bridge(lively(tiny_gpt2()))
     model.enable_compatibility_mode()

@@ -20,9 +20,9 @@ from tl_layersim.core.report_tables import adjusted, is_symmetric
 from tl_layersim.many.differences import at_depths, depths
 from tl_layersim.reporting.difference_and_fit_figures import difference_figure
 
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
 from ..oracles import skewness
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -14,7 +14,7 @@ from tl_layersim.core import LayerCurve
 from tl_layersim.many.fits import fit_exponential
 from tl_layersim.reporting.difference_and_fit_figures import fit_figure
 
-from ..views import from_views, provenance, residuals, view
+from ..inputs.views import from_views, provenance, residuals, view
 
 NAMES = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(6)))
 

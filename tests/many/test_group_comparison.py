@@ -18,7 +18,7 @@ from tl_layersim.core.report_tables import is_symmetric
 from tl_layersim.many.group_comparison import permutation_test, spread_test
 from tl_layersim.reporting.many_model_figures import clusters
 
-from ..views import from_views, residuals, view
+from ..inputs.views import from_views, residuals, view
 
 
 def table(values: torch.Tensor) -> xarray.DataArray:

@@ -15,9 +15,9 @@ import tl_layersim as lsim
 from tl_layersim.reporting.many_model_figures import clusters
 from tl_layersim.reporting.style import GREY
 
-from ..options import called
-from ..runs import Passes
-from ..tiny_models import noisy, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import noisy, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..running.options import called
+from ..running.runs import Passes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The vocabularies have:UserWarning")
 CKAS = [lsim.CKA(minibatch=16), lsim.CKA(minibatch=16, estimator="biased"), lsim.CKA(estimator="exact")]

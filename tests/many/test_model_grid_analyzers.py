@@ -14,9 +14,9 @@ from tl_layersim.activations.view import Kernel, View
 from tl_layersim.analyzers.analyzer import Analyzer, Run
 from tl_layersim.core import LayerMatrix, Sums
 
-from ..options import called
-from ..runs import Passes
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
+from ..running.runs import Passes
 
 
 def mean_kernel(*views: View) -> dict[str, torch.Tensor]:

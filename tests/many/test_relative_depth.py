@@ -10,7 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerMatrix
 from tl_layersim.many.differences import at_depths, sites_along
 
-from ..views import provenance
+from ..inputs.views import provenance
 
 
 def test_rows_and_columns_have_their_own_sites():

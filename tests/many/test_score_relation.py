@@ -13,7 +13,7 @@ from statsmodels.api import OLS
 import tl_layersim as lsim
 from tl_layersim.many import plot_adjacency
 
-from ..views import from_views, residuals, view
+from ..inputs.views import from_views, residuals, view
 
 NAMES = ("a", "b", "c", "d", "e")
 

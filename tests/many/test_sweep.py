@@ -15,8 +15,8 @@ from tl_layersim.many import SweepError
 from tl_layersim.many.sweep import data_digest
 from tl_layersim.sources.hooked_module import HookedSource
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..running.options import called
 
 ANALYZERS = [lsim.Cosine(center="none"), lsim.Trajectory()]
 

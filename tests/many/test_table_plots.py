@@ -7,7 +7,7 @@ import pytest
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 STEPS = (0, 1, 30, 1000)
 

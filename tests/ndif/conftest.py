@@ -15,8 +15,8 @@ import torch
 
 import tl_layersim as lsim
 
+from ..models.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from ..real_models.files import optional_real
-from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .hub import Hub
 from .server import Server
 

@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training import train_adapters
 
-from ..options import called
+from ..running.options import called
 from .client import load, rows
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:UserWarning")]

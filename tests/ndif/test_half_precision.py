@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training import train_adapters
 
-from ..options import called
+from ..running.options import called
 from .client import furthest, load, rows
 from .conftest import ask_for, started
 

@@ -18,7 +18,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.remote import client as ndif
 
-from ..options import called
+from ..running.options import called
 from .client import equal, furthest, load, rows
 
 HERE = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.engine import submitted_runs
 
-from ..options import called
+from ..running.options import called
 from .client import equal, furthest, load, rows
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore:.*:UserWarning")]

@@ -10,7 +10,7 @@ import numpy as np
 
 def own_jacobian(x: np.ndarray, layer: int, t_in: int, t_out: int) -> np.ndarray:
     """D f(X)_{t_out} / d x_{t_in} of the blocks in `own_blocks.py`, by hand."""
-    from ..own_blocks import weights
+    from ..inputs.own_blocks import weights
 
     w0, w1, w2 = (w.numpy() for w in weights(layer, x.shape[-1]))
     mean = sum(x[: t_out + 1]) / (t_out + 1)

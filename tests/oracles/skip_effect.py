@@ -12,7 +12,7 @@ from .common import HEAD, say, softmax
 
 def own_branch(x: np.ndarray, layer: int) -> np.ndarray:
     """What the blocks in `own_blocks.py` compute from `token d_model`, by hand."""
-    from ..own_blocks import weights
+    from ..inputs.own_blocks import weights
 
     w0, w1, w2 = (w.numpy() for w in weights(layer, x.shape[-1]))
     return np.array([w2 @ np.tanh(w1 @ x[t] + w0 @ (sum(x[: t + 1]) / (t + 1))) for t in range(len(x))])

@@ -10,10 +10,10 @@ import torch
 
 import tl_layersim as lsim
 
-from ..options import called
-from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
-from ..views import worst
-from ..wrapped_models import bridge, by_hand, nnsight
+from ..inputs.views import worst
+from ..models.tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import bridge, by_hand, nnsight
+from ..running.options import called
 
 PROMPT = "Once upon a time there was a little girl who lived in a small house"
 

@@ -9,10 +9,10 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
+from ..inputs.views import worst
 from ..jacobians.helpers import calls_of, naive
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 
 def test_positions_may_be_an_array():

@@ -11,7 +11,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import VOCABULARY, random_tokens
+from ..models.tiny_models import VOCABULARY, random_tokens
 
 
 class Plain(torch.nn.Module):

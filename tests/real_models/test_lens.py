@@ -9,14 +9,14 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import hidden_states
-from ..wrapped_models import bridge, nnsight
+from ..models.tiny_models import hidden_states
+from ..models.wrapped_models import bridge, nnsight
 from .helpers import load
 
 
 def test_the_lens_of_a_real_model_is_its_own_logits(stories15m, wikitext):
     """Every block's loss by hand, float32, with and without the norm; the norm changes everything."""
-    from ..wrapped_models import by_hand
+    from ..models.wrapped_models import by_hand
 
     batch = stories15m.tokenizer(wikitext[:2], return_tensors="pt", truncation=True, max_length=24)["input_ids"]
     states = np.concatenate([hidden_states(stories15m, row) for row in batch], axis=1)

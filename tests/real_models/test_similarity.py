@@ -9,9 +9,9 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..options import called
-from ..tiny_models import hidden_states
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import hidden_states
+from ..running.options import called
 from .files import optional_real
 from .helpers import load
 

@@ -9,8 +9,8 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..site_hooks import read_sites
-from ..wrapped_models import bridge
+from ..models.site_hooks import read_sites
+from ..models.wrapped_models import bridge
 from .helpers import load
 
 pytestmark = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")

@@ -8,8 +8,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..options import called
-from ..tiny_models import hidden_states
+from ..models.tiny_models import hidden_states
+from ..running.options import called
 from .helpers import load
 
 

@@ -14,10 +14,10 @@ from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import LayerCurve
 
 from ..docs.helpers import ROOT, blocks
+from ..models.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from ..ndif.server import free_ports
-from ..options import called
-from ..processes import started
-from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..running.options import called
+from ..running.processes import started
 
 QUICK = [lsim.CKA(minibatch=32), lsim.Cosine(center="none")]
 # Without pools of rows, so that a batch has as many rows as a forward pass.

@@ -10,8 +10,8 @@ import torch
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.remote import requests
 
+from ..models.tiny_models import random_tokens
 from ..ndif.client import rows
-from ..tiny_models import random_tokens
 from ..training.helpers import equal, hooked, train
 from .helpers import here
 

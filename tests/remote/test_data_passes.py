@@ -7,8 +7,8 @@ import pytest
 import tl_layersim as lsim
 
 from ..engine.test_data_passes import Counted
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 
 def test_a_run_on_a_server_reads_its_data_once(small):

@@ -12,7 +12,7 @@ from tl_layersim.remote import client as ndif
 
 from ..ndif.client import equal, rows
 from ..ndif.server import free_ports
-from ..options import called
+from ..running.options import called
 from .helpers import QUICK, SINGLE, lsim_analyzer
 
 

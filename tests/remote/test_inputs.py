@@ -7,9 +7,9 @@ import torch
 
 import tl_layersim as lsim
 
+from ..models.tiny_models import random_tokens
 from ..ndif.client import equal, furthest
-from ..options import called
-from ..tiny_models import random_tokens
+from ..running.options import called
 from .helpers import QUICK, local
 
 

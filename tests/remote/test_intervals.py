@@ -6,8 +6,8 @@ import pytest
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 def equal_to_the_last_bit(a, b) -> bool:

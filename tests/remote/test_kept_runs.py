@@ -8,9 +8,9 @@ import tl_layersim as lsim
 from tl_layersim.engine import submitted_runs
 from tl_layersim.remote import client as ndif
 
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
 from ..ndif.client import equal, rows
-from ..options import called
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..running.options import called
 from .helpers import SINGLE, lsim_analyzer, mean_norm
 
 

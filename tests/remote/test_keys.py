@@ -6,8 +6,8 @@ import pytest
 
 import tl_layersim as lsim
 
+from ..models.tiny_models import tiny_llama
 from ..ndif.client import equal, rows
-from ..tiny_models import tiny_llama
 from .helpers import QUICK
 
 KEY = "5e1f0000-1234-4321-abcd-00000000beef"

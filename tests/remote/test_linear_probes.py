@@ -7,8 +7,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..options import called
-from ..tiny_models import random_tokens
+from ..models.tiny_models import random_tokens
+from ..running.options import called
 from .helpers import here
 
 

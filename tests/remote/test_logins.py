@@ -14,8 +14,8 @@ import tl_layersim as lsim
 from tl_layersim.core.errors import remove_secrets, warn, without_secrets
 from tl_layersim.remote.client import NdifClient
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
 
 TOKEN = "hf_" + "a1B2" * 8
 

@@ -11,8 +11,8 @@ from tl_layersim.architectures.site_selection import find_points, site_map
 from tl_layersim.remote.source import order_without_weights
 from tl_layersim.sources.source import firing_order
 
-from ..tiny_models import random_tokens
-from ..wrapped_models import LAYOUTS, build
+from ..models.tiny_models import random_tokens
+from ..models.wrapped_models import LAYOUTS, build
 
 ROW = (random_tokens(1, 5),), {}
 

@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..ndif.client import rows
-from ..options import called
+from ..running.options import called
 from .helpers import here
 
 

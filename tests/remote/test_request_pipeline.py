@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.remote.client import NdifClient
 
 from ..ndif.client import equal, rows
-from ..options import called
+from ..running.options import called
 from .helpers import SINGLE
 
 

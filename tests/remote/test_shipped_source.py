@@ -14,8 +14,8 @@ import tl_layersim as lsim
 from tl_layersim.remote import client as ndif
 from tl_layersim.remote.open_model import open_source
 
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
 from ..ndif.client import equal, furthest, rows
-from ..tiny_models import tiny_llama, tiny_tokenizer
 from .helpers import QUICK, local, lsim_analyzer, mean_norm
 
 

@@ -7,9 +7,9 @@ import torch
 
 import tl_layersim as lsim
 
+from ..models.tiny_models import family, tiny_tokenizer
 from ..ndif.client import equal, furthest, rows
-from ..options import called
-from ..tiny_models import family, tiny_tokenizer
+from ..running.options import called
 from .helpers import QUICK, here, local
 
 pytestmark = pytest.mark.filterwarnings("ignore:The relative change is not:UserWarning")

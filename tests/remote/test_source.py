@@ -13,9 +13,9 @@ from tl_layersim.engine.submitted_runs import _batch, _batch_snapshot
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources.open_local import OpenedModel
 
+from ..models.tiny_models import random_tokens, tiny_llama
 from ..ndif.client import equal, furthest, rows
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 from .helpers import QUICK, local, lsim_analyzer
 
 ALL = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.Trajectory(), lsim.NeuralCollapse(), lsim.LogitLens(), lsim.Saturation()]

@@ -10,9 +10,9 @@ from tl_layersim.data.batches import Batches
 from tl_layersim.engine.two_models import exchanges
 from tl_layersim.remote.open_model import open_source
 
+from ..inputs.views import worst
 from ..ndif.client import rows
-from ..options import called
-from ..views import worst
+from ..running.options import called
 
 
 @pytest.mark.parametrize(

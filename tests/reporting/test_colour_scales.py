@@ -10,7 +10,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.reporting.heat_map import ColourScale, about_zero, cell_numbers, end_above, narrow_scale, scale_within
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from tl_layersim.reporting.lines_and_bars import Ends, Series, lines, widen_axis
 from tl_layersim.reporting.site_labels import AXES
 from tl_layersim.reporting.style import BLUE, ORANGE, PAPER_SIZES
 
-from .. import html_pages
 from ..core.helpers import FILES, RESULTS, curve
-from ..options import called
-from ..public_names import public_names
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
+from ..structure.public_names import public_names
+from . import html_pages
 
 
 def result_classes() -> list[type[lsim.Result]]:

@@ -14,9 +14,9 @@ from plotly.offline import get_plotlyjs
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
 
-from .. import html_pages
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
+from . import html_pages
 
 
 @pytest.fixture(scope="module")

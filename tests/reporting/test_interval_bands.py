@@ -17,8 +17,8 @@ from tl_layersim.core.intervals import headline_margins, headline_texts
 from tl_layersim.reporting.lines_and_bars import Ends, add_band, hover_texts, interval_ends
 from tl_layersim.reporting.style import ordered_colours
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import assert_whiskers, bands, line_of, texts
 
 BLOCKS = 5

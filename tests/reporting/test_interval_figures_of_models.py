@@ -13,7 +13,7 @@ from torch import Tensor
 import tl_layersim as lsim
 from tl_layersim.many import plot_adjacency
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import bands
 
 

@@ -15,8 +15,8 @@ from tl_layersim.core import LayerCurve
 from tl_layersim.reporting.figures import panels
 from tl_layersim.reporting.style import styled
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from tl_layersim.core.intervals import with_margin
 from tl_layersim.core.wording import number_text
 from tl_layersim.reporting.html import finding, in_columns
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import provenance
+from ..inputs.views import provenance
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 def test_a_result_without_words_of_its_own_has_its_headline():

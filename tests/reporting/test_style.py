@@ -22,7 +22,7 @@ from tl_layersim.reporting.style import (
     with_subtitle,
 )
 
-from ..views import provenance
+from ..inputs.views import provenance
 
 # Machado, Oliveira and Fernandes 2009, severity 1: linear RGB as readers without one kind of cone see it.
 SIMULATED = {

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama
 
 TOKENS = random_tokens(12, 16)
 

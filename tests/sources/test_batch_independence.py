@@ -13,8 +13,8 @@ from tl_layersim.data.batches import Batch
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources.open_local import OpenedModel
 
-from ..own_models import TwoBlocks
-from ..tiny_models import family, random_tokens, tiny_llama
+from ..models.own_models import TwoBlocks
+from ..models.tiny_models import family, random_tokens, tiny_llama
 
 ROWS = [row[:length].tolist() for row, length in zip(random_tokens(8, 12), (11, 7, 9, 3, 12, 8, 11, 4), strict=True)]
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "max_position_embeddings": 64}

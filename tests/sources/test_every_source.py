@@ -9,9 +9,9 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama
-from ..views import worst
-from ..wrapped_models import ANALYZERS, bridge, hooked_transformer, nnsight, run, transformers_model
+from ..inputs.views import worst
+from ..models.tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import ANALYZERS, bridge, hooked_transformer, nnsight, run, transformers_model
 
 SOURCES = {
     "NNsight": lambda make, tmp: (nnsight(make()), {}),

@@ -7,9 +7,9 @@ import pytest
 
 import tl_layersim as lsim
 
-from ..options import called
-from ..tiny_models import tiny_gpt2
-from ..wrapped_models import hooked_transformer
+from ..models.tiny_models import tiny_gpt2
+from ..models.wrapped_models import hooked_transformer
+from ..running.options import called
 from .test_every_source import MODELS, SOURCES
 
 

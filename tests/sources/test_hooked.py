@@ -12,8 +12,8 @@ import tl_layersim as lsim
 from tl_layersim.data.batches import Batch
 from tl_layersim.sources.hooked_module import HookedSource
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..wrapped_models import bridge
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import bridge
 
 
 def test_one_layer_and_one_row():

@@ -11,8 +11,8 @@ import transformers
 import tl_layersim as lsim
 from tl_layersim.sources import activation_checks
 
-from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
-from ..wrapped_models import bridge, build, hooked_transformer, nnsight
+from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import bridge, build, hooked_transformer, nnsight
 
 COSINE = lsim.Cosine(center="none")
 MAKERS = {

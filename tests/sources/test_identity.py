@@ -18,8 +18,8 @@ from tl_layersim.sources import untrained
 from tl_layersim.sources.identity import hash_weights, hooks_on
 from tl_layersim.sources.nnsight import NNsightSource
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 TOKENS = random_tokens(8, 11)
 CALL = {"analyzers": lsim.Cosine(center="none"), "batch_size": 2}

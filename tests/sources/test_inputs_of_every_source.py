@@ -9,7 +9,7 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..input_models import (
+from ..models.input_models import (
     VectorModel,
     alone,
     bert_blocks,
@@ -20,9 +20,9 @@ from ..input_models import (
     states,
     vit_blocks,
 )
-from ..options import called
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..wrapped_models import bridge, hooked_transformer, nnsight
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import bridge, hooked_transformer, nnsight
+from ..running.options import called
 
 STEPS = ["steps.0", "steps.1", "steps.2"]
 EVERY = {"positions": "all"}

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
 
 # Where accelerate keeps each part. Blocks 0 and 2, and the final norm in one of them, stay in memory.
 MIXED = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}

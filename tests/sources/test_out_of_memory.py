@@ -14,12 +14,12 @@ from tl_layersim.sources.hooked_module import HookedSource
 from tl_layersim.sources.out_of_memory import is_out_of_memory
 from tl_layersim.vision import tower_similarity
 
-from ..clip_models import clip_of
-from ..clip_models import pairs as clip_pairs
-from ..input_models import bert_blocks, image_vit, pair_bert, pair_data, pixels, vit_blocks
-from ..options import called
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..wrapped_models import bridge, nnsight, transformers_model
+from ..models.clip_models import clip_of
+from ..models.clip_models import pairs as clip_pairs
+from ..models.input_models import bert_blocks, image_vit, pair_bert, pair_data, pixels, vit_blocks
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import bridge, nnsight, transformers_model
+from ..running.options import called
 
 GPU = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
 

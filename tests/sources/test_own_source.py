@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources import Source
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 class Own(Source):

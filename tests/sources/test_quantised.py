@@ -12,9 +12,9 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.sources.identity import hash_weights, is_quantised
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 TOKENS = random_tokens(8, 11)
 

@@ -7,9 +7,9 @@ import torch
 
 import tl_layersim as lsim
 
-from ..input_models import image_vit, pair_bert, pixels
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.input_models import image_vit, pair_bert, pixels
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 12, 12), (2, 8, 8, 3)])

@@ -11,7 +11,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 QUICK = lsim.stitching.StitchTraining(steps=30, warmup=5)
 

@@ -9,7 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
 
-from ..tiny_models import tiny_llama
+from ..models.tiny_models import tiny_llama
 from .helpers import QUICK, lsim_batches, rows
 
 

@@ -14,7 +14,7 @@ import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_split_model
 from tl_layersim.stitching.stitch_results import over_texts
 
-from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import next_token_loss, rotated, rows
 
 

@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources import Source
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import QUICK, gpt2_of_kind, rows
 
 

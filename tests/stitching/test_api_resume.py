@@ -9,8 +9,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.options import called
 from .helpers import QUICK, rows
 
 

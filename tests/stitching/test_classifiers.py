@@ -9,8 +9,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..head_models import CASES, block_outputs, layer_logits, replaced
-from ..tiny_models import family, tiny_llama, tiny_tokenizer
+from ..models.head_models import CASES, block_outputs, layer_logits, replaced
+from ..models.tiny_models import family, tiny_llama, tiny_tokenizer
 from .helpers import QUICK, rows
 
 

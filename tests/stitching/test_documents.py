@@ -11,7 +11,7 @@ from tl_layersim.data.row import Row
 from tl_layersim.data.texts import in_texts
 from tl_layersim.stitching.activation_store import _split_between_texts
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 
 def batches_of(documents: list[tuple[int, int]], size: int = 3) -> list[Batch]:

@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import tiny_gpt2
+from ..models.tiny_models import tiny_gpt2
 from .helpers import QUICK, gpt2_of_kind, rows
 
 

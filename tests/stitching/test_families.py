@@ -7,7 +7,7 @@ import pytest
 import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_split_model
 
-from ..tiny_models import FAMILIES, family
+from ..models.tiny_models import FAMILIES, family
 from .helpers import rows
 
 

@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import tiny_llama
+from ..models.tiny_models import tiny_llama
 from .helpers import QUICK, rows
 
 

@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
 
 LENGTHS = (9, 5, 7)
 

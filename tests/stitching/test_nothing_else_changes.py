@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_split_model
 
-from ..tiny_models import tiny_llama
+from ..models.tiny_models import tiny_llama
 from .helpers import QUICK, lsim_batches, rows
 
 

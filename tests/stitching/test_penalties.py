@@ -9,7 +9,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.stitching import activation_store
 
-from ..tiny_models import noisy, tiny_llama
+from ..models.tiny_models import noisy, tiny_llama
 from .helpers import rotated, rows
 
 

@@ -11,7 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import file_format
 
-from ..tiny_models import tiny_llama
+from ..models.tiny_models import tiny_llama
 from .helpers import rows
 
 

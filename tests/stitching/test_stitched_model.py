@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.remote.open_model import open_split_model
 
-from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import gpt2_of_kind, lsim_batches, next_token_loss, rows
 
 

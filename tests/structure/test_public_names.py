@@ -8,7 +8,7 @@ import pytest
 
 import tl_layersim as lsim
 
-from ..public_names import public_names
+from .public_names import public_names
 
 
 @pytest.mark.parametrize("name", public_names())

@@ -11,9 +11,9 @@ from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.training import train_adapters
 from tl_layersim.training.adapter_training import AdapterSteps, AlignedAdapters
 
+from ..models.tiny_models import tiny_llama, tiny_tokenizer
 from ..ndif.client import rows
-from ..options import called
-from ..tiny_models import tiny_llama, tiny_tokenizer
+from ..running.options import called
 
 CE = torch.nn.functional.cross_entropy
 

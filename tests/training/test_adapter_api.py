@@ -13,8 +13,8 @@ from tl_layersim.remote import low_rank_adapters
 from tl_layersim.training import train_adapters
 from tl_layersim.training.adapter_training import AdapterSteps
 
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..ndif.client import rows
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from .helpers import Stop, cut_after, equal, hooked, traced, train
 
 # Random tokens have nothing in common.

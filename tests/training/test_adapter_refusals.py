@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.remote import low_rank_adapters
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import traced, train
 
 # Random tokens have nothing in common.

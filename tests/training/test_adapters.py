@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training.adapter_training import AlignedAdapters
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import equal, hooked, traced, train
 
 # Random tokens have nothing in common.

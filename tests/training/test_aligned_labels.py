@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import vit
 
 

@@ -12,7 +12,7 @@ from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.training import losses
 from tl_layersim.training.losses import layer_weights
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import CE, bert, gemma2, naive, neox, next_of, vit
 
 

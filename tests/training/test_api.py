@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training.losses import layer_weights
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import CE, SHORT, dropping, naive, next_of, weights_of
 
 

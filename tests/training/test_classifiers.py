@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 
-from ..tiny_models import random_tokens
+from ..models.tiny_models import random_tokens
 from .helpers import SHORT, bert, vit
 
 

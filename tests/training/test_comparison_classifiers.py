@@ -9,8 +9,8 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..head_models import CASES, block_outputs
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.head_models import CASES, block_outputs
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import bert
 
 

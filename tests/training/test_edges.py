@@ -9,8 +9,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training import train_adapters
 
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 SHORT = lsim.AlignedTraining(steps=2, lr=1e-3)

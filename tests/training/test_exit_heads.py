@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.lens import ExitHeads
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import CE, SHORT, bert, vit, with_words
 
 OWN_HEADS = replace(SHORT, objective="multi-head", steps=4, warmup=0)

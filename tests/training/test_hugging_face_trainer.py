@@ -9,7 +9,7 @@ import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.training.losses import layer_weights
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import naive, next_of, vit, weights_of
 
 

@@ -8,9 +8,9 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training import train_adapters
 
-from ..head_models import CASES, block_outputs, replaced
-from ..options import called
-from ..wrapped_models import nnsight
+from ..models.head_models import CASES, block_outputs, replaced
+from ..models.wrapped_models import nnsight
+from ..running.options import called
 
 LABELS = torch.tensor([0, 2, 1, 1, 0])
 WEIGHTS = torch.tensor([1, 2, 3], dtype=torch.float64) / 6

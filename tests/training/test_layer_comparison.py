@@ -8,8 +8,8 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import THRESHOLDS
 
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..running.options import called
 from .helpers import with_words
 
 

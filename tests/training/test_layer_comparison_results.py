@@ -10,7 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.training.layer_comparison import coherence, diversity
 
-from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import with_words
 
 TEXTS = ["w3 w4 w5 w6 w7 w8", "w9 w10 w11 w12", "w13 w3 w5 w9 w20 w21 w22"] * 3

@@ -13,7 +13,7 @@ from tl_layersim.training.losses import layer_weights
 from tl_layersim.training.objectives import OBJECTIVES
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import CE, SHORT, dropping, next_of, weights_of
 
 

@@ -12,7 +12,7 @@ from tl_layersim.training.objectives import OBJECTIVES
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
 from .. import oracles
-from ..tiny_models import hidden_states, random_tokens, tiny_llama
+from ..models.tiny_models import hidden_states, random_tokens, tiny_llama
 
 
 @pytest.mark.parametrize("norm", ["final", "none"])

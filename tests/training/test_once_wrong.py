@@ -11,7 +11,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 import tl_layersim as lsim
 from tl_layersim.training.losses import layer_weights
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import CE, SHORT, bert, weights_of
 
 

@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.training.losses import layer_weights
 from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import next_of
 
 

@@ -13,8 +13,8 @@ from tl_layersim.training.adapter_training import AdapterSteps
 from tl_layersim.training.finetune import FineTuning
 from tl_layersim.training.objectives import Objective
 
-from ..processes import kill_when, run_in_group, started
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..running.processes import kill_when, run_in_group, started
 from .helpers import SHORT, Stop, cut_after, dropping, equal, traced, train, weights_of
 
 ROWS = lsim.Data(random_tokens(20, 6), batch_size=2)

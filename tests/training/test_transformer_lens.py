@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
 from .helpers import SHORT, dropping, neox
 
 

@@ -8,9 +8,9 @@ import torch
 
 import tl_layersim as lsim
 
-from ..runs import analyzers, each_model, hooks, lenses, logits
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.runs import analyzers, each_model, hooks, lenses, logits
 
 
 @pytest.mark.light("Hugging Face")

@@ -11,10 +11,10 @@ import torch
 
 import tl_layersim as lsim
 
-from ..processes import finish, started
-from ..runs import analyzers, hooks
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..running.processes import finish, started
+from ..running.runs import analyzers, hooks
 
 
 def saved(model):

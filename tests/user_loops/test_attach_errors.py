@@ -14,11 +14,11 @@ from transformers import LlamaForCausalLM
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
 
-from ..input_models import OwnBlocks
-from ..runs import analyzers, hooks, lenses, logits
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import worst
-from ..wrapped_models import bridge
+from ..inputs.views import worst
+from ..models.input_models import OwnBlocks
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import bridge
+from ..running.runs import analyzers, hooks, lenses, logits
 
 COSINE = lsim.Cosine(center="none")
 MODELS = {"Hugging Face": tiny_llama, "TransformerBridge": lambda: bridge(tiny_gpt2())}

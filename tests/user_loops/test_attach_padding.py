@@ -9,10 +9,10 @@ import torch
 
 import tl_layersim as lsim
 
-from ..runs import analyzers, each_model
-from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
-from ..views import worst
-from ..wrapped_models import bridge
+from ..inputs.views import worst
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import bridge
+from ..running.runs import analyzers, each_model
 from .test_attach_transformer_lens import transformer_lens_models
 
 

@@ -11,11 +11,11 @@ import torch.utils.checkpoint
 
 import tl_layersim as lsim
 
-from ..input_models import OwnBlocks
-from ..runs import analyzers, each_model, hooks, logits
-from ..tiny_models import random_tokens, tiny_llama
-from ..views import worst
-from ..wrapped_models import bridge
+from ..inputs.views import worst
+from ..models.input_models import OwnBlocks
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import bridge
+from ..running.runs import analyzers, each_model, hooks, logits
 
 
 def test_a_failed_forward_pass_does_not_spoil_the_next():

@@ -10,9 +10,9 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..engine.test_run_positions import LENGTHS, RULES, by_hand, causal_classifier, check, means_by_hand, padded, states
-from ..options import called
-from ..tiny_models import random_tokens, tiny_llama
-from ..wrapped_models import bridge
+from ..models.tiny_models import random_tokens, tiny_llama
+from ..models.wrapped_models import bridge
+from ..running.options import called
 
 ROWS = {name: rule for name, rule in RULES.items() if name != "column"}
 each_rule = pytest.mark.parametrize("rule", ROWS)

@@ -8,8 +8,8 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..wrapped_models import bridge
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..models.wrapped_models import bridge
 
 
 def t5():
@@ -139,7 +139,7 @@ def test_a_decoder_that_generates_is_measured_step_by_step():
 
 
 def test_padding_of_a_decoder_that_no_mask_tells_of_is_refused_and_its_start_token_is_not():
-    from ..tiny_models import tiny_tokenizer
+    from ..models.tiny_models import tiny_tokenizer
 
     model, given = t5(), inputs()
     model.tokenizer = tiny_tokenizer()

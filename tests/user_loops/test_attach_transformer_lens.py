@@ -7,14 +7,14 @@ import torch
 
 import tl_layersim as lsim
 
-from ..runs import analyzers, hooks
-from ..tiny_models import random_tokens, tiny_gpt2
-from ..wrapped_models import bridge
+from ..models.tiny_models import random_tokens, tiny_gpt2
+from ..models.wrapped_models import bridge
+from ..running.runs import analyzers, hooks
 
 
 @pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
 def test_hooked_transformer_in_its_own_loop():
-    from ..wrapped_models import hooked_transformer
+    from ..models.wrapped_models import hooked_transformer
 
     model, tokens = hooked_transformer(tiny_gpt2()), random_tokens(2, 8)
     before = hooks(model)
@@ -27,7 +27,7 @@ def test_hooked_transformer_in_its_own_loop():
 
 
 def transformer_lens_models():
-    from ..wrapped_models import hooked_transformer
+    from ..models.wrapped_models import hooked_transformer
 
     return {"TransformerBridge": lambda: bridge(tiny_gpt2()), "HookedTransformer": lambda: hooked_transformer(tiny_gpt2())}
 

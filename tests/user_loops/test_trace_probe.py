@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 
 TOKENS = random_tokens(24, 20)
 ANALYZERS = [lsim.Cosine(center="none"), lsim.CKA(minibatch=32), lsim.LogitLens(), lsim.Saturation(), lsim.Trajectory()]

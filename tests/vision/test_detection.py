@@ -12,7 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.vision import detection_by_layer
 from tl_layersim.vision.detection import Objects, generalised_iou, match
 
-from ..detectors import CLASSES, LAYERS, QUERIES, annotation, outputs_by_layer, scenes, tiny_detr
+from ..models.detectors import CLASSES, LAYERS, QUERIES, annotation, outputs_by_layer, scenes, tiny_detr
 
 FIELDS = ("accuracy", "box_l1", "giou", "no_object", "cross_entropy", "loss")
 both = pytest.mark.parametrize("auxiliary_loss", [False, True])
@@ -353,7 +353,7 @@ def test_data_that_are_no_images_are_refused():
 def other_detectors():
     import transformers as hf
 
-    from ..detectors import BACKBONE
+    from ..models.detectors import BACKBONE
 
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     config = hf.ConditionalDetrConfig(backbone_config=BACKBONE, num_queries=4, **sizes)

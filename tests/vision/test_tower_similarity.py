@@ -14,7 +14,7 @@ import transformers as hf
 import tl_layersim as lsim
 from tl_layersim.vision import tower_similarity
 
-from ..clip_models import KINDS, clip_of, features, pairs
+from ..models.clip_models import KINDS, clip_of, features, pairs
 from ..oracles.cka import oracle_cka
 
 
@@ -240,7 +240,7 @@ def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_images_and_texts_are_read_through_the_processor():
     datasets = pytest.importorskip("datasets")
-    from ..clip_processor import image, processor, small_clip
+    from ..models.clip_processor import image, processor, small_clip
 
     made = processor()
     model, texts = small_clip(made), ["a cat.", "a dog here.", "two birds.", "a.", "frog.", "a red cat."]

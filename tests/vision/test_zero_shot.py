@@ -12,8 +12,8 @@ import transformers as hf
 import tl_layersim as lsim
 from tl_layersim.vision import zero_shot, zero_shot_classifier
 
-from ..clip_models import END, KINDS, PAD, clip_of, features, pairs
-from ..options import called
+from ..models.clip_models import END, KINDS, PAD, clip_of, features, pairs
+from ..running.options import called
 
 PIXELS = pairs(12)["pixel_values"]
 LABELS = torch.arange(12) % 3
@@ -188,7 +188,7 @@ def test_a_model_with_other_logits_is_refused():
 
 def test_texts_and_images_are_read_through_the_processor():
     datasets = pytest.importorskip("datasets")
-    from ..clip_processor import image, processor, small_clip
+    from ..models.clip_processor import image, processor, small_clip
 
     made = processor()
     model, names, templates = small_clip(made), ["cat", "dog", "bird"], ["a photo of a {}.", "the {}."]

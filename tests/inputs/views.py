@@ -13,7 +13,7 @@ from tl_layersim.analyzers import Analyzer, Run
 from tl_layersim.core import Provenance, Sums
 from tl_layersim.sources.model_description import ModelDescription
 
-from . import oracles
+from .. import oracles
 from .own_blocks import own_calls
 
 

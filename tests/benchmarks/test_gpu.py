@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+FILE = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 pytestmark = pytest.mark.skipif(not FILE.exists(), reason="benchmarks are not in the package")
 
 

@@ -9,8 +9,8 @@ import torch
 
 import tl_layersim as lsim
 
-from .tiny_models import tiny_gpt2, tiny_llama
-from .wrapped_models import bridge
+from ..models.tiny_models import tiny_gpt2, tiny_llama
+from ..models.wrapped_models import bridge
 
 MODELS = {
     "Hugging Face": tiny_llama,

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import tl_layersim as lsim
 from tl_layersim.lens import ExitHeads
 
-from .tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 MODEL, TOKENS = tiny_llama(layers=2), random_tokens(6, 8)
 MODEL.tokenizer = tiny_tokenizer()

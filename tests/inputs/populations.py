@@ -22,7 +22,7 @@ from tl_layersim.core import Result, Sums
 from tl_layersim.core.sums import MOST_BLOCKS, POOL, DataBlock, with_pools
 from tl_layersim.engine.report_assembly import jackknife_blocks, replicated
 
-from .token_bank import opened
+from ..models.token_bank import opened
 from .views import sites_run
 
 WIDTH = 8

@@ -14,7 +14,7 @@ from tl_layersim.activations import View
 from tl_layersim.architectures.unembed import Unembed
 from tl_layersim.lens.statistics import read_lens
 
-from .options import called
+from ..running.options import called
 from .tiny_models import hidden_states, tiny_tokenizer
 
 ANALYZERS = ("cosine", "cka", "logit_lens", "saturation", "exit_curve", "trajectory", "neural_collapse")

@@ -14,7 +14,7 @@ import tl_layersim as lsim
 from tl_layersim import early_exit, sources
 from tl_layersim.analyzers import find_analyzers
 
-from .tiny_models import random_tokens, tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 
 BAD = [None, float("nan"), -1, 10**30, "", "no such name", [], object(), True, 1j]
 # Arguments that take any object and look at it later.

@@ -9,7 +9,7 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from .ndif.server import free_ports
+from ..ndif.server import free_ports
 
 # Started with the first process that is asked for, and ended with this one. It never imports the package itself.
 FORKS = multiprocessing.get_context("forkserver")
