@@ -20,6 +20,16 @@ def test_importing_is_light():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_report_is_drawn_without_an_import_by_its_user():
+    script = (
+        "import sys, tl_layersim as lsim\n"
+        "report = lsim.Report({})\nassert 'plotly' not in sys.modules\n"
+        "assert 'Report' in report._repr_html_()\nassert 'plotly' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.heavy("a process for each order")
 @pytest.mark.parametrize("first", ["import nnsight", "import transformer_lens"])
 def test_the_order_of_imports_does_not_matter(first):
