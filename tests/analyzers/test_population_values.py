@@ -1,6 +1,6 @@
 """Intervals cover the value of the population, and p-values are uniform where nothing is shared, on dependent tokens.
 
-`benchmarks/populations.py` is the long version.
+`benchmarks/studies/populations.py` is the long version.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data.batches import Batches, fingerprint, new_digest
 from tl_layersim.data.data import Data
-from tl_layersim.data.non_token_inputs import labelled_without_tokens
+from tl_layersim.data.reader import labelled_without_tokens
 
 from . import helpers
 

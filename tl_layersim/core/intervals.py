@@ -132,7 +132,7 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
     Blocks hold equally many batches of texts, so they are alike as draws, and numbers of tokens are part of what is drawn.
     Formulas with these numbers (Busing, Meijer and van der Leeden 1999) suppose that a block has a variance in proportion to
     its tokens: errors are too small where long texts have more, as with random effects of texts and in sums over pairs of
-    tokens. `benchmarks/coverage.py` measures this.
+    tokens. `benchmarks/studies/coverage.py` measures this.
 
     Args:
         value: the statistic on all data.
@@ -320,7 +320,7 @@ def t_interval(
 
     With `skewness`, each end is the farther one of this interval and of Hall's interval for skewed statistics, unless Hall's
     end lies beyond a bound. Few texts show too little of the skewness of their kind, so neither is long enough alone
-    (`benchmarks/coverage.py`).
+    (`benchmarks/studies/coverage.py`).
 
     Args:
         value: the statistic.

@@ -30,7 +30,7 @@ from ..core.sums import TEXT_ORDER, Sums, analyzer_of, first_block_size, most_no
 from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
 from ..data.data import Data
-from ..data.non_token_inputs import ROW_AXES
+from ..data.input_names import ROW_AXES
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
 from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, plan_sites
 from ..engine.submitted_runs import TOKENS_PER_REQUEST

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..core.code_digests import ValueNames
 from ..core.errors import LayersimError, as_argument, in_words
+from .collated_rows import collated, cut_to_longest
 from .data import MOST_KEPT, Data, KeptRows, Notes
 from .images_of_rows import image_marks
+from .input_names import TOKEN_IDS
 from .labels import NO_LABEL
-from .non_token_inputs import TOKEN_IDS, collated, cut_to_longest
 from .positions import Positions
 from .reader import Reader, refuse_path
 from .row import ModelInputs, Row, TextOfRow

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .non_token_inputs import EMBEDDINGS, MASK, ROW_AXES
+from .input_names import EMBEDDINGS, MASK, ROW_AXES
 
 POSITION_IDS = "position_ids"
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from ..core.errors import LOG, LayersimError
 from ..core.wording import brief, first_line
 from .data import Data, Notes
-from .non_token_inputs import ATTACH, as_plain, decoder_alone, innermost, reads_decoder
+from .input_names import decoder_alone, reads_decoder
 from .packed_documents import documents_in
 from .row import ModelInputs, Row
 from .texts import GroupNumbers
+from .value_kinds import as_plain, innermost
 
 SEGMENTS = "token_type_ids"
 DEFAULT_SEQ_LEN = 256
@@ -508,7 +509,8 @@ def _text_messages(messages: Any, number: int) -> list[dict[str, Any]]:
         if kinds - {"text"}:
             raise LayersimError(
                 f"`data` has a chat in row {number} with content of type {', '.join(sorted(kinds - {'text'}))}; only text is "
-                f"read. To measure other content, run the model yourself: {ATTACH}model(...)."
+                f"read. To measure other content, run the model yourself: with lsim.attach(model, analyzers) as probe: "
+                "model(...)."
             )
         # A template writes nothing for a key that it does not know.
         if "role" not in fields or not fields.keys() & {"content", "tool_calls"}:

@@ -20,7 +20,7 @@ from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError, excerpt
 from ..core.wording import with_article
 from ..data.batches import Batch
-from ..data.non_token_inputs import PIXELS, TOKEN_IDS
+from ..data.input_names import PIXELS, TOKEN_IDS
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_stream
 from ..sources.hooked_module import HookedSource

@@ -148,7 +148,7 @@ def _text_on_dimension(sums: Sums, models: Sequence[ModelDescription], weighed: 
 
 # Below this number of jackknife blocks a warning is given: a standard error from few blocks is itself uncertain.
 FEW_BLOCKS = 16
-# Below this number of texts a warning is given, with what 16, 32 and 64 texts give in `benchmarks/coverage.py`.
+# Below this number of texts a warning is given, with what 16, 32 and 64 texts give in `benchmarks/studies/coverage.py`.
 MANY_TEXTS = 64
 COVERED_BY_16 = 55
 COVERED_BY_32 = 80

@@ -14,7 +14,7 @@ from ..core.errors import LayersimError, in_words, shown, warn
 from ..core.file_format import refuse_unwritable
 from ..core.wording import brief
 from ..data.data import DATA_OPTIONS
-from ..data.non_token_inputs import PIXELS
+from ..data.input_names import PIXELS
 from ..lens.exit_heads import ExitHeads
 from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel

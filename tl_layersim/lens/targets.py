@@ -13,7 +13,7 @@ from ..architectures.output_heads import is_detr
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels
-from ..data.non_token_inputs import labelled_without_tokens
+from ..data.reader import labelled_without_tokens
 from ..sources.model_description import ModelDescription
 
 

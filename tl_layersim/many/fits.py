@@ -54,7 +54,7 @@ def exponential_fit(given: Any, field: str | None = None, *, sites: slice = slic
     expodistance measures how equal the growth of one token's norm is from block to block. The standard errors assume
     independent errors of equal size, and sites of one model are not independent: where errors of neighbouring sites had a
     correlation of .8, the true rate was within Student's t times `rate_se` in 55 to 74 % of simulations instead of 95 %
-    (`benchmarks/fit_coverage.py`).
+    (`benchmarks/studies/fit_coverage.py`).
 
     Args:
         given: a result, such as the result of `Trajectory`, or a variable of a labelled table of `to_xarray` or `stack`. Each

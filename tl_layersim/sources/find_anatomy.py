@@ -21,7 +21,7 @@ from ..architectures.output_heads import is_norm, without_hooks
 from ..architectures.unembed import Head, Tail, rounding
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from ..data.non_token_inputs import ROW_AXES
+from ..data.input_names import ROW_AXES
 from .forward_arguments import shape_of_row
 from .hooks import in_this_thread, on_enter, on_leave, temporary_hooks
 from .model_description import ModelDescription

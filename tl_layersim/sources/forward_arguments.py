@@ -16,7 +16,7 @@ from ..core.errors import LayersimError
 from ..core.wording import first_line
 from ..data.batches import Batch
 from ..data.images_of_rows import joined_images
-from ..data.non_token_inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
+from ..data.input_names import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
 from .model_description import ModelDescription
 from .out_of_memory import is_out_of_memory
 

@@ -36,7 +36,7 @@ from ..architectures.unembed import Head
 from ..core.code_digests import plain_config
 from ..core.errors import LayersimError, without_secrets
 from ..data.images_of_rows import PIXEL_TABLES
-from ..data.non_token_inputs import PIXELS
+from ..data.input_names import PIXELS
 from ..data.row import ModelInputs
 from .identity import UNKNOWN_CONTENTS, StoredWeights, hooks_on
 

@@ -17,7 +17,8 @@ from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import Batch
-from ..data.non_token_inputs import PIXELS, refuse_integers
+from ..data.columns import refuse_integers
+from ..data.input_names import PIXELS
 from ..data.positions import PositionRule, Positions
 from ..data.tokenization import DEFAULT_SEQ_LEN
 from .hooked_module import HookedSource

@@ -21,7 +21,7 @@ from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.data import Data
-from ..data.non_token_inputs import MASK, TOKEN_IDS
+from ..data.input_names import MASK, TOKEN_IDS
 from ..data.right_padding import POSITION_IDS, RightPadding
 from ..sources.hooked_module import HookedSource
 from ..sources.hooks import eval_mode

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, Trainer
 from ..architectures.unembed import rounding
 from ..core.distributed import refuse_sharded
 from ..core.errors import LayersimError, warn
+from ..data.input_names import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..data.labels import NO_LABEL
-from ..data.non_token_inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..sources.hooks import eval_mode
 from ..sources.open_local import OpenedModel, adapted_model
 from .objectives import OBJECTIVES

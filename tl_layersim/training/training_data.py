@@ -21,8 +21,8 @@ from ..core.sums import Tally
 from ..core.wording import amount, with_article
 from ..data.batches import Batch, Batches, fingerprint, found_in, new_digest
 from ..data.data import Data
+from ..data.input_names import EMBEDDINGS
 from ..data.labels import NO_LABEL, warn_of_unused
-from ..data.non_token_inputs import EMBEDDINGS
 from ..data.row import Row
 from ..data.texts import split_rows
 from ..engine.report_assembly import record

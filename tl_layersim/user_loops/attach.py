@@ -15,7 +15,7 @@ from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import Batch
-from ..data.non_token_inputs import TOKEN_IDS
+from ..data.input_names import TOKEN_IDS
 from ..data.positions import Positions
 from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
 from ..engine.site_plan import DEFAULT, AtArgument, SitePlan, chosen_rule, plan_sites

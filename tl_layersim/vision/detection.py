@@ -26,8 +26,9 @@ from ..core.sums import Sums
 from ..core.wording import WHY_NOT_FINITE, amount, brief
 from ..data.batches import Batch
 from ..data.data import Data
+from ..data.input_names import PIXELS
 from ..data.labels import LABELS
-from ..data.non_token_inputs import PIXELS, is_image
+from ..data.value_kinds import is_image
 from ..engine.analyze_and_compare import analyze
 from ..engine.site_plan import refuse_selection
 from ..remote.open_model import open_source
