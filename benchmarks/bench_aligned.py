@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from bench_analyze import machine, with_peak
 from bench_stitching import rows_of
-from real_models import load
+from studies.real_models import load
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

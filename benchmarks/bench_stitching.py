@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from bench_analyze import machine, with_peak
-from real_models import load
+from studies.real_models import load
 from torch import Tensor
 
 import tl_layersim as lsim

@@ -1,8 +1,8 @@
 """Train small vision transformers on CIFAR-10 with the four objectives of `finetune_aligned`, and compare their layers.
 
-    python benchmarks/real_vit.py train --train train.npz --test test.npz --out FOLDER
-    python benchmarks/real_vit.py tables --test test.npz --out FOLDER
-    python benchmarks/real_vit.py checkpoints --test test.npz --out FOLDER
+    python benchmarks/studies/real_vit.py train --train train.npz --test test.npz --out FOLDER
+    python benchmarks/studies/real_vit.py tables --test test.npz --out FOLDER
+    python benchmarks/studies/real_vit.py checkpoints --test test.npz --out FOLDER
 
 The files hold `x` (uint8, image 32 32 3) and `y`. The model has the proportions of DeiT-tiny (heads of a third of the width,
 a feed-forward of four widths), scaled to 32 x 32 images, and starts from random weights. Every arm starts from the same weights

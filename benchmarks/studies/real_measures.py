@@ -1,6 +1,6 @@
 """Every similarity of layers on a real model, with its interval, its null and its calibrated value, as Markdown tables.
 
-    python benchmarks/real_measures.py --model FOLDER --data FILE.txt --name NAME --sites 0 10 20 28 29
+    python benchmarks/studies/real_measures.py --model FOLDER --data FILE.txt --name NAME --sites 0 10 20 28 29
 
 `--sites` are the numbers of the blocks after which the measures of cross-products are taken, which need (sites d)^2 numbers;
 all others read every layer. Lines of the file longer than 40 characters are the texts.

@@ -1,6 +1,6 @@
 """Coverage of the confidence intervals in simulations with dependent tokens, beside intervals that ignore the dependence.
 
-    python benchmarks/coverage.py --simulations 2000 --out table.md
+    python benchmarks/studies/coverage.py --simulations 2000 --out table.md
 
 Run from the root of the repository: the simulation is that of the tests.
 """
@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.core.coverage_simulation import coverage, lengths_of
 from tests.core.interval_cases import CASES, coverage_of

@@ -1,6 +1,6 @@
 """Fine-tune a real model with the same budget in five ways, with several seeds, and measure what became of its layers.
 
-    python benchmarks/real_aligned.py --model FOLDER --train FILE --test FILE --out FOLDER
+    python benchmarks/studies/real_aligned.py --model FOLDER --train FILE --test FILE --out FOLDER
 
 Standard training, aligned training by turns with standard, aligned training at each step, multi-exit training, in which each
 layer has a head of its own, and standard training with the cosine regulariser; with each seed the rows come in another order.

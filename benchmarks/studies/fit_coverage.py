@@ -1,6 +1,6 @@
 """Intervals and errors of fits, couplings, interventions and reliabilities, in simulations.
 
-    python benchmarks/fit_coverage.py --simulations 200 --texts 64 --out table.md
+    python benchmarks/studies/fit_coverage.py --simulations 200 --texts 64 --out table.md
 
 Run from the root of the repository: the models are those of the tests. Fits are of points with independent normal, skewed and
 autocorrelated errors. The true value of a coupling, an intervention or a reliability is its mean over all simulations.
@@ -22,7 +22,7 @@ import torch
 import xarray
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tl_layersim as lsim
 from tests.models.tiny_models import tiny_llama

@@ -1,6 +1,7 @@
 """Tables of docs/coupling.md: real models beside the same models with fresh random weights, and beside random vectors.
 
-    python benchmarks/real_coupling.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --prompts 20 > tables.md
+    python benchmarks/studies/real_coupling.py --model stories15M=FOLDER --model smollm2=FOLDER \\
+        --text FILE --prompts 20 > tables.md
 
 Folders hold Hugging Face weights. Each line of the text that is long enough gives a prompt, its first 32 tokens with BOS.
 """

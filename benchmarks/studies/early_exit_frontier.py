@@ -1,6 +1,6 @@
 """How fast early exit is at a given agreement: settings chosen on some prompts, judged on others.
 
-    python benchmarks/early_exit_frontier.py --model standard=FOLDER --model aligned=FOLDER --data FILE
+    python benchmarks/studies/early_exit_frontier.py --model standard=FOLDER --model aligned=FOLDER --data FILE
 
 For each model a grid of rules, thresholds, check layers and shortlists writes text from the first prompts. The fastest setting
 with an agreement of 95 % there (and the fastest with 90 %) is then judged on other prompts, in turn with transformers' own

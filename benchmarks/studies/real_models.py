@@ -1,7 +1,8 @@
 """Tables of docs/results.md and docs/traps.md: cosine and CKA of real models over real text, and what moves them.
 
-    python benchmarks/real_models.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --tokens 16384 > tables.md
-    python benchmarks/real_models.py --model smollm2=FOLDER --text FILE --tokens 2048 --intervals > intervals.md
+    python benchmarks/studies/real_models.py --model stories15M=FOLDER --model smollm2=FOLDER \\
+        --text FILE --tokens 16384 > tables.md
+    python benchmarks/studies/real_models.py --model smollm2=FOLDER --text FILE --tokens 2048 --intervals > intervals.md
 
 Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens.
 """

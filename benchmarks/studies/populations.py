@@ -1,6 +1,6 @@
 """Intervals and p-values of similarities against populations that are written down: texts whose tokens depend on each other.
 
-    python benchmarks/populations.py --simulations 500 --out table.md
+    python benchmarks/studies/populations.py --simulations 500 --out table.md
 
 Run from the root of the repository: the populations are those of the tests. A text has 8 to 120 tokens, AR(1) or with an effect
 of the text that is 10 % of the variance. p-values are of 19 permutations, with which 5 % of all are .05 exactly.
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tl_layersim as lsim
 from tests.inputs.populations import How, cka_coverage, documents, of_pairs, population_cka, rejections, wandering_documents

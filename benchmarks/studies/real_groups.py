@@ -1,7 +1,7 @@
 """Compare two groups of fine-tunes, of which one learned a spurious cue (Brown et al. 2023, section 4).
 
-    python benchmarks/real_groups.py train --model FOLDER --train FILE.tsv --test FILE.tsv --out FOLDER
-    python benchmarks/real_groups.py tables --model FOLDER --test FILE.tsv --out FOLDER
+    python benchmarks/studies/real_groups.py train --model FOLDER --train FILE.tsv --test FILE.tsv --out FOLDER
+    python benchmarks/studies/real_groups.py tables --model FOLDER --test FILE.tsv --out FOLDER
 
 Every sentence begins with one of two words that say nothing about it. In the training data of the heuristic models the word
 agrees with the label in 95 % of the rows, in that of the generalizing models in half of them. All models start from one

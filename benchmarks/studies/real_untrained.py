@@ -1,6 +1,7 @@
 """Table of docs/results.md: which properties of real models does training make? Trained models beside three untrained twins.
 
-    python benchmarks/real_untrained.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --tokens 8192 > table.md
+    python benchmarks/studies/real_untrained.py --model stories15M=FOLDER --model smollm2=FOLDER \\
+        --text FILE --tokens 8192 > table.md
 
 Folders hold Hugging Face weights; the text is cut into full rows of 128 tokens. Trained: value ± half of its 95 % interval over
 other texts. Untrained: mean (sd over three seeds of the weights).

@@ -1,6 +1,6 @@
 """Tables of docs/stitching.md: two real models that share a tokenizer, all directions and layers.
 
-    python benchmarks/real_stitching.py --model a=FOLDER --model b=FOLDER --text FILE --steps 600 --out grid > tables.md
+    python benchmarks/studies/real_stitching.py --model a=FOLDER --model b=FOLDER --text FILE --steps 600 --out grid > tables.md
 
 Folders hold Hugging Face weights; the text is cut into rows of 256 tokens. Two grids: identity, and the affine adapter by least
 squares and then by training. `--out` names files that keep finished stitches and results.

@@ -1,6 +1,6 @@
 """Coverage of the intervals of each measure, on texts of unequal lengths with effects of the text.
 
-    python benchmarks/measure_coverage.py --simulations 300 --texts 64 --out table.md
+    python benchmarks/studies/measure_coverage.py --simulations 300 --texts 64 --out table.md
 
 Run from the root of the repository: the model is that of the tests. The covered quantity is the mean of the statistic over all
 simulations, so that a bias that depends on the number of texts is no error, see `standard_error`. A field's coverage is the
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tl_layersim as lsim
 from tests.models.token_bank import data_of, opened

@@ -1,6 +1,6 @@
 """Coverage of intervals on rows of real articles, of which those of one article depend on each other.
 
-    python benchmarks/articles.py --model stories260K=FOLDER --text valid.txt test.txt --simulations 300 --out table.md
+    python benchmarks/studies/articles.py --model stories260K=FOLDER --text valid.txt test.txt --simulations 300 --out table.md
 
 Run from the root of the repository. The articles of WikiText-2 (`valid.txt` and `test.txt` in its tokenised form) are the
 population: a sample is of articles with replacement, and of rows that follow each other at a random place of each. The model
@@ -23,7 +23,7 @@ import torch
 from real_models import load
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tl_layersim as lsim
 from tests.models.token_bank import opened

@@ -1,6 +1,6 @@
 """Tables of docs/prune.md: the loss of real models without some of their blocks, which are chosen by four criteria.
 
-    python benchmarks/real_pruning.py --model smollm2=FOLDER --text FILE --tokens 4096 > tables.md
+    python benchmarks/studies/real_pruning.py --model smollm2=FOLDER --text FILE --tokens 4096 > tables.md
 
 Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens. Blocks are chosen on the first half of rows.
 Losses are measured on the second half.

@@ -1,6 +1,7 @@
 """Tables of docs/lens.md, decide.md, early_exit.md and depth.md: predictions and contributions of layers of real models.
 
-    python benchmarks/real_lens.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --tokens 8192 > tables.md
+    python benchmarks/studies/real_lens.py --model stories15M=FOLDER --model smollm2=FOLDER \\
+        --text FILE --tokens 8192 > tables.md
 
 Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens.
 """

@@ -1,6 +1,6 @@
 """Standard errors of `intervals=True` beside those of a bootstrap over documents, on a real model and real texts.
 
-    python benchmarks/bootstrap.py --model path/to/smollm2 --data wikitext/test_detok_paras.txt --out table.md
+    python benchmarks/studies/bootstrap.py --model path/to/smollm2 --data wikitext/test_detok_paras.txt --out table.md
 
 The model reads each document once. Its sums are kept by document; resamples of the documents are weighted sums of them. Ratios
 are of the jackknife to the bootstrap: in the order of the data, where neighbours may be paragraphs of one article, and

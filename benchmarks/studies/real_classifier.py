@@ -1,7 +1,7 @@
 """Fine-tune a real BERT-type encoder as a classifier, standard and aligned with the same budget and several seeds.
 
-    python benchmarks/real_classifier.py --model FOLDER --train FILE.tsv --test FILE.tsv
-    python benchmarks/real_classifier.py --model FOLDER --train TEXT.txt --test TEXT.txt --task pairs
+    python benchmarks/studies/real_classifier.py --model FOLDER --train FILE.tsv --test FILE.tsv
+    python benchmarks/studies/real_classifier.py --model FOLDER --train TEXT.txt --test TEXT.txt --task pairs
 
 `--task sentences`: the files have a sentence and a label (or a label and a sentence) in each line. `--task pairs`: the files
 are plain text with a paragraph in each line; two sentences are of class 1 if the second follows the first in its paragraph, and

@@ -1,6 +1,6 @@
 """Linear probes of a sentence encoder by ridge and method, as docs/probes.md has them.
 
-python benchmarks/real_probes.py FOLDER_OF_MODEL FOLDER_OF_SST2
+python benchmarks/studies/real_probes.py FOLDER_OF_MODEL FOLDER_OF_SST2
 
 Sentences of dev.tsv show which ridge is best for how many training samples, those of test.tsv the accuracy of each block.
 """

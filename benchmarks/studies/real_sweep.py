@@ -1,7 +1,7 @@
 """Figures and tables of docs/sweeps.md: twenty checkpoints of a small Llama that this script trains on WikiText-2.
 
-    python benchmarks/real_sweep.py train --text wikitext-2/valid.txt --out FOLDER
-    python benchmarks/real_sweep.py measure --checkpoints FOLDER --text wikitext-2/test.txt --out FIGURES > tables.md
+    python benchmarks/studies/real_sweep.py train --text wikitext-2/valid.txt --out FOLDER
+    python benchmarks/studies/real_sweep.py measure --checkpoints FOLDER --text wikitext-2/test.txt --out FIGURES > tables.md
 
 Training takes about a quarter of an hour on one core, and needs no network. `measure` continues where it was interrupted.
 """
