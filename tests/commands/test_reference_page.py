@@ -1,4 +1,4 @@
-"""The reference of the command line in the documentation is that of the commands."""
+"""Options that the documentation, helps and messages name are options of the commands, and the reference has all of them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,32 @@ from typing import get_args
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.cli import app
 from tl_layersim.commands.options import flag
 
-from .reference_page import COMMANDS, PAGE, text_of_page
+from ..docs.helpers import ROOT, hook
 
-GUIDE = PAGE.parents[1] / "command_line.md"
+REFERENCE = hook("command_reference")
+COMMANDS = REFERENCE.COMMANDS
+GUIDE = ROOT / "docs/command_line.md"
 
 
-def test_the_reference_has_every_option():
-    """`python -m tests.commands.reference_page` writes it anew."""
-    assert PAGE.read_text() == text_of_page()
+def test_the_reference_has_a_section_for_every_command():
+    found = re.findall(r"^## tl-layersim (.*)$", REFERENCE.text_of_page(), re.MULTILINE)
+    commands = {name for name in app if not name.startswith("-")}
+    assert len(found) == len(set(found))
+    assert set(found) == commands
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_reference_has_every_option_with_its_help(command):
+    section = REFERENCE.section(command)
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(command.__signature__.parameters)
+    for name, option in command.__signature__.parameters.items():
+        [row] = [row for row in rows if f"`{flag(name)}`" in row.split(" | ")[0]]
+        assert (get_args(option.annotation)[1].help or "").replace("|", r"\|") in row
+        assert (" Required." in row) == (option.default is option.empty)
 
 
 def options_in(text):
@@ -53,7 +69,7 @@ def test_every_option_in_a_message_exists():
 
 
 def test_the_guide_names_options_that_exist():
-    known = set(re.findall(r"--[a-z-]+[a-z]", text_of_page())) | {"--version", "--traceback", "--help"}
+    known = set(re.findall(r"--[a-z-]+[a-z]", REFERENCE.text_of_page())) | {"--version", "--traceback", "--help"}
     named = set(re.findall(r"(?<![\w-])--[a-z-]+[a-z]", GUIDE.read_text()))
     assert named <= known | {"--array"}
     assert len(named) > 15

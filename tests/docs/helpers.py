@@ -17,9 +17,14 @@ def blocks(page: Path) -> list[str]:
 
 
 @functools.cache
-def executed_pages() -> ModuleType:
-    """The hook of mkdocs that executes pages."""
-    spec = importlib.util.spec_from_file_location("executed_pages", ROOT / "docs/hooks/executed_pages.py")
+def hook(name: str) -> ModuleType:
+    """A hook of mkdocs as a module, such as "executed_pages"."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs/hooks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def executed_pages() -> ModuleType:
+    """The hook that executes pages."""
+    return hook("executed_pages")

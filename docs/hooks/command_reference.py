@@ -1,15 +1,14 @@
-"""The page of the documentation with every option of every command, as `python -m tests.commands.reference_page` writes it."""
+"""The page with every option of every command of the command line, made of the commands when the site is built."""
 
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from tl_layersim.commands import measure, show_merge_list, stitch_and_train
 from tl_layersim.commands.options import PANELS, Command, flag
 
-PAGE = Path(__file__).parents[2] / "docs/api/cli.md"
+PAGE = "api/cli.md"
 COMMANDS = (
     *(measure.report_on_model, measure.measure_exits, measure.estimate_cost, measure.compare_models),
     *(stitch_and_train.stitch_models, stitch_and_train.train_model),
@@ -17,11 +16,18 @@ COMMANDS = (
 )
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Add the page to the files of the site."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, PAGE, content=text_of_page()))
+    return files
+
+
 def text_of_page() -> str:
-    """The page, made of the commands themselves."""
-    return "# Command line\n\nThe guide [The command line](../command_line.md) has the usual calls.\n" + "".join(
-        map(section, COMMANDS)
-    )
+    """The page as Markdown."""
+    introduction = "# Command line\n\nThe guide [The command line](../command_line.md) has the usual calls.\n"
+    return introduction + "".join(section(command) for command in COMMANDS)
 
 
 def section(command: Command) -> str:
@@ -30,7 +36,7 @@ def section(command: Command) -> str:
     lines = ["", f"## tl-layersim {command.name}", "", text.strip(), "", "```sh", examples.strip(), "```"]
     options = command.__signature__.parameters.values()
     for name, panel in PANELS.items():
-        rows = [row(one) for one in options if get_args(one.annotation)[1].group == (panel,)]
+        rows = [row(option) for option in options if get_args(option.annotation)[1].group == (panel,)]
         lines += ["", f"| {name} | |", "| --- | --- |", *rows] if rows else []
     return "\n".join(lines) + "\n"
 
@@ -46,12 +52,3 @@ def row(option: inspect.Parameter) -> str:
     needed = " Required." if option.default is option.empty else ""
     shown = f" Default: `{parameter.show_default(option.default)}`." if parameter.show_default and not needed else ""
     return f"| {names} | {(parameter.help or '').replace('|', chr(92) + '|')}{needed}{shown} |"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(text_of_page())
-
-
-if __name__ == "__main__":
-    main()
