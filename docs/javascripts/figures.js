@@ -193,7 +193,7 @@
       element.append(place);
     }
     const { data, layout, scale } = specification(element);
-    // White paper on a dark page, as images in extra.css.
+    // White paper on a dark page, as images in site.css.
     place.style.filter = layout.paper_bgcolor === "#ffffff" ? "brightness(0.82)" : "";
     place.style.transform = scale < 1 ? `scale(${scale})` : "";
     place.style.height = scale < 1 ? `${layout.height * scale}px` : "";
