@@ -18,13 +18,13 @@ def blocks(page: Path) -> list[str]:
 
 @functools.cache
 def hook(name: str) -> ModuleType:
-    """A hook of mkdocs as a module, such as "executed_pages"."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs/hooks" / f"{name}.py")
+    """A module of docs/hooks/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/hooks/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def executed_pages() -> ModuleType:
-    """The hook that executes pages."""
+    """The hook of mkdocs that executes pages."""
     return hook("executed_pages")
