@@ -55,7 +55,8 @@ def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        if not target.startswith("http"):
+        # docs/hooks/command_reference.py makes this page.
+        if not target.startswith("http") and target != "api/cli.md":
             assert (page.parent / target).exists(), target
 
 
