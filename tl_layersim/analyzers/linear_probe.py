@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ from ..sources.model_description import ModelDescription
 from ._moments import ridge_probe, samples_differ, warn_of_few_samples, warn_of_few_texts
 from ._samples import GOLDEN, SHIFT, check_classes, held_out, text_of
 from .analyzer import LabelledAnalyzer, Run, listed
+from .needs import Needs
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
@@ -152,9 +153,6 @@ class ProbeAnalyzer(LabelledAnalyzer):
         control: see `LinearProbe`.
     """
 
-    # Whole texts of the data are held out.
-    prompts: ClassVar[bool] = True
-
     labels: Any = "next_token"
     test_fraction: OpenFraction = 0.2
     first_test_row: NonNegativeInt | None = None
@@ -171,6 +169,11 @@ class ProbeAnalyzer(LabelledAnalyzer):
                     f"`labels` has the classes {brief(classes)}; it must have two classes or more, besides {NO_LABEL} for no "
                     "class."
                 )
+
+    @property
+    def needs(self) -> Needs:
+        # Whole texts of the data are held out.
+        return replace(super().needs, single_texts=True)
 
     @property
     def split(self) -> partial[Tensor]:
@@ -322,10 +325,13 @@ class LinearProbe(ProbeAnalyzer):
     """
 
     name: ClassVar[str] = "linear_probe"
-    sums_in_first_pass: ClassVar[bool] = True
 
     ridge: PositiveFloat = 0.1
     max_classes: TwoOrMore = 100
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, largest_sums="first")
 
     @property
     def classes(self) -> int:

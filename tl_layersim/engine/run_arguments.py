@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -209,9 +210,20 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
         LayersimError: names the analyzer.
     """
     for analyzer in analyzers.values():
-        if not analyzer.compares:
-            able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
-            raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
+        if analyzer.needs.models == "one":
+            able = ", ".join(_classes_that_compare())
+            raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {able} can.")
+
+
+def _classes_that_compare() -> list[str]:
+    """Names of the classes whose analyzers with default options compare two models."""
+    names = []
+    for cls in find_analyzers().values():
+        # A class of another package may have an option without a default.
+        with suppress(TypeError):
+            if cls().needs.models != "one":
+                names.append(cls.__name__)
+    return names
 
 
 def refuse_contradictions(arguments: Mapping[str, Any], blocking: bool, opened: OpenedModel) -> None:
