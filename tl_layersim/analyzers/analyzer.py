@@ -239,7 +239,12 @@ class Analyzer(ABC):
         Raises:
             LayersimError: an option has a type that cannot be written to a file.
         """
-        return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
+        options = {}
+        for option in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            # A field that is no argument holds data of a run.
+            if option.init:
+                options[option.name] = _plain(option.name, getattr(self, option.name))
+        return options
 
     @classmethod
     def summary(cls) -> str:

@@ -19,7 +19,7 @@ from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat,
 from ..core.result_declarations import texts_of_part
 from ..core.wording import amount, brief
 from ..data.batches import Batch
-from ..data.labels import NO_LABEL, warn_of_unused
+from ..data.labels import NO_LABEL, as_labels, warn_of_unused
 from ..sources.model_description import ModelDescription
 from ._moments import ridge_probe, samples_differ, warn_of_few_samples, warn_of_few_texts
 from ._samples import GOLDEN, SHIFT, check_classes, held_out, text_of
@@ -139,10 +139,8 @@ class LinearProbeResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class ProbeAnalyzer(LabelledAnalyzer):
-    """Base class of analyzers that train probes to predict labels.
-
-    Rows are held out by their index. Subclasses fit the probe in a first pass over the data.
+class ProbeOptions:
+    """The options that probes of all kinds have.
 
     Args:
         labels: see `LinearProbe`; all options are the same.
@@ -161,7 +159,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
     control: Literal["token", "row"] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        object.__setattr__(self, "labels", as_labels(self.labels))
         if isinstance(self.labels, Tensor):
             classes = sorted(set(self.labels[self.labels != NO_LABEL].tolist()))
             if len(classes) < 2:
@@ -171,14 +169,22 @@ class ProbeAnalyzer(LabelledAnalyzer):
                 )
 
     @property
-    def needs(self) -> Needs:
-        # Whole texts of the data are held out.
-        return replace(super().needs, single_texts=True)
-
-    @property
     def split(self) -> partial[Tensor]:
         """Function from the texts of samples, or with `first_test_row` from their rows, to a mask of held-out samples."""
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeAnalyzer(ProbeOptions, LabelledAnalyzer):
+    """Base class of analyzers that train probes to predict labels.
+
+    Whole texts are held out by the index of their first row. Subclasses fit the probe in a first pass over the data.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        # Whole texts of the data are held out.
+        return replace(super().needs, single_texts=True)
 
     def check_batch(self, batch: Batch, model: ModelDescription) -> None:
         super().check_batch(batch, model)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
+from ..analyzers.linear_probe import ProbeOptions
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, in_words, shown, warn
 from ..core.file_format import refuse_unwritable
@@ -84,6 +85,11 @@ def _analyzer_of(item: Any) -> Analyzer:
         if item not in classes:
             raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(classes))}.")
         return classes[item]()
+    if isinstance(item, ProbeOptions) and not isinstance(item, Analyzer):
+        raise LayersimError(
+            f"`analyzers` contains {brief(item)}, which keeps activations and no sums. Use lsim.linear_probe(model, data, "
+            f"{type(item).__name__}(...)), or LinearProbe."
+        )
     if not isinstance(item, Analyzer):
         raise LayersimError(
             f"`analyzers` contains {brief(item)}; it must contain analyzers such as lsim.Cosine(), or their names."
