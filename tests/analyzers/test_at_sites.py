@@ -183,7 +183,7 @@ def test_half_precision_models(place):
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
-@pytest.mark.parametrize("cls", [cls for cls in find_analyzers().values() if cls.needs_sites in ("any", "equal_width")])
+@pytest.mark.parametrize("cls", [cls for cls in find_analyzers().values() if cls().needs.sites in ("any", "equal_width")])
 def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
     report = lsim.analyze(tiny_llama(), padded(), cls(), at="ln_final")
     result = report[cls.name]
@@ -194,7 +194,7 @@ def test_a_single_site_has_a_result_that_can_be_shown(cls, tmp_path):
         # A confusion matrix of each site has three axes, and no figure; what was not measured has none either.
         if 0 < len(result.tensor_fields()[field]) < 3 and not bool(getattr(result, field).isnan().all()):
             assert result.plot(field).data
-    assert "blocks" not in repr(result) or cls.families
+    assert "blocks" not in repr(result) or cls().needs.families
     page = report.to_html(tmp_path / "page.html").read_text()
     assert cls.name in page
     loaded = lsim.load(report.save(tmp_path / "report.safetensors"))

@@ -185,12 +185,12 @@ def test_rows_of_tokens_as_samples(cls):
     options = {"rows": 20, "row": torch.arange(60) // 3}
     for pool, pooled in (("mean", x.reshape(3, 20, 3, 4).mean(2)), ("first", x[:, ::3]), ("last", x[:, 2::3])):
         analyzer = cls(level="sequence", pool=pool)
-        assert analyzer.whole_rows
+        assert analyzer.needs.whole_rows
         sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, view(x, **options))[1]["k"])
         more = {"rows": list(range(20))} if cls is lsim.LinearPredictivity else {}
         expected = getattr(oracles, f"oracle_{cls.name}")([pooled], **more)["values"]
         np.testing.assert_allclose(analyzer.compute(sums, _run(3)).values, expected, atol=1e-9)
-    assert not cls().whole_rows
+    assert not cls().needs.whole_rows
 
 
 MEMORY = {

@@ -83,8 +83,8 @@ def test_rows_as_samples(pool):
     data = [residuals(seed, tokens=12) for seed in range(4)]
     chosen = {"mean": lambda x: x.reshape(4, 3, 4, 8).mean(2), "last": lambda x: x[:, 3::4], "first": lambda x: x[:, ::4]}[pool]
     analyzer = lsim.EffectiveRank(level="sequence", pool=pool)
-    assert analyzer.whole_rows
-    assert not lsim.EffectiveRank().whole_rows
+    assert analyzer.needs.whole_rows
+    assert not lsim.EffectiveRank().needs.whole_rows
     found = from_views(analyzer, [view(x, rows=3) for x in data])
     expected = oracles.oracle_effective_rank([chosen(x) for x in data])
     for name in FIELDS:

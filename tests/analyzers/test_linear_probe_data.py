@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.engine import fit_linear_probes
 
 from .. import oracles
 from ..models.input_models import image_vit, pair_bert, pair_data, pixels
@@ -182,6 +183,37 @@ REFUSED = {
 def test_what_it_cannot_do_is_refused(says, llama, tokens, classes):
     with pytest.raises(lsim.LayersimError, match=says):
         called(lsim.linear_probe, llama, tokens, **{"probe": lsim.LinearProbe(labels=classes)} | REFUSED[says])
+
+
+CALLS = {
+    "analyze": lsim.analyze,
+    "analyze with a checkpoint": lambda *arguments: lsim.analyze(*arguments, checkpoint="x"),
+    "estimate": lambda model, _, probe: lsim.estimate(model, probe),
+    "attach": lambda model, _, probe: lsim.attach(model, probe),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_logistic_regression_is_no_analyzer_of_sums(call, llama, tokens):
+    with pytest.raises(lsim.LayersimError, match=r"`analyzers`.*LogisticProbe.*linear_probe"):
+        call(llama, lsim.Data(tokens, positions="last"), LOGISTIC)
+
+
+def test_several_processes_are_refused_by_logistic_regression(llama, tokens, monkeypatch):
+    monkeypatch.setattr(fit_linear_probes, "rank_and_size", lambda: (0, 2))
+    with pytest.raises(lsim.LayersimError, match=r"LogisticProbe.*2 processes"):
+        lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), LOGISTIC)
+
+
+def test_a_probe_holds_no_data_of_a_run(llama, tokens):
+    probe = lsim.LogisticProbe(labels=tokens[:, -1] % 2)
+    before = dict(vars(probe))
+
+    first = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), probe)
+    again = lsim.linear_probe(llama, lsim.Data(tokens, positions="last"), probe)
+
+    assert vars(probe) == before
+    assert torch.equal(first.confusion, again.confusion)
 
 
 @pytest.mark.parametrize("method", ["ridge", "logistic"])

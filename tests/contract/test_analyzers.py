@@ -39,7 +39,7 @@ def batches(seed: int, sizes: tuple[int, ...] = (12, 30, 7)) -> list[np.ndarray]
 def expected_of(name: str, cls, data: list[np.ndarray]) -> dict[str, np.ndarray]:
     """What the oracle gives; of measures over pairs of samples with the tokens of a row, of two models with both runs."""
     more = {"rows": oracles.ROWS_OF} if in_pools(cls) else {}
-    more |= {"edited": [edited(x) for x in data]} if cls.needs_two_models else {}
+    more |= {"edited": [edited(x) for x in data]} if cls().needs.models == "two" else {}
     return getattr(oracles, f"oracle_{name}")(data, **more)
 
 

@@ -26,7 +26,7 @@ def measured():
     """Every analyzer of one model, with intervals; the measures that need labels or text with none."""
     own = {"linear_probe": lsim.LinearProbe(labels=LABELS), "neural_collapse": lsim.NeuralCollapse(labels=LABELS)}
     sized = {"cka": lsim.CKA(minibatch=16), "block_coupling": lsim.BlockCoupling(k=3)}
-    chosen = {name: (own | sized).get(name) or cls() for name, cls in ANALYZERS if not cls.needs_two_models}
+    chosen = {name: (own | sized).get(name) or cls() for name, cls in ANALYZERS if cls().needs.models != "two"}
     del chosen["task_metrics"]
     return lsim.analyze(tiny_llama(), lsim.Data(random_tokens(256, 8), batch_size=16), chosen, intervals=True)
 

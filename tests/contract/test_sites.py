@@ -32,7 +32,7 @@ SOURCES = {
     "HookedTransformer": lambda make, tmp: (hooked_transformer(make()), {}),
 }
 # Those of one model.
-ANALYZERS = {name: cls for name, cls in find_analyzers().items() if not cls.needs_two_models}
+ANALYZERS = {name: cls for name, cls in find_analyzers().items() if cls().needs.models != "two"}
 HEADS, KEY_HEADS = 4, {"llama": 2}
 each_model = pytest.mark.parametrize("name", MODELS)
 each_source = pytest.mark.parametrize("source", SOURCES)
@@ -143,11 +143,17 @@ def opened(name, source, tmp_path):
 
 def takes(cls, families: list[str], family: str) -> bool:
     """Whether an analyzer reads a family by what its class declares."""
-    if cls.families:
+    needs = cls().needs
+    if needs.families:
         return True
-    if cls.needs_sites in ("stream", "every_block"):
-        return family == "resid_post" or (family == "resid_mid" and cls.reads_mid and family in families)
+    if needs.sites in ("stream", "every_block"):
+        return family == "resid_post" or (family == "resid_mid" and needs.resid_mid and family in families)
     return family in families
+
+
+def reads_any_site(cls) -> bool:
+    """Whether an analyzer reads the sites of `at`, whichever they are."""
+    return cls().needs.sites in ("any", "equal_width") and not cls().needs.families
 
 
 def refuses_model(model, data, cls, **options) -> bool:
@@ -187,7 +193,7 @@ def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, table
             result = answers(name).get(one, lsim.Report({})).get(key) or lsim.analyze(model, data, cls(), at=one)[key]
             assert repr(result)
             own = tuple(table.name[table.family == one])
-            if cls.needs_sites in ("any", "equal_width") and not cls.families:
+            if reads_any_site(cls):
                 first = tuple(table.name)[:1] if one == "resid_post" else ()
                 assert result.layers == first + own
                 assert result.provenance.options["at"] == one
@@ -195,7 +201,7 @@ def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, table
         with pytest.raises(lsim.LayersimError) as error:
             lsim.analyze(model, data, cls(), at=one)
         assert "`at`" in str(error.value) or refused, str(error.value)
-        if one not in families and not cls.families and cls.needs_sites in ("any", "equal_width"):
+        if one not in families and reads_any_site(cls):
             assert families[0] in str(error.value), "the refusal lists what the model has"
 
 
@@ -209,7 +215,7 @@ def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, ans
     for one in ("resid_post", "z", "mlp_post"):
         expected = answers(name)[one]
         # Analyzers with families of their own read the same at all.
-        asked = [ANALYZERS[key]() for key in usable if key in expected and (one == "z" or not ANALYZERS[key].families)]
+        asked = [ANALYZERS[key]() for key in usable if key in expected and (one == "z" or not ANALYZERS[key]().needs.families)]
         found = called(lsim.analyze, model, data, asked, at=one, **options)
         for key, result in found.items():
             assert result.layers == expected[key].layers
@@ -223,7 +229,7 @@ def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
     lacking = "cross_attn_out" if source == "HookedTransformer" else "resid_mid"
     model, options = opened(name, source, tmp_path)
     for cls in ANALYZERS.values():
-        if cls.families:
+        if cls().needs.families:
             continue
         with pytest.raises(lsim.LayersimError, match="`at`"):
             called(lsim.analyze, model, data, cls(), at=lacking, **options)

@@ -119,7 +119,8 @@ def test_every_layout_is_on_the_page():
 
 
 def sites_in_words(cls) -> str:
-    if cls.families:
+    needs = cls().needs
+    if needs.families:
         return "attention and MLP outputs and the stream around them, whatever `at=` says"
     words = {
         "any": "any",
@@ -127,7 +128,7 @@ def sites_in_words(cls) -> str:
         "stream": "the residual stream",
         "every_block": "the residual stream after every block",
     }
-    return words[cls.needs_sites] + (", with `resid_mid` too" if cls.reads_mid else "")
+    return words[needs.sites] + (", with `resid_mid` too" if needs.resid_mid else "")
 
 
 def test_the_table_of_analyzers_is_what_they_declare():

@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations import View
-from tl_layersim.analyzers import Analyzer, Run
+from tl_layersim.analyzers import Analyzer, Needs, Run
 from tl_layersim.core import Provenance, Sums
 from tl_layersim.sources.model_description import ModelDescription
 
@@ -43,7 +43,12 @@ def view_for(analyzer: Analyzer | type[Analyzer], x: np.ndarray, **more) -> View
     more = {"row": torch.arange(count) // oracles.ROWS_OF} | more
     if in_pools(analyzer):
         more = {"rows": -(-count // oracles.ROWS_OF)} | more
-    return with_sublayers(view(x, **more), x) if analyzer.families else view(x, **more)
+    return with_sublayers(view(x, **more), x) if declared(analyzer).families else view(x, **more)
+
+
+def declared(analyzer: Analyzer | type[Analyzer]) -> Needs:
+    """What an analyzer, or a class with default options, declares."""
+    return (analyzer() if isinstance(analyzer, type) else analyzer).needs
 
 
 def in_pools(analyzer: Analyzer | type[Analyzer]) -> bool:
@@ -75,7 +80,7 @@ def edited(x: np.ndarray) -> np.ndarray:
 
 def views_of(analyzer: Analyzer | type[Analyzer], one: View) -> tuple[View, ...]:
     """The views that a kernel takes: one; or, of a clean and of an edited run."""
-    if not analyzer.needs_two_models:
+    if declared(analyzer).models != "two":
         return (one,)
     return one, replace(one, activations=torch.as_tensor(edited(one.activations.numpy())).to(one.activations), memo={})
 

@@ -11,7 +11,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.activations.view import Kernel, View
-from tl_layersim.analyzers.analyzer import Analyzer, Run
+from tl_layersim.analyzers import Analyzer, Needs, Run
 from tl_layersim.core import LayerMatrix, Sums
 
 from ..models.tiny_models import random_tokens, tiny_llama
@@ -36,7 +36,7 @@ class Product(Analyzer):
     """A measure that depends on the order of two models, with a first pass and without statistics of each model."""
 
     name: ClassVar[str] = "product"
-    compares: ClassVar[bool] = True
+    needs = Needs(models="one_or_two")
     scale: float = 1.0
 
     def first_kernel(self) -> Kernel:

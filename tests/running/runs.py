@@ -42,7 +42,7 @@ def without_mlp(model: torch.nn.Module, scale: float = 0.0) -> torch.nn.Module:
 
 def measured(model, data, analyzer, **options) -> lsim.Result:
     """The result of an analyzer; of one that needs two models, on the model and on an edited copy."""
-    if analyzer.needs_two_models:
+    if analyzer.needs.models == "two":
         return lsim.compare(model, without_mlp(model, 0.5), data, analyzer, **options)
     return lsim.analyze(model, data, analyzer, **options)[analyzer.name]
 

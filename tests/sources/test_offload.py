@@ -40,7 +40,7 @@ def model(folder, request):
 @pytest.mark.heavy("seconds, where faster tests reach the same")
 def test_every_analyzer_gives_the_numbers_of_the_plain_model(model):
     left_out = ("block_coupling", "task_metrics")
-    analyzers = [cls() for name, cls in find_analyzers().items() if name not in left_out and not cls.needs_two_models]
+    analyzers = [cls() for name, cls in find_analyzers().items() if name not in left_out and cls().needs.models != "two"]
     here, plain = (lsim.analyze(one, lsim.Data(TOKENS, batch_size=4), analyzers) for one in (model, tiny_llama()))
     for name in plain:
         assert worst(here[name], plain[name]) == 0, name

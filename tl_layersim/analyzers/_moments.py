@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +26,7 @@ from ..sources.model_description import ModelDescription
 from ._permutation_null import is_one_model, null_fields
 from ._samples import draw_grid, draw_permutations, pool_key, text_of, with_unit
 from .analyzer import Run, SampleAnalyzer, compared, refuse_undefined
+from .needs import Needs
 
 EPS = torch.finfo(torch.float64).eps
 # A spread below this multiple of the rounding error of its sums is none.
@@ -412,8 +413,6 @@ class CrossProductAnalyzer(SampleAnalyzer):
         max_memory_gb: see `Procrustes`.
     """
 
-    compares: ClassVar[bool] = True
-    symmetric: ClassVar[bool] = True
     # Seconds on one core that the decomposition of a pair of sites of width 576 takes; they grow as its third power.
     seconds_per_pair: ClassVar[float]
     # Groups of samples that are summed separately.
@@ -423,6 +422,10 @@ class CrossProductAnalyzer(SampleAnalyzer):
     unit: Literal["text", "row", "token"] = "text"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, models="one_or_two", symmetric=True)
 
     @property
     def split(self) -> partial[Tensor] | None:
@@ -437,7 +440,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
             sites = len(model.layers)
             cross = sites * (sites + 1) // 2 * (model.widest or 0) ** 2
         else:
-            for a, b in compared(models, self.symmetric):
+            for a, b in compared(models, self.needs.symmetric):
                 a_width = a.widest or 0
                 b_width = b.widest or 0
                 cross += len(a.layers) * len(b.layers) * a_width * b_width
@@ -451,7 +454,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
     def pool_need(self, density: float) -> int:
         if not self.permutations:
             return 0
-        return pool_texts(EXCHANGED, 1 if self.whole_rows else density)
+        return pool_texts(EXCHANGED, 1 if self.needs.whole_rows else density)
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(cross_product_kernel, rows=self.read, split=self.split)
@@ -461,7 +464,7 @@ class CrossProductAnalyzer(SampleAnalyzer):
             return None
         sums = partial(exchanged_sums, permutations=self.permutations, seed=self.seed)
         draw = partial(draw_exchanged, seed=self.seed, unit=self.unit, split=self.split)
-        return PoolKernel(self.read, self.whole_rows, EXCHANGED, draw, sums)
+        return PoolKernel(self.read, self.needs.whole_rows, EXCHANGED, draw, sums)
 
     def defined_pairs(self, run: Run, sides: Sequence[Tensor], count: int) -> Tensor:
         """Mask of the pairs of sites that have a value (`row column`). Warns of sites whose samples are all equal.
@@ -494,4 +497,4 @@ class CrossProductAnalyzer(SampleAnalyzer):
             permuted_parts = [part.permuted(number) for part in parts]
             null.append(values(permuted_parts, True))
         observed = values(parts, False).where(defined, math.nan)
-        return null_fields(observed, torch.stack(null), one_model=is_one_model(run.models), symmetric=self.symmetric)
+        return null_fields(observed, torch.stack(null), one_model=is_one_model(run.models), symmetric=self.needs.symmetric)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +26,7 @@ from ..sources.model_description import ModelDescription
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
 from ._samples import draw_grid, draw_minibatches, draw_orders, pool_key, with_unit
 from .analyzer import Exchange, Run, SampleAnalyzer, compared
+from .needs import Needs
 
 # The input of the first block.
 EMBEDDING = "blocks.0.hook_resid_pre"
@@ -497,14 +498,15 @@ class MinibatchAnalyzer(SampleAnalyzer):
         permutations: see `CKA`.
     """
 
-    compares: ClassVar[bool] = True
-    symmetric: ClassVar[bool] = True
-
     minibatch: PositiveInt = 256
     unit: Literal["text", "row", "token"] = "text"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
     permutations: PermutationCount = 0
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, models="one_or_two", symmetric=True)
 
     @property
     @abstractmethod
@@ -533,7 +535,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
         return self.permutations * sum(len(a.layers) * len(b.layers) for a, b in compared(models))
 
     def pool_need(self, density: float) -> int:
-        return pool_texts(self.minibatch, 1 if self.whole_rows else density)
+        return pool_texts(self.minibatch, 1 if self.needs.whole_rows else density)
 
     def kernel(self, first: Sums) -> AnyKernel:
         matrix, relate = self.formula
@@ -559,7 +561,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             unit=self.unit,
             permuted=self.permutations > 0,
         )
-        return PoolKernel(self.read, self.whole_rows, self.minibatch, draw, sums)
+        return PoolKernel(self.read, self.needs.whole_rows, self.minibatch, draw, sums)
 
     def _statistics_bytes(self, texts: int, density: float, layers: int) -> int:
         pools = -(-texts // self.pool_need(density))

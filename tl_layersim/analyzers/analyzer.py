@@ -34,13 +34,11 @@ from ..lens.targets import check_batch_labels
 from ..sources.activation_checks import need_equal_width, need_stream
 from ..sources.model_description import ModelDescription
 from ._samples import samples
+from .needs import Needs
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 AUBRY = "(Aubry et al. 2025, {})."
 CSORDAS = "(Csordás, Manning and Potts 2025, {})."
-
-SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
-Weight = Literal["samples", "power", "variance"]
 
 
 @dataclass(frozen=True)
@@ -104,51 +102,15 @@ class Analyzer(ABC):
 
     Class attributes:
         - `name`: key in a report and on the command line.
-        - `compares`: whether the kernel also takes two views of the same tokens, from two models.
-        - `needs_two_models`: whether the kernel needs two views; functions of one model then raise an error.
-        - `symmetric`: whether two models in the other order give the transposed result, which `transposed` of the result is.
-        - `one_pass`: for an analyzer with a first pass, the call of its variant without a first pass.
-        - `first_without_model`: whether the first pass reads tokens and labels only, so that the model does not run.
-        - `needs_unembed`: whether the kernel calls `view.unembed`; the logit lens is then checked against the model's logits.
-        - `needs_sites`: the sites that it takes: "any"; "equal_width", any sites of one width; "stream", the residual stream
-            after some or all blocks; "every_block", the residual stream after every block.
-        - `reads_mid`: whether the residual stream may also be read between attention and MLP.
-        - `families`: families of sites that it always reads, whatever sites the user asked for; none for those of the user.
-        - `optional_families`: further families that it reads where the model has them.
-        - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
-        - `prompts`: whether each row must be a numbered text of its own: packed rows and `attach` then raise an error.
-        - `weighs`: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
-            dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
-        - `sums_in_first_pass`: whether the large sums, which `sum_numbers` counts, are those of the first pass.
-        - `by_statistics`: whether models to compare run one after another, so that only their statistics of a batch are held.
+        - `needs`: what the analyzer reads, and what it asks of models and data, see `Needs`. A property if options decide.
     """
 
     name: ClassVar[str]
-    compares: ClassVar[bool] = False
-    needs_two_models: ClassVar[bool] = False
-    symmetric: ClassVar[bool] = False
-    one_pass: ClassVar[str] = ""
-    first_without_model: ClassVar[bool] = False
-    needs_unembed: ClassVar[bool] = False
-    needs_sites: ClassVar[SiteNeed] = "any"
-    reads_mid: ClassVar[bool] = False
-    families: ClassVar[tuple[str, ...]] = ()
-    optional_families: ClassVar[tuple[str, ...]] = ()
-    needs_calls: ClassVar[bool] = False
-    prompts: ClassVar[bool] = False
-    weighs: ClassVar[tuple[Weight, ...]] = ()
-    sums_in_first_pass: ClassVar[bool] = False
-    by_statistics: ClassVar[bool] = False
 
     @property
-    def whole_rows(self) -> bool:
-        """Whether the kernel needs all tokens of a row at once. If so, single steps of cached generation raise an error."""
-        return False
-
-    @property
-    def whole_texts(self) -> bool:
-        """Whether the kernel needs all rows of a text at once. A forward pass then holds whole texts."""
-        return False
+    def needs(self) -> Needs:
+        """What the analyzer reads, and what it asks of models and data."""
+        return Needs()
 
     def settled(self, model: ModelDescription, positions: PositionRule | None) -> Analyzer:
         """Return this analyzer with its model-dependent options filled in.
@@ -158,21 +120,6 @@ class Analyzer(ABC):
             positions: the option `positions`, as the user gave it.
         """
         return self
-
-    @property
-    def reads_head(self) -> bool:
-        """Whether the kernel reads activations at the positions that the model's head reads."""
-        return self.needs_unembed
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether the kernel needs activations of single positions. If so, `positions="mean"` raises an error."""
-        return self.needs_unembed or self.needs_calls
-
-    @property
-    def label_source(self) -> str:
-        """Source of the labels: "data" for a column, "rows" for a tensor by row, "" for none."""
-        return ""
 
     def first_kernel(self) -> Kernel | None:
         """Kernel of a first pass over the data, whose sums the main kernel needs; None if one pass is enough."""
@@ -229,15 +176,15 @@ class Analyzer(ABC):
         Raises:
             LayersimError: names the modules that are not blocks.
         """
-        if self.needs_two_models and len(models) == 1:
+        if self.needs.models == "two" and len(models) == 1:
             raise LayersimError(
                 f"{type(self).__name__} compares two models, but only {models[0].name} is given. Use compare(model_a, model_b, "
                 f"data, {type(self).__name__}())."
             )
         for model in models:
-            if self.needs_sites in ("stream", "every_block"):
-                need_stream(model, type(self).__name__, parts=self.needs_sites == "stream")
-            if self.needs_sites == "equal_width":
+            if self.needs.residual_stream:
+                need_stream(model, type(self).__name__, parts=self.needs.sites == "stream")
+            if self.needs.sites == "equal_width":
                 need_equal_width(model, type(self).__name__)
         # The sums of the batch, the running sums, and the new sums while the two are added.
         gigabytes = 3 * 8 * self.sum_numbers(*models) / 1e9
@@ -292,7 +239,12 @@ class Analyzer(ABC):
         Raises:
             LayersimError: an option has a type that cannot be written to a file.
         """
-        return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
+        options = {}
+        for option in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            # A field that is no argument holds data of a run.
+            if option.init:
+                options[option.name] = _plain(option.name, getattr(self, option.name))
+        return options
 
     @classmethod
     def summary(cls) -> str:
@@ -315,16 +267,11 @@ class LabelledAnalyzer(Analyzer):
         return as_labels(self.labels, optional=self.optional_labels)
 
     @property
-    def label_source(self) -> str:
-        return label_source(self.labels)
-
-    @property
-    def needs_positions(self) -> bool:
-        # Next tokens are targets of single positions.
-        return super().needs_positions or not self.label_source
+    def needs(self) -> Needs:
+        return Needs(labels=label_source(self.labels))
 
     def check_batch(self, batch: Batch, model: ModelDescription) -> None:
-        check_batch_labels(self.labels, batch, model if self.needs_unembed else None)
+        check_batch_labels(self.labels, batch, model if self.needs.unembeds else None)
 
 
 @typed
@@ -341,8 +288,8 @@ class SampleAnalyzer(Analyzer):
     pool: Literal["mean", "last", "first"] = "mean"
 
     @property
-    def whole_rows(self) -> bool:
-        return self.level == "sequence"
+    def needs(self) -> Needs:
+        return Needs(whole_rows=self.level == "sequence")
 
     @property
     def sample_word(self) -> str:
@@ -447,7 +394,8 @@ def code_digest(analyzer: Analyzer) -> str:
     cls = type(analyzer)
     if cls.__module__.split(".")[0] == __name__.split(".")[0]:
         return ""
-    return hashlib.sha256(ObjectTexts(ValueNames()).class_text(cls).encode()).hexdigest()[:12]
+    text = f"{ObjectTexts(ValueNames()).class_text(cls)} {analyzer.needs}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _plain(option: str, value: Any) -> Any:

@@ -20,7 +20,8 @@ from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupli
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..sources.model_description import ModelDescription
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, Analyzer, Run, SiteNeed, sites_where
+from .analyzer import AUBRY, Analyzer, Run, sites_where
+from .needs import Needs
 
 PairField = Literal[
     "coupling",
@@ -315,11 +316,7 @@ class BlockCoupling(Analyzer):
     """
 
     name: ClassVar[str] = "block_coupling"
-    needs_sites: ClassVar[SiteNeed] = "stream"
-    needs_calls: ClassVar[bool] = True
-    whole_rows = True
-    prompts: ClassVar[bool] = True
-    first_without_model: ClassVar[bool] = True
+    needs = Needs(sites="stream", calls=True, whole_rows=True, single_texts=True, first_pass="data")
 
     k: int | tuple[int, ...] = 10
     tokens: Literal["last"] | tuple[int, ...] = "last"

@@ -31,7 +31,8 @@ from ._pairwise import (
     arccos_distance,
     relation_of_matrices,
 )
-from .analyzer import Exchange, Run, Weight, compared, refuse_undefined
+from .analyzer import Exchange, Run, compared, refuse_undefined
+from .needs import Needs
 
 # Rows of a Gram matrix that are one product; smaller products are slower by the FLOP.
 GRAM_ROWS = 128
@@ -180,14 +181,20 @@ class CKA(MinibatchAnalyzer):
     """
 
     name: ClassVar[str] = "cka"
-    weighs: ClassVar[tuple[Weight, ...]] = ("samples", "variance")
-
-    one_pass: ClassVar[str] = 'CKA(estimator="minibatch")'
 
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
     pool: Literal["mean", "last", "first", "flat"] = "mean"  # type: ignore[assignment]  # one choice more than the base
     deconfound: Literal["input"] | None = None
     average: Literal["hsic", "cka"] = "hsic"
+
+    @property
+    def needs(self) -> Needs:
+        return replace(
+            super().needs,
+            whole_texts=self.estimator == "exact" and self.unit == "text",
+            one_pass='CKA(estimator="minibatch")',
+            dominance=("samples", "variance"),
+        )
 
     @property
     def formula(self) -> tuple[MatrixFunction, RelationFunction]:
@@ -226,10 +233,6 @@ class CKA(MinibatchAnalyzer):
             return super().kernel(first)
         means = (first["x"] / first["count"], first["y"] / first["count"])
         return partial(exact_kernel, rows=self.read, means=means, unit=self.unit)
-
-    @property
-    def whole_texts(self) -> bool:
-        return self.estimator == "exact" and self.unit == "text"
 
     def exchange(self) -> Exchange | None:
         return None if self.estimator == "exact" else super().exchange()

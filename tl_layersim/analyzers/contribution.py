@@ -18,6 +18,7 @@ from ..core.wording import brief
 from ..jacobians.supported_blocks import refuse_post_norm
 from ..sources.model_description import ModelDescription
 from .analyzer import CSORDAS, Analyzer, Run, omitted_at
+from .needs import Needs
 
 SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mixer|mlp)_out")
 # Sites inside a block at which a sublayer may read the stream. The MLP of a sequential block reads it after attention, and that
@@ -125,8 +126,10 @@ class Contribution(Analyzer):
     """
 
     name: ClassVar[str] = "contribution"
-    families: ClassVar[tuple[str, ...]] = ("resid_post", "attn_out", "mlp_out")
-    optional_families: ClassVar[tuple[str, ...]] = ("resid_mid", "mixer_out", "cross_attn_out", "resid_mid_cross")
+    needs = Needs(
+        families=("resid_post", "attn_out", "mlp_out"),
+        optional_families=("resid_mid", "mixer_out", "cross_attn_out", "resid_mid_cross"),
+    )
 
     def check(self, *models: ModelDescription) -> None:
         refuse_post_norm(models[0])

@@ -19,7 +19,8 @@ from ..core.intervals import QUANTILES
 from ..core.site_names import site_in_words
 from ..sources.model_description import ModelDescription
 from ._samples import check_finite
-from .analyzer import JIANG, Analyzer, Run, SiteNeed, listed, omitted_at
+from .analyzer import JIANG, Analyzer, Run, listed, omitted_at
+from .needs import Needs
 from .trajectory import log_histogram, quantiles_of_logs
 
 # Bins of the histograms over [-1, 1], whose quantiles are off by a thousandth at most.
@@ -278,16 +279,21 @@ class Cosine(Analyzer):
     """
 
     name: ClassVar[str] = "cosine"
-    needs_sites: ClassVar[SiteNeed] = "equal_width"
-    one_pass: ClassVar[str] = 'Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result'
 
     center: Literal["dataset", "none"] | Float[Tensor, "residual d_model"] = "dataset"
 
     def __post_init__(self) -> None:
         if isinstance(self.center, Tensor):
             check_finite("center", self.center)
-        raw = isinstance(self.center, str) and self.center == "none"
-        object.__setattr__(self, "weighs", ("power" if raw else "variance",))
+
+    @property
+    def needs(self) -> Needs:
+        is_raw = isinstance(self.center, str) and self.center == "none"
+        return Needs(
+            sites="equal_width",
+            one_pass='Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result',
+            dominance=("power" if is_raw else "variance",),
+        )
 
     def check_sites(self, *models: ModelDescription) -> None:
         super().check_sites(*models)

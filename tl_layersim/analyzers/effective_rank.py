@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +20,7 @@ from ..core.wording import number_text
 from ..sources.model_description import ModelDescription
 from ._moments import samples_differ
 from .analyzer import Run, SampleAnalyzer, refuse_undefined
+from .needs import Needs
 
 
 @result_class
@@ -143,15 +144,16 @@ class EffectiveRank(SampleAnalyzer):
     top: PositiveInt = 64
     max_memory_gb: Limit = 4.0
 
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, dominance=("samples", "variance" if self.center == "dataset" else "power"))
+
     def sum_numbers(self, *models: ModelDescription) -> float:
         return len(models[0].layers) * (models[0].widest or 0) ** 2
 
     def compute_seconds(self, model: ModelDescription) -> float:
         # The eigenvalues of one site of width 576 take about 0.03 seconds.
         return len(model.layers) * 0.03 * ((model.widest or 0) / 576) ** 3
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weighs", ("samples", "variance" if self.center == "dataset" else "power"))
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(second_moments_kernel, rows=self.read)

@@ -22,8 +22,9 @@ from ..core.wording import amount, brief
 from ..data.labels import NO_LABEL, label_key
 from ..lens.statistics import RANKED, bad_logits, read_lens, read_positions
 from ._samples import held_out, text_of
-from .analyzer import JIANG, Run, SiteNeed
+from .analyzer import JIANG, Run
 from .logit_lens import LensAnalyzer
+from .needs import Needs
 
 MOST_THRESHOLDS = 10_000
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
@@ -361,7 +362,6 @@ class ExitCurve(LensAnalyzer):
     """
 
     name: ClassVar[str] = "exit_curve"
-    needs_sites: ClassVar[SiteNeed] = "every_block"
 
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
     labels: Any = "next_token"
@@ -378,6 +378,10 @@ class ExitCurve(LensAnalyzer):
                 f"`thresholds` holds {brief(outside[:4] or thresholds)}; it must hold 1 to {MOST_THRESHOLDS} numbers from 0 to "
                 "1."
             )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, sites="every_block")
 
     def kernel(self, first: Sums) -> Kernel:
         levels = torch.tensor(self.thresholds, dtype=torch.float64)

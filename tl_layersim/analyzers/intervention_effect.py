@@ -21,7 +21,8 @@ from ..core.site_names import site_in_words
 from ..lens.statistics import compare_lenses, first_final
 from ..sources.activation_checks import refuse_bad_logits
 from ..sources.model_description import ModelDescription
-from .analyzer import Analyzer, Run, SiteNeed, Weight, need_head, omitted_at
+from .analyzer import Analyzer, Run, need_head, omitted_at
+from .needs import Needs
 
 LENS_SOURCE = "of the logit lens (nostalgebraist 2020), as McGrath et al. 2023 follow an ablation through later layers."
 
@@ -153,18 +154,18 @@ class InterventionEffect(Analyzer):
     """
 
     name: ClassVar[str] = "intervention_effect"
-    weighs: ClassVar[tuple[Weight, ...]] = ("power",)
-    compares: ClassVar[bool] = True
-    needs_two_models: ClassVar[bool] = True
-    needs_unembed: ClassVar[bool] = True
-    needs_sites: ClassVar[SiteNeed] = "every_block"
 
     lens: bool = True
     lens_memory_mb: PositiveFloat = 128
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "needs_unembed", self.lens)
-        object.__setattr__(self, "needs_sites", "every_block" if self.lens else "any")
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            models="two",
+            sites="every_block" if self.lens else "any",
+            head="logits" if self.lens else "none",
+            dominance=("power",),
+        )
 
     def check(self, *models: ModelDescription) -> None:
         clean = models[0]

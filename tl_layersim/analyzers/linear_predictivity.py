@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ from ..core.wording import amount
 from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_samples, warn_of_few_texts
 from ._permutation_null import CalibratedMatrix
 from ._samples import held_out
-from .analyzer import Run, Weight
+from .analyzer import Run
+from .needs import Needs
 
 
 @result_class
@@ -116,16 +117,17 @@ class LinearPredictivity(CrossProductAnalyzer):
     """
 
     name: ClassVar[str] = "linear_predictivity"
-    weighs: ClassVar[tuple[Weight, ...]] = ("samples",)
-    symmetric: ClassVar[bool] = False
-    # Whole texts of the data are held out.
-    prompts: ClassVar[bool] = True
     seconds_per_pair: ClassVar[float] = 0.1
     # Training and held-out samples.
     groups: ClassVar[int] = 2
 
     ridge: PositiveFloat = 0.01
     test_fraction: OpenFraction = 0.2
+
+    @property
+    def needs(self) -> Needs:
+        # Whole texts of the data are held out.
+        return replace(super().needs, symmetric=False, single_texts=True, dominance=("samples",))
 
     @property
     def split(self) -> partial[Tensor]:

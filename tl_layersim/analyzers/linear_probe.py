@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -19,11 +19,12 @@ from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat,
 from ..core.result_declarations import texts_of_part
 from ..core.wording import amount, brief
 from ..data.batches import Batch
-from ..data.labels import NO_LABEL, warn_of_unused
+from ..data.labels import NO_LABEL, as_labels, warn_of_unused
 from ..sources.model_description import ModelDescription
 from ._moments import ridge_probe, samples_differ, warn_of_few_samples, warn_of_few_texts
 from ._samples import GOLDEN, SHIFT, check_classes, held_out, text_of
 from .analyzer import LabelledAnalyzer, Run, listed
+from .needs import Needs
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
@@ -138,10 +139,8 @@ class LinearProbeResult(Result):
 
 @typed
 @dataclass(frozen=True, eq=False)
-class ProbeAnalyzer(LabelledAnalyzer):
-    """Base class of analyzers that train probes to predict labels.
-
-    Rows are held out by their index. Subclasses fit the probe in a first pass over the data.
+class ProbeOptions:
+    """The options that probes of all kinds have.
 
     Args:
         labels: see `LinearProbe`; all options are the same.
@@ -152,9 +151,6 @@ class ProbeAnalyzer(LabelledAnalyzer):
         control: see `LinearProbe`.
     """
 
-    # Whole texts of the data are held out.
-    prompts: ClassVar[bool] = True
-
     labels: Any = "next_token"
     test_fraction: OpenFraction = 0.2
     first_test_row: NonNegativeInt | None = None
@@ -163,7 +159,7 @@ class ProbeAnalyzer(LabelledAnalyzer):
     control: Literal["token", "row"] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        object.__setattr__(self, "labels", as_labels(self.labels))
         if isinstance(self.labels, Tensor):
             classes = sorted(set(self.labels[self.labels != NO_LABEL].tolist()))
             if len(classes) < 2:
@@ -176,6 +172,19 @@ class ProbeAnalyzer(LabelledAnalyzer):
     def split(self) -> partial[Tensor]:
         """Function from the texts of samples, or with `first_test_row` from their rows, to a mask of held-out samples."""
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed, first_row=self.first_test_row)
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeAnalyzer(ProbeOptions, LabelledAnalyzer):
+    """Base class of analyzers that train probes to predict labels.
+
+    Whole texts are held out by the index of their first row. Subclasses fit the probe in a first pass over the data.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        # Whole texts of the data are held out.
+        return replace(super().needs, single_texts=True)
 
     def check_batch(self, batch: Batch, model: ModelDescription) -> None:
         super().check_batch(batch, model)
@@ -322,10 +331,13 @@ class LinearProbe(ProbeAnalyzer):
     """
 
     name: ClassVar[str] = "linear_probe"
-    sums_in_first_pass: ClassVar[bool] = True
 
     ridge: PositiveFloat = 0.1
     max_classes: TwoOrMore = 100
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, largest_sums="first")
 
     @property
     def classes(self) -> int:

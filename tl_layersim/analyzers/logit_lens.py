@@ -25,8 +25,9 @@ from ..lens.exit_heads import ExitHeads, as_heads
 from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
 from ..sources.activation_checks import need_known_norm, refuse_bad_logits
 from ..sources.model_description import ModelDescription
-from .analyzer import JIANG, LabelledAnalyzer, Run, SiteNeed, need_head, need_tokens
+from .analyzer import JIANG, LabelledAnalyzer, Run, need_head, need_tokens
 from .cosine import mean_kernel
+from .needs import Needs
 
 # Agreement from which on the prediction of a layer is mostly that of the last one.
 SETTLED = 0.5
@@ -43,7 +44,6 @@ class LensAnalyzer(LabelledAnalyzer):
         heads: see `LogitLens`.
     """
 
-    needs_unembed: ClassVar[bool] = True
     optional_labels: ClassVar[bool] = True
 
     norm: Literal["final", "none"] = "final"
@@ -54,8 +54,12 @@ class LensAnalyzer(LabelledAnalyzer):
         super().__post_init__()
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, head="logits")
+
     def check(self, *models: ModelDescription) -> None:
-        need_head(models[0], type(self).__name__, targets=not is_none(self.labels), own_labels=bool(self.label_source))
+        need_head(models[0], type(self).__name__, targets=not is_none(self.labels), own_labels=self.needs.own_labels)
         if self.norm == "none":
             need_known_norm(models[0])
         if isinstance(self.heads, ExitHeads):
@@ -327,9 +331,6 @@ class LogitLens(LensAnalyzer):
     """
 
     name: ClassVar[str] = "logit_lens"
-    needs_sites: ClassVar[SiteNeed] = "stream"
-    reads_mid: ClassVar[bool] = True
-    one_pass: ClassVar[str] = 'LogitLens(center="none")'
 
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
     labels: Any = "next_token"
@@ -341,6 +342,10 @@ class LogitLens(LensAnalyzer):
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
             raise LayersimError(f"`top_k` is {brief(self.top_k)}; it must be one or more numbers, each at least 1.")
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, sites="stream", resid_mid=True, one_pass='LogitLens(center="none")')
 
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if self.center == "dataset" else None

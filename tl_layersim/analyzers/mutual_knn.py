@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -21,7 +21,8 @@ from ._pairwise import (
     dissimilarities,
     relation_of_matrices,
 )
-from .analyzer import Run, Weight
+from .analyzer import Run
+from .needs import Needs
 
 
 @result_class
@@ -98,10 +99,13 @@ class MutualKNN(MinibatchAnalyzer):
     """
 
     name: ClassVar[str] = "mutual_knn"
-    weighs: ClassVar[tuple[Weight, ...]] = ("power",)
 
     k: PositiveInt = 10
     metric: Literal["cosine", "euclidean"] = "cosine"
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, dominance=("power",))
 
     @property
     def formula(self) -> tuple[MatrixFunction, RelationFunction]:

@@ -22,6 +22,7 @@ from ..sources.model_description import ModelDescription
 from ._moments import warn_of_few_samples
 from ._samples import check_classes, check_finite, samples
 from .analyzer import Analyzer, LabelledAnalyzer, Run, need_head, sites_where
+from .needs import Needs
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
 COUNTED_IDS = 2**19
@@ -157,8 +158,6 @@ class NeuralCollapse(LabelledAnalyzer):
     """
 
     name: ClassVar[str] = "neural_collapse"
-    one_pass: ClassVar[str] = "NeuralCollapse(classes=(id, id, ...)) with the ids of the classes"
-    first_without_model: ClassVar[bool] = True
 
     labels: Any = "next_token"
     classes: TwoOrMore | tuple[int, ...] | list[int] = 10
@@ -177,13 +176,23 @@ class NeuralCollapse(LabelledAnalyzer):
             check_finite("classifier", self.classifier)
 
     @property
-    def whole_rows(self) -> bool:
+    def needs(self) -> Needs:
+        return replace(
+            super().needs,
+            head="positions" if self.pool == "head" and self._samples_are_rows else "none",
+            whole_rows=self._samples_are_rows,
+            first_pass="data",
+            one_pass="NeuralCollapse(classes=(id, id, ...)) with the ids of the classes",
+        )
+
+    @property
+    def _samples_are_rows(self) -> bool:
         if self.level != "auto":
             return self.level == "sequence"
         return not (isinstance(self.labels, str) and self.labels == "next_token")
 
     def settled(self, model: ModelDescription, positions: PositionRule | None) -> Analyzer:
-        if self.pool is not None or not self.whole_rows:
+        if self.pool is not None or not self._samples_are_rows:
             return self
         head = model.head
         if head is None or head.reads == "every" or positions not in (None, "all", head.reads):
@@ -198,7 +207,7 @@ class NeuralCollapse(LabelledAnalyzer):
 
     def _width(self, model: ModelDescription) -> int:
         """Width of a sample; 0 if it is not known."""
-        pool = model.head.pool if self.reads_head and model.head is not None else None
+        pool = model.head.pool if self.needs.positions_of_head and model.head is not None else None
         return (model.widest or 0) * (1 if pool is None else pool.vectors)
 
     def check_sites(self, *models: ModelDescription) -> None:
@@ -210,12 +219,8 @@ class NeuralCollapse(LabelledAnalyzer):
                 f"(classes, {width})."
             )
 
-    @property
-    def reads_head(self) -> bool:
-        return self.pool == "head" and self.whole_rows
-
     def check(self, *models: ModelDescription) -> None:
-        if not self.reads_head:
+        if not self.needs.positions_of_head:
             return
         for model in models:
             need_head(model, "NeuralCollapse(pool='head')")
@@ -229,12 +234,12 @@ class NeuralCollapse(LabelledAnalyzer):
     def first_kernel(self) -> Kernel | None:
         if isinstance(self.classes, tuple):
             return None
-        return partial(class_counts_kernel, labels=self.labels, by_row=self.whole_rows)
+        return partial(class_counts_kernel, labels=self.labels, by_row=self._samples_are_rows)
 
     def kernel(self, first: Sums) -> Kernel:
         # A default that no model has settled, as under `attach`, is that of a model without a head.
         pool = self.pool or "last"
-        level = "sequence" if self.whole_rows else "token"
+        level = "sequence" if self._samples_are_rows else "token"
         return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=level, pool=pool)
 
     def _classes(self, first: Sums) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,8 @@ from ..core import Sums, axes, result_class, typed
 from ._moments import Covariances, CrossProductAnalyzer, warn_of_few_samples
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
-from .analyzer import Run, Weight
+from .analyzer import Run
+from .needs import Needs
 
 
 @result_class
@@ -112,8 +113,11 @@ class Procrustes(CrossProductAnalyzer):
     """
 
     name: ClassVar[str] = "procrustes"
-    weighs: ClassVar[tuple[Weight, ...]] = ("samples", "variance")
     seconds_per_pair: ClassVar[float] = 0.07
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, dominance=("samples", "variance"))
 
     def compute(self, sums: Sums, run: Run) -> ProcrustesResult:
         count = int(sums["samples"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -22,7 +22,8 @@ from ._pairwise import (
     dissimilarities,
     relation_of_matrices,
 )
-from .analyzer import Run, Weight, refuse_undefined
+from .analyzer import Run, refuse_undefined
+from .needs import Needs
 
 
 @result_class
@@ -92,11 +93,14 @@ class RSA(MinibatchAnalyzer):
     """
 
     name: ClassVar[str] = "rsa"
-    weighs: ClassVar[tuple[Weight, ...]] = ("samples", "power")
 
     dissimilarity: Literal["correlation", "cosine", "euclidean"] = "correlation"
     compare: Literal["spearman", "pearson"] = "spearman"
     deconfound: Literal["input"] | None = None
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, dominance=("samples", "power"))
 
     @property
     def formula(self) -> tuple[MatrixFunction, RelationFunction]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -18,9 +18,10 @@ from ..core import Result, Sums, ValuesAlias, axes, result_class, typed, warn, w
 from ..core.intervals import with_margin
 from ..core.result_declarations import last_entry
 from ..lens.statistics import read_vectors, saturation_layers
-from .analyzer import Run, SiteNeed, omitted_at
+from .analyzer import Run, omitted_at
 from .cosine import mean_kernel
 from .logit_lens import LensAnalyzer
+from .needs import Needs
 
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
 
@@ -126,10 +127,12 @@ class Saturation(LensAnalyzer):
     """
 
     name: ClassVar[str] = "saturation"
-    needs_sites: ClassVar[SiteNeed] = "every_block"
-    one_pass: ClassVar[str] = 'Saturation(center="none")'
 
     center: Literal["none", "dataset"] = "none"
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, sites="every_block", one_pass='Saturation(center="none")')
 
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if self.center == "dataset" else None

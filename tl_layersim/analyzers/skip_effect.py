@@ -23,7 +23,8 @@ from ..jacobians.jacobian_products import reproduces
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..lens.statistics import head_input, read_positions
 from ..sources.model_description import ModelDescription
-from .analyzer import CSORDAS, Analyzer, Run, SiteNeed, sites_where
+from .analyzer import CSORDAS, Analyzer, Run, sites_where
+from .needs import Needs
 
 
 @result_class
@@ -172,10 +173,7 @@ class SkipEffect(Analyzer):
     """
 
     name: ClassVar[str] = "skip_effect"
-    needs_sites: ClassVar[SiteNeed] = "every_block"
-    needs_unembed: ClassVar[bool] = True
-    needs_calls: ClassVar[bool] = True
-    whole_rows = True
+    needs = Needs(sites="every_block", head="logits", calls=True, whole_rows=True)
 
     keep_first: NonNegativeInt = 1
     splits: NonNegativeInt = 1

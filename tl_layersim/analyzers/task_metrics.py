@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,8 +22,9 @@ from ..data.labels import NO_LABEL, label_key, number_tensor
 from ..lens.statistics import bad_logits, head_input, logits_of_layers, read_lens, read_positions
 from ..lens.targets import gives_classes
 from ..sources.model_description import ModelDescription
-from .analyzer import Run, SiteNeed, need_tokens, sites_where
+from .analyzer import Run, need_tokens, sites_where
 from .logit_lens import LensAnalyzer
+from .needs import Needs
 
 
 def _samples_of_classes(result: TaskMetricsResult) -> Tensor:
@@ -202,12 +203,14 @@ class TaskMetrics(LensAnalyzer):
     """
 
     name: ClassVar[str] = "task_metrics"
-    needs_sites: ClassVar[SiteNeed] = "stream"
-    reads_mid: ClassVar[bool] = True
     optional_labels: ClassVar[bool] = False
 
     labels: Any = "next_token"
     max_memory_gb: Limit = 4.0
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, sites="stream", resid_mid=True)
 
     def read_labels(self) -> str | Tensor:
         scores = _as_scores(self.labels)

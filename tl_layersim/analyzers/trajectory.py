@@ -19,7 +19,8 @@ from ..core.arguments import TwoOrMore
 from ..core.intervals import QUANTILES, with_margin
 from ..sources.model_description import ModelDescription
 from ._samples import counted_rows, defined_by_row, prompt_fields, row_counts_kernel, sums_by_row
-from .analyzer import AUBRY, JIANG, Analyzer, Run, SiteNeed, Weight, need_head, omitted_at
+from .analyzer import AUBRY, JIANG, Analyzer, Run, need_head, omitted_at
+from .needs import Needs
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
 DECADES = (-6.0, 8.0)
@@ -294,19 +295,20 @@ class Trajectory(Analyzer):
     """
 
     name: ClassVar[str] = "trajectory"
-    weighs: ClassVar[tuple[Weight, ...]] = ("power",)
-    needs_sites: ClassVar[SiteNeed] = "every_block"
-    first_without_model: ClassVar[bool] = True
-    # The final norm is applied at any position.
-    reads_head = False
 
     window: TwoOrMore | None = None
     final_norm: bool = False
     per_prompt: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prompts", self.per_prompt)
-        object.__setattr__(self, "needs_unembed", self.final_norm)
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            sites="every_block",
+            head="norm" if self.final_norm else "none",
+            single_texts=self.per_prompt,
+            first_pass="data",
+            dominance=("power",),
+        )
 
     def check(self, *models: ModelDescription) -> None:
         if self.final_norm:

@@ -63,7 +63,7 @@ def report_on_model(call: CommandCall) -> None:
         make_folder(options["save_to"].parent, "save_to")
     else:
         prepare(call)
-    data = read_data(call, of_prompts=any(analyzer.prompts for analyzer in analyzers.values()))
+    data = read_data(call, of_prompts=any(analyzer.needs.single_texts for analyzer in analyzers.values()))
     result: Any = analyze(opened(call), data, analyzers, **options)
     if isinstance(result, Path):
         settled = analyzer_settings(analyzers) | {"pack": data.pack}

@@ -202,18 +202,19 @@ def estimate(
     opened = OpenedModel.of(model_or_config, "model_or_config")
     source, module = _opened(opened, at)
     plan = plan_sites([source], chosen, at, per_head)
+    plan.start_reading()
     models_of_analyzers = plan.models()
     chosen = {name: analyzer.settled(models_of_analyzers[name][0], None) for name, analyzer in chosen.items()}
     for name, models in models_of_analyzers.items():
         chosen[name].check_sites(*models)
         chosen[name].check(*models)
-    labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
+    labelled = any(analyzer.needs.labels == "data" for analyzer in chosen.values())
     batch = _random_batch(source, module, batch_size, seq_len, labelled)
     for analyzer in chosen.values():
         analyzer.check_batch(batch, source.model)
     run = MeteredBatch(source, module, batch, chosen, plan, opened.on_server)
     try:
-        needs_calls = any(analyzer.needs_calls for analyzer in chosen.values())
+        needs_calls = any(analyzer.needs.calls for analyzer in chosen.values())
         with running(source, needs_calls), torch.inference_mode(False), torch.no_grad():
             run.all_passes()
             seconds = None if run.weightless or opened.on_server else run.calibrate()
@@ -236,7 +237,8 @@ def estimate(
         if run.flops.get(part):
             flops[part] = run.flops[part] * share
     sums_bytes = _bytes_of_sums(run, rows, intervals)
-    if intervals and not opened.on_server and not any(analyzer.by_statistics for analyzer in chosen.values()):
+    one_at_a_time = any(analyzer.needs.one_model_at_a_time for analyzer in chosen.values())
+    if intervals and not opened.on_server and not one_at_a_time:
         pools = math.ceil(rows / TEXTS_OF_POOL)
         sums_bytes[TEXT_ORDER] = most_nodes(pools, True) * bytes_of_neighbour_products(len(source.sites))
     if seconds is not None:
@@ -288,7 +290,7 @@ def _traffic(run: MeteredBatch, rows: int, tokens_per_request: int | None) -> Tr
     requests_of_pass = math.ceil(batches / batches_of_request)
     requests = run.passes * requests_of_pass
     opening = [BYTES_OF_OFFER]
-    if any(analyzer.needs_unembed for analyzer in run.analyzers.values()):
+    if any(analyzer.needs.unembeds for analyzer in run.analyzers.values()):
         opening.append(BYTES_OF_LENS_CHECK)
     if isinstance(source, CanReadSites) and bool(source.stream_sums()):
         opening.append(BYTES_OF_STREAM_CHECK)
@@ -487,7 +489,7 @@ class MeteredBatch:
             kernel = analyzer.first_kernel()
             if kernel is None:
                 continue
-            if analyzer.first_without_model:
+            if analyzer.needs.first_pass == "data":
                 self.first_kernels_without_model[name] = kernel
             else:
                 self.first_kernels[name] = plan.kernel(name, kernel)

@@ -82,7 +82,7 @@ def capabilities(model: Any) -> Capabilities:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 analyzer = cls()
-                models = [source.model] * (1 + cls.needs_two_models)
+                models = [source.model] * (2 if analyzer.needs.models == "two" else 1)
                 analyzer.check_sites(*models)
                 analyzer.check(*models)
         except LayersimError as error:

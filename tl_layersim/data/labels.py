@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from ..core.wording import brief
 if TYPE_CHECKING:
     from ..core.result_declarations import Provenance
 
+LabelSource: TypeAlias = Literal["none", "next_token", "data", "rows"]
 NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
 LABELS = ("labels", "label")
 
@@ -63,11 +64,9 @@ def is_none(labels: Any) -> bool:
     return isinstance(labels, str) and labels == "none"
 
 
-def label_source(labels: str | Tensor) -> str:
-    """Source of labels: "rows" for a tensor, "data" for a column of the data, else ""."""
-    if isinstance(labels, Tensor):
-        return "rows"
-    return "data" if labels == "data" else ""
+def label_source(labels: str | Tensor) -> LabelSource:
+    """Source of labels that `as_labels` returned: "rows" for a tensor, else the word itself."""
+    return "rows" if isinstance(labels, Tensor) else cast(LabelSource, labels)
 
 
 def label_key(labels: str | Tensor) -> str:

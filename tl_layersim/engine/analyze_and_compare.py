@@ -298,6 +298,7 @@ def opened_analysis(
         raise LayersimError("`remote` cannot be used in a torch.distributed group: every process would send the same requests.")
     sources = [open_source(opened_model, either_stack=True, at=at) for opened_model in opened]
     plan = plan_sites(sources, analyzers, at, per_head)
+    plan.start_reading()
     models = [source.model for source in sources]
     chosen = {}
     for name, analyzer_models in plan.models().items():
@@ -305,7 +306,7 @@ def opened_analysis(
     # The first model with a tokenizer reads the data.
     with_tokenizer_first = sorted(models, key=lambda model: model.tokenizer is None)
     shared = reduce(partial(shared_tokens, given=data.tokenizer is not None), with_tokenizer_first)
-    labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
+    labelled = any(analyzer.needs.labels == "data" for analyzer in chosen.values())
     rule = chosen_rule(data.positions, models, chosen, data.skip_first)
     batches = Batches(data.counting(rule), with_tokenizer(shared, data.tokenizer), labelled, position_counter(sources))
     record = opened[0].record() if len(opened) == 1 else records_of(opened)

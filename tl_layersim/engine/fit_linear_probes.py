@@ -19,6 +19,7 @@ from ..analyzers.linear_probe import (
     LinearProbe,
     LinearProbeResult,
     ProbeAnalyzer,
+    ProbeOptions,
     ProbeWeights,
     control_classes,
     control_part,
@@ -44,7 +45,7 @@ from .site_plan import DEFAULT, AtArgument
 
 @dataclass
 class KeptSamples:
-    """Training samples of `LogisticProbe`, batch by batch.
+    """Training samples of one run of `linear_probe` with a `LogisticProbe`, batch by batch.
 
     Attributes:
         activations: for each batch, the activations of its training samples, `site sample width`.
@@ -67,12 +68,13 @@ class KeptSamples:
 
 @typed
 @dataclass(frozen=True, eq=False)
-class LogisticProbe(ProbeAnalyzer):
-    """Accuracy of logistic regression on the frozen activations of each site.
+class LogisticProbe(ProbeOptions):
+    """Options of `linear_probe` for logistic regression on the frozen activations of each site.
 
     The regression is multinomial, and activations are standardised. A first pass over the data keeps the activations of
-    training samples, on which the probes are fitted. A second pass counts predictions on held-out samples. Intervals hold the
-    fitted probes fixed and vary the held-out rows.
+    training samples in memory, on which the probes are fitted. A second pass counts predictions on held-out samples. Intervals
+    hold the fitted probes fixed and vary the held-out rows. Kept activations are no sums, so this is no analyzer for `analyze`:
+    servers, several processes and checkpoints raise an error.
 
     Args:
         labels: see `LinearProbe`; the options up to `seed` are the same.
@@ -85,22 +87,28 @@ class LogisticProbe(ProbeAnalyzer):
         max_iter: largest number of iterations of the optimiser.
     """
 
-    name: ClassVar[str] = "linear_probe"
-
     C: PositiveFloat = 1.0
     max_iter: PositiveInt = 1000
-    # Not an option: set by `first_kernel`.
-    _samples: ClassVar[KeptSamples]
+
+
+@dataclass(frozen=True, eq=False)
+class LogisticProbeRun(LogisticProbe, ProbeAnalyzer):
+    """The analyzer of one run of `linear_probe` with a `LogisticProbe`, made with the options of the latter.
+
+    Attributes:
+        samples: the training samples that the first pass keeps.
+    """
+
+    name: ClassVar[str] = "linear_probe"
+
+    samples: KeptSamples = field(default_factory=KeptSamples, init=False, repr=False)
 
     def first_kernel(self) -> Kernel | None:
-        # Not a field: fields are options, which are recorded.
-        samples = KeptSamples()
-        object.__setattr__(self, "_samples", samples)
-        return partial(keep_kernel, samples=samples, probe=self)
+        return partial(keep_kernel, samples=self.samples, probe=self)
 
     def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
-        train_classes = torch.cat(self._samples.targets)
-        test_classes = torch.cat(self._samples.test)
+        train_classes = torch.cat(self.samples.targets)
+        test_classes = torch.cat(self.samples.test)
         classes = torch.cat([train_classes, test_classes])
         number = int(classes.max()) + 1 if len(classes) else 1
         return torch.bincount(train_classes, minlength=number), torch.bincount(test_classes, minlength=number)
@@ -110,7 +118,7 @@ class LogisticProbe(ProbeAnalyzer):
         from sklearn.linear_model import LogisticRegression
         from sklearn.preprocessing import StandardScaler
 
-        samples = self._samples
+        samples = self.samples
         class_counts, _ = self.counts(first)
         target = torch.cat(samples.targets)
         if control:
@@ -144,7 +152,7 @@ class LogisticProbe(ProbeAnalyzer):
         return weight, offset
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        samples = self._samples
+        samples = self.samples
         warn_of_constant([run.layers[site] for site in samples.constant])
         if samples.stopped:
             # A site is named once, though the fit to the control labels may stop there too.
@@ -156,7 +164,7 @@ class LogisticProbe(ProbeAnalyzer):
         return self.result(sums, run, "logistic", max(samples.widths))
 
 
-def keep_kernel(view: View, *, samples: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
+def keep_kernel(view: View, *, samples: KeptSamples, probe: ProbeOptions) -> dict[str, Tensor]:
     """Append the training samples of one batch to `samples`. This kernel needs a model in this process.
 
     Args:
@@ -191,7 +199,7 @@ def keep_kernel(view: View, *, samples: KeptSamples, probe: LogisticProbe) -> di
 def linear_probe(
     model: Any,
     data: Any,
-    probe: ProbeAnalyzer | None = None,
+    probe: LinearProbe | LogisticProbe | None = None,
     *,
     test_data: Any = None,
     at: AtArgument = DEFAULT,
@@ -255,14 +263,16 @@ def linear_probe(
                     "LinearProbe."
                 )
     if test_data is not None:
-        probe, data = _with_test_data(model, data, probe, test_data, at)
-    report = analyze(model, data, [probe], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
+        first_test_row, data = _with_test_data(model, data, probe, test_data, at)
+        probe = replace(probe, first_test_row=first_test_row)
+    analyzer = LogisticProbeRun(**vars(probe)) if isinstance(probe, LogisticProbe) else probe
+    report = analyze(model, data, [analyzer], at=at, per_head=per_head, intervals=intervals, checkpoint=checkpoint)
     result: LinearProbeResult = report["linear_probe"]
     return result
 
 
-def _with_test_data(model: Any, data: Data, probe: ProbeAnalyzer, test_data: Any, at: AtArgument) -> tuple[ProbeAnalyzer, Data]:
-    """The probe with the index of the first held-out row, and the data with the rows of `test_data` after its own.
+def _with_test_data(model: Any, data: Data, probe: ProbeOptions, test_data: Any, at: AtArgument) -> tuple[int, Data]:
+    """The index of the first held-out row, and the data with the rows of `test_data` after its own.
 
     Raises:
         LayersimError: `test_data` has no rows or no labels, or its rows cannot be read.
@@ -286,9 +296,8 @@ def _with_test_data(model: Any, data: Data, probe: ProbeAnalyzer, test_data: Any
     # All rows are read, not the first alone: an error in any of them is to be named after `test_data`.
     if not sum(1 for _ in held_out.rows()):
         raise LayersimError(f"`test_data` is {brief(test_data)}, which has no rows; it must have one or more.")
-    probe = replace(probe, first_test_row=training_rows)
     groups = _joint_groups(parts, described, counter)
-    return probe, replace(data, source=[part.source for part in parts], groups=groups)
+    return training_rows, replace(data, source=[part.source for part in parts], groups=groups)
 
 
 def _joint_groups(parts: Sequence[Data], model: ModelInputs, count_positions: Callable[[Batch], int] | None) -> Any:

@@ -58,10 +58,10 @@ def notes_on_sizes(
         sizes = sums.get(SIZES + name, Sums())
         if not sizes:
             continue
-        for weighed in analyzer.weighs:
-            if weighed != "samples":
-                text = _text_on_dimension(sizes, models_of[name], weighed)
-            elif analyzer.whole_rows:
+        for dominant in analyzer.needs.dominance:
+            if dominant != "samples":
+                text = _text_on_dimension(sizes, models_of[name], dominant)
+            elif analyzer.needs.whole_rows:
                 # The sizes are those of tokens, and a sample is a row.
                 continue
             else:

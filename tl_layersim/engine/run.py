@@ -176,7 +176,7 @@ class DataPass:
         self.state = PassState(self.tallies.get(self.name) or fresh, tuple(self.kernels))
         self._began = time.monotonic() - self.state.tally.seconds
         self._memory_is_checked = False
-        needs_lens = is_main and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
+        needs_lens = is_main and any(analyzer.needs.unembeds for analyzer in self.analyzers.values())
         self._lens_is_checked = not needs_lens
 
     def run(self) -> None:
@@ -318,7 +318,7 @@ class DataPass:
             models = self.analysis.plan.models()
             sizes = {}
             for name, analyzer in self.analyzers.items():
-                if analyzer.sums_in_first_pass == (self.name == FIRST):
+                if analyzer.needs.largest_sums == self.name:
                     # A number of a sum is a float64, of 8 bytes.
                     sizes[name] = round(8 * analyzer.sum_numbers(*models[name]))
             self._check_memory(sizes, batch.leaf, batch.leaf_texts // batch.leaf)
@@ -346,8 +346,8 @@ class DataPass:
         single = self.analysis.single_source
         if single is not None:
             return single.stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
-        by_statistics = self.name == MAIN and any(analyzer.by_statistics for analyzer in self.analyzers.values())
-        if by_statistics or self.analysis.is_remote:
+        one_at_a_time = any(analyzer.needs.one_model_at_a_time for analyzer in self.analyzers.values())
+        if (self.name == MAIN and one_at_a_time) or self.analysis.is_remote:
             return one_after_another(self.sources, batches, self.analyzers, self.analysis.plan, show)
         return side_by_side(self.sources, batches, self.kernels)
 

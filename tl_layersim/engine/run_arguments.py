@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
+from ..analyzers.linear_probe import ProbeOptions
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, in_words, shown, warn
 from ..core.file_format import refuse_unwritable
@@ -83,6 +85,11 @@ def _analyzer_of(item: Any) -> Analyzer:
         if item not in classes:
             raise LayersimError(f"`analyzers` names {brief(item)}; it must be one of {', '.join(sorted(classes))}.")
         return classes[item]()
+    if isinstance(item, ProbeOptions) and not isinstance(item, Analyzer):
+        raise LayersimError(
+            f"`analyzers` contains {brief(item)}, which keeps activations and no sums. Use lsim.linear_probe(model, data, "
+            f"{type(item).__name__}(...)), or LinearProbe."
+        )
     if not isinstance(item, Analyzer):
         raise LayersimError(
             f"`analyzers` contains {brief(item)}; it must contain analyzers such as lsim.Cosine(), or their names."
@@ -209,9 +216,20 @@ def refuse_no_comparison(analyzers: Mapping[str, Analyzer]) -> None:
         LayersimError: names the analyzer.
     """
     for analyzer in analyzers.values():
-        if not analyzer.compares:
-            able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
-            raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {', '.join(able)} can.")
+        if analyzer.needs.models == "one":
+            able = ", ".join(_classes_that_compare())
+            raise LayersimError(f"{type(analyzer).__name__} cannot compare two models; {able} can.")
+
+
+def _classes_that_compare() -> list[str]:
+    """Names of the classes whose analyzers with default options compare two models."""
+    names = []
+    for cls in find_analyzers().values():
+        # A class of another package may have an option without a default.
+        with suppress(TypeError):
+            if cls().needs.models != "one":
+                names.append(cls.__name__)
+    return names
 
 
 def refuse_contradictions(arguments: Mapping[str, Any], blocking: bool, opened: OpenedModel) -> None:

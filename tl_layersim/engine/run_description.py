@@ -109,7 +109,7 @@ class Analysis:
     intervals: bool = False
 
     def __post_init__(self) -> None:
-        whole_texts = any(analyzer.whole_texts for analyzer in self.analyzers.values())
+        whole_texts = any(analyzer.needs.whole_texts for analyzer in self.analyzers.values())
         object.__setattr__(self, "batches", replace(self.batches, pool_texts=self._pool_texts, whole_texts=whole_texts))
 
     def _pool_texts(self, density: float) -> int:
@@ -119,10 +119,10 @@ class Analysis:
     def compares_texts(self) -> bool:
         """Whether the run compares texts that follow each other in a batch, because intervals take them as independent.
 
-        Servers return small sums only, and analyzers that are `by_statistics` run the models one after another.
+        Servers return small sums only, and analyzers that need one model at a time compare small statistics.
         """
-        by_statistics = any(analyzer.by_statistics for analyzer in self.analyzers.values())
-        return self.intervals and not self.is_remote and not by_statistics
+        one_at_a_time = any(analyzer.needs.one_model_at_a_time for analyzer in self.analyzers.values())
+        return self.intervals and not self.is_remote and not one_at_a_time
 
     @property
     def kernels_of_texts(self) -> dict[str, AnyKernel]:
@@ -175,13 +175,13 @@ class Analysis:
             if kernel is None:
                 continue
             # A kernel of tokens alone reads no sites.
-            kernels[name] = kernel if analyzer.first_without_model else self.plan.kernel(name, kernel)
+            kernels[name] = kernel if analyzer.needs.first_pass == "data" else self.plan.kernel(name, kernel)
         return kernels
 
     @property
     def first_needs_model(self) -> bool:
         """Whether the first pass runs the model. A first pass that counts tokens or labels does not."""
-        return any(not self.analyzers[name].first_without_model for name in self.first_kernels)
+        return any(self.analyzers[name].needs.first_pass == "model" for name in self.first_kernels)
 
     def identity(self, argument: str | None) -> dict[str, Any]:
         """Models, sites, analyzers, data options and versions of a run; `run_identity` lists all inputs.
@@ -229,8 +229,8 @@ class Analysis:
         for name in self.first_kernels:
             analyzer = self.analyzers[name]
             remedy = "list(data)"
-            if analyzer.one_pass:
-                remedy += f", or {analyzer.one_pass}"
+            if analyzer.needs.one_pass:
+                remedy += f", or {analyzer.needs.one_pass}"
             # The rows are kept once: the first analyzer with a first pass is named if they are too large.
             return self.batches.read_ahead(type(analyzer).__name__, remedy)
         if len(self.sources) > 1 and self.is_remote:
@@ -245,7 +245,7 @@ class Analysis:
             analyzer.check(*models[name])
             if self.is_remote:
                 refuse_large_heads(analyzer)
-            if analyzer.prompts and self.batches.data.pack:
+            if analyzer.needs.single_texts and self.batches.data.pack:
                 raise LayersimError(
                     f"`pack` is True; it must be False for {type(analyzer).__name__}, whose rows must be single texts."
                 )
@@ -261,7 +261,7 @@ class Analysis:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager that turns off dropout, and records calls of blocks for analyzers that run them again."""
-        needs_calls = any(analyzer.needs_calls for analyzer in self.analyzers.values())
+        needs_calls = any(analyzer.needs.calls for analyzer in self.analyzers.values())
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, needs_calls))

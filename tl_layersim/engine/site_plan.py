@@ -50,14 +50,24 @@ class SitePlan:
     Attributes:
         sources: the models: one, or several to compare.
         choices: by name of the analyzer, a choice for each model.
+        points: for each model, the hook points that the analyzers read together; None for a source that reads the residual
+            stream alone.
         at: the option `at`, as the user gave it, for the record.
         per_head: whether each head is a site of its own.
     """
 
     sources: Sequence[Source]
     choices: Mapping[str, tuple[SiteChoice, ...]]
+    points: tuple[Points | None, ...] = ()
     at: int | str | list[int | str] = DEFAULT
     per_head: bool = False
+
+    def start_reading(self) -> None:
+        """Make the sources read the sites of this plan from now on."""
+        for source, points in zip(self.sources, self.points, strict=True):
+            if points is not None:
+                assert isinstance(source, CanReadSites)
+                source.read_at(points)
 
     def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
         """Wrap an analyzer's kernel to select the analyzer's sites from the activations of all sites.
@@ -104,7 +114,7 @@ class SitePlan:
         """
         kernels = {}
         for name, analyzer in analyzers.items():
-            if analyzer.weighs:
+            if analyzer.needs.dominance:
                 kernels[SIZES + name] = self.kernel(name, activation_sizes, number)
         return kernels
 
@@ -139,7 +149,7 @@ class SitePlan:
 def plan_sites(
     sources: Sequence[Source], analyzers: Mapping[str, Analyzer], at: AtArgument = DEFAULT, per_head: bool = False
 ) -> SitePlan:
-    """Choose the sites of every analyzer. The sources then read these sites.
+    """Choose the sites of every analyzer. `SitePlan.start_reading` makes the sources read them.
 
     Args:
         sources: the models.
@@ -150,11 +160,17 @@ def plan_sites(
     Raises:
         LayersimError: a model lacks the sites, or an analyzer cannot use them.
     """
-    choices_by_source = [_choices(source, analyzers, at, per_head) for source in sources]
+    points: list[Points | None] = []
+    choices_by_source = []
+    for source in sources:
+        points_of = _points_by_analyzer(source, analyzers, at, per_head)
+        distinct = _distinct_points(source, points_of)
+        points.append(distinct)
+        choices_by_source.append(_choices(source, points_of, distinct))
     choices: dict[str, tuple[SiteChoice, ...]] = {}
     for name in analyzers:
         choices[name] = tuple(by_analyzer[name] for by_analyzer in choices_by_source)
-    return SitePlan(sources, choices, _recorded(as_int(at)), per_head)
+    return SitePlan(sources, choices, tuple(points), _recorded(as_int(at)), per_head)
 
 
 def _recorded(at: AtArgument) -> int | str | list[int | str]:
@@ -166,21 +182,39 @@ def _recorded(at: AtArgument) -> int | str | list[int | str]:
     return items_of(at)
 
 
-def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:
-    """The sites of one model that each analyzer reads. The source then reads the union of these sites."""
+def _points_by_analyzer(
+    source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool
+) -> dict[str, Points | None]:
+    """The hook points of one model that each analyzer reads, see `_points_of`."""
     at = source.without_stack(at) if isinstance(source, CanReadSites) else at
-    points_of = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
+    return {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
+
+
+def _distinct_points(source: Source, points_of: Mapping[str, Points | None]) -> Points | None:
+    """The hook points of one model that its analyzers read together; None for a source that reads the residual stream alone."""
+    if not isinstance(source, CanReadSites):
+        return None
     if all(points is None for points in points_of.values()):
-        if isinstance(source, CanReadSites):
-            source.read_at(source.residual.points)
-        residual = SiteChoice(tuple(range(len(source.model.layers))))
-        return dict.fromkeys(points_of, residual)
-    assert isinstance(source, CanReadSites)
+        return source.residual.points
     union: list[HookPoint] = []
     for points in points_of.values():
         union.extend(source.residual.points if points is None else points)
-    distinct = distinct_points(union)
-    source.read_at(distinct)
+    return distinct_points(union)
+
+
+def _choices(source: Source, points_of: Mapping[str, Points | None], distinct: Points | None) -> dict[str, SiteChoice]:
+    """The sites of one model that each analyzer reads, among all that the model will read.
+
+    Args:
+        source: the model.
+        points_of: by name of the analyzer, its hook points; None for the default layers of the residual stream.
+        distinct: see `SitePlan.points`.
+    """
+    if all(points is None for points in points_of.values()):
+        residual = SiteChoice(tuple(range(len(source.model.layers))))
+        return dict.fromkeys(points_of, residual)
+    assert isinstance(source, CanReadSites)
+    assert distinct is not None
     numbers = {point.name: number for number, point in enumerate(distinct)}
     choices = {}
     for name, points in points_of.items():
@@ -195,33 +229,33 @@ def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, 
 def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: bool) -> Points | None:
     """Hook points that an analyzer reads; None if it reads the default layers of the residual stream."""
     families = items_of(at)
-    if families == [DEFAULT] and not per_head and not analyzer.families:
+    if families == [DEFAULT] and not per_head and not analyzer.needs.families:
         return None
     if not isinstance(source, CanReadSites):
-        if analyzer.families:
-            statement = f"{type(analyzer).__name__} reads {', '.join(analyzer.families)}"
+        if analyzer.needs.families:
+            statement = f"{type(analyzer).__name__} reads {', '.join(analyzer.needs.families)}"
         else:
             statement = f"`at` is {brief(at)}{' and `per_head` is True' if per_head else ''}"
         raise LayersimError(
             f"{statement}; the source {type(source).__name__} reads only the residual stream, as it does not inherit from "
             "CanReadSites."
         )
-    if analyzer.families:
-        return source.hook_points([*analyzer.families, *_optional(source, analyzer)], False)
-    if analyzer.needs_sites in ("stream", "every_block"):
-        if analyzer.reads_mid and set(families) <= {DEFAULT, MID}:
+    if analyzer.needs.families:
+        return source.hook_points([*analyzer.needs.families, *_optional(source, analyzer)], False)
+    if analyzer.needs.residual_stream:
+        if analyzer.needs.resid_mid and set(families) <= {DEFAULT, MID}:
             return _with_ends(source, source.hook_points(families, per_head))
         raise LayersimError(
-            f"`at` is {brief(at)}; it must be {DEFAULT!r}{f', {MID!r} or both' if analyzer.reads_mid else ''} for "
+            f"`at` is {brief(at)}; it must be {DEFAULT!r}{f', {MID!r} or both' if analyzer.needs.resid_mid else ''} for "
             f"{type(analyzer).__name__}, which reads the residual stream."
         )
     return source.hook_points(at, per_head)
 
 
 def _optional(source: CanReadSites, analyzer: Analyzer) -> list[str]:
-    """Families in `analyzer.optional_families` whose hook points the model has."""
+    """Optional families of an analyzer whose hook points the model has."""
     families = []
-    for family in analyzer.optional_families:
+    for family in analyzer.needs.optional_families:
         with suppress(LayersimError):
             source.hook_points(family, False)
             families.append(family)
@@ -267,12 +301,12 @@ def chosen_rule(
     """
     rule = _default_rule(models, analyzers, skip_first) if positions is None else Positions(positions).rule
     for analyzer in analyzers.values():
-        if rule == "mean" and analyzer.needs_positions:
+        if rule == "mean" and analyzer.needs.single_positions:
             raise LayersimError(
                 f"`positions` is 'mean', for which {type(analyzer).__name__} is not defined: the mean of a row has no next "
                 "token and no logits."
             )
-        for model in models if analyzer.reads_head else ():
+        for model in models if analyzer.needs.positions_of_head else ():
             _refuse_other_position(rule, skip_first, analyzer, model)
     return rule
 
@@ -305,9 +339,10 @@ def _default_rule(models: Sequence[ModelDescription], analyzers: Mapping[str, An
     of_whole_rows = []
     of_positions = []
     for analyzer in analyzers.values():
-        if analyzer.whole_rows and (analyzer.needs_calls or not analyzer.reads_head):
+        needs = analyzer.needs
+        if needs.whole_rows and (needs.calls or not needs.positions_of_head):
             of_whole_rows.append(type(analyzer).__name__)
-        elif not analyzer.whole_rows and not analyzer.reads_head:
+        elif not needs.whole_rows and not needs.positions_of_head:
             of_positions.append(type(analyzer).__name__)
     if of_whole_rows and not of_positions:
         return "all"

@@ -354,7 +354,7 @@ class RemoteRun:
             source.settle(job.batches[0])
         earlier_jobs = self._jobs[: self._jobs.index(job)]
         start = sum(earlier.texts for earlier in earlier_jobs)
-        needs_calls = any(analyzer.needs_calls for analyzer in self.analyzers.values())
+        needs_calls = any(analyzer.needs.calls for analyzer in self.analyzers.values())
         with running(source, needs_calls):
             answers = source.stream(iter(job.batches), self._kernels, start, quiet, self._header.first_block)
             job.parts = list(chain.from_iterable(answers))

@@ -1,8 +1,8 @@
 """Runs several models on the same batches.
 
 Models in this process run side by side, and kernels read the activations of all models. If a model is on a server, or if an
-analyzer is `by_statistics`, the models run one after the other, and only small statistics of each model (`Exchange`) are kept
-and joined. Edits of one model on one server may run in one request, see `Analysis.single_source`.
+analyzer needs one model at a time, the models run one after the other, and only small statistics of each model (`Exchange`)
+are kept and joined. Edits of one model on one server may run in one request, see `Analysis.single_source`.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import Kernel
 from ..analyzers.analyzer import Analyzer, Exchange, Run, code_digest
+from ..analyzers.needs import Needs
 from ..core.arguments import FilePath, typed
 from ..core.distributed import failing_together
 from ..core.errors import LayersimError, as_argument, recorded_warnings, warn
@@ -32,8 +33,6 @@ from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel
 from ..sources.shared_modules import refuse_one_model
 
-# Class attributes that are copied from the measure.
-OF_MEASURE = Analyzer.__annotations__.keys() - {"compares", "symmetric"}
 # Option that identifies the analyzer in a checkpoint; results do not record it.
 IDENTITY = "analyzer"
 
@@ -189,18 +188,11 @@ class AllPairs(Analyzer):
     groups: tuple[str, ...] = ()
     distance: Callable[[Any], float] | None = None
 
+    name = _of_measure("name")
     seed = _of_measure("seed")
     max_memory_gb = _of_measure("max_memory_gb", math.inf)
-    whole_rows = _of_measure("whole_rows")
-    whole_texts = _of_measure("whole_texts")
-    reads_head = _of_measure("reads_head")
-    needs_positions = _of_measure("needs_positions")
-    label_source = _of_measure("label_source")
 
     def __post_init__(self) -> None:
-        for name in OF_MEASURE:
-            object.__setattr__(self, name, getattr(self.measure, name))
-        object.__setattr__(self, "by_statistics", self.measure.exchange() is not None)
         if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
             raise LayersimError(
                 f"`distance` is None, but the result of {type(self.measure).__name__} has no distance. Pass a function of the "
@@ -211,12 +203,16 @@ class AllPairs(Analyzer):
         return repr(self.measure)
 
     @property
+    def needs(self) -> Needs:
+        return replace(self.measure.needs, one_model_at_a_time=self.measure.exchange() is not None)
+
+    @property
     def pairs(self) -> list[tuple[int, int]]:
         """Pairs of model indices, equal ones included: one order for a symmetric measure, else both orders."""
         numbers = range(len(self.models))
         pairs = []
         for row in numbers:
-            for column in numbers[row:] if self.measure.symmetric else numbers:
+            for column in numbers[row:] if self.measure.needs.symmetric else numbers:
                 pairs.append((row, column))
         return pairs
 
@@ -246,7 +242,7 @@ class AllPairs(Analyzer):
 
     def first_kernel(self) -> Kernel | None:
         kernel = self.measure.first_kernel()
-        if kernel is None or self.first_without_model:
+        if kernel is None or self.needs.first_pass == "data":
             return kernel
         return partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, kernel))
 
@@ -318,7 +314,7 @@ class AllPairs(Analyzer):
         )
 
     def _first(self, first: Sums, pair: tuple[int, int]) -> Sums:
-        return first if self.first_without_model else sums_of_pair(first, pair)
+        return first if self.needs.first_pass == "data" else sums_of_pair(first, pair)
 
     def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
         models = tuple(run.models[number] for number in pair)

@@ -50,21 +50,22 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
         raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
         analyzer.check(*plan.models()[name])
+        needs = analyzer.needs
         one_pass = analyzer.first_kernel() is None
-        whole_rows = analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every"
-        needs = {
-            f"the labels of the data (labels={analyzer.options().get('labels')!r})": bool(analyzer.label_source),
-            f"whole rows, which the head of {source.model.name} classifies": whole_rows,
-            "replays of blocks": analyzer.needs_calls,
+        head_reads_rows = source.model.head is not None and source.model.head.reads != "every"
+        conditions = {
+            f"the labels of the data (labels={analyzer.options().get('labels')!r})": needs.own_labels,
+            f"whole rows, which the head of {source.model.name} classifies": needs.positions_of_head and head_reads_rows,
+            "replays of blocks": needs.calls,
             "a first pass over the data": not one_pass,
-            "the rows of the data": analyzer.prompts,
+            "the rows of the data": needs.single_texts,
         }
-        unmet = [need for need, applies in needs.items() if applies]
+        unmet = [need for need, applies in conditions.items() if applies]
         if unmet:
             need = unmet[0]
             instead = "lsim.analyze(model, data, analyzers)"
-            if not one_pass and analyzer.one_pass:
-                instead = analyzer.one_pass
+            if not one_pass and needs.one_pass:
+                instead = needs.one_pass
             raise LayersimError(f"{type(analyzer).__name__} cannot be attached: it needs {need}. Use {instead}.")
 
 
@@ -91,7 +92,7 @@ def settle(source: NNsightSource, analyzers: Mapping[str, Analyzer], plan: SiteP
         source.settle(row)
         check_stream_sums(source, row)
     plan.check_sites(analyzers)
-    if model.head is not None and any(analyzer.needs_unembed for analyzer in analyzers.values()):
+    if model.head is not None and any(analyzer.needs.unembeds for analyzer in analyzers.values()):
         check_lens(source, row)
 
 
@@ -153,6 +154,7 @@ def attach(
             "lsim.analyze(model, data, analyzers)."
         )
     plan = plan_sites([source], chosen, at, per_head)
+    plan.start_reading()
     plan.check_sites(chosen)
     refuse_unattachable(source, chosen, plan)
     rule = Positions(chosen_rule(positions, [source.model], chosen))

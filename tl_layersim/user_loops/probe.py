@@ -195,11 +195,11 @@ class LoopProbe(Probe):
         self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
     ) -> None:
         self._source = source
-        whole_rows = any(analyzer.whole_rows for analyzer in analyzers.values())
+        whole_rows = any(analyzer.needs.whole_rows for analyzer in analyzers.values())
         self._positions = ForwardPassPositions(positions, source, whole_rows)
         self._kernels = plan.kernels(analyzers, {})
         # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
-        self._immediate = [name for name in self._kernels if name in analyzers and analyzers[name].needs_unembed]
+        self._immediate = [name for name in self._kernels if name in analyzers and analyzers[name].needs.unembeds]
         self._dtype = _dtype_of(source)
         self._dtypes = [source.model.dtype]
         self._error: LayersimError | None = None
@@ -446,7 +446,7 @@ class TraceProbe(Probe):
             self._kernels,
             self._rule,
             model.mask_input,
-            any(analyzer.whole_rows for analyzer in self._analyzers.values()),
+            any(analyzer.needs.whole_rows for analyzer in self._analyzers.values()),
             tuple(pad for pad in model.pads if pad not in edges),
             self._sequences,
         )

@@ -15,7 +15,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..activations.view import Kernel, View
-from ..analyzers.analyzer import Analyzer, Run, SiteNeed
+from ..analyzers.analyzer import Analyzer, Run
+from ..analyzers.needs import Needs
 from ..architectures.output_heads import DetectionHeads, detection_heads
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
@@ -494,7 +495,7 @@ class _Detection(Analyzer):
     """
 
     name: ClassVar[str] = NAME
-    needs_sites: ClassVar[SiteNeed] = "every_block"
+    needs = Needs(sites="every_block")
 
     source: HookedSource
     heads: DetectionHeads

@@ -15,6 +15,7 @@ from ..activations.row_pools import PoolKernel
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Run
 from ..analyzers.cka import CKA
+from ..analyzers.needs import Needs
 from ..architectures.unembed import Unembed
 from ..core.arguments import FilePath, typed
 from ..core.errors import LayersimError, warn
@@ -167,7 +168,7 @@ class TowerComparison(Analyzer):
     """
 
     name: ClassVar[str] = "tower_similarity"
-    compares: ClassVar[bool] = True
+    needs = Needs(models="one_or_two")
 
     minibatch: int
     seed: int
@@ -365,6 +366,8 @@ def tower_similarity(
     vision.check_first_row(partial(verify_projections, sources))
     description = with_tokenizer(pair_model(vision.model, text.model), data.tokenizer)
     batches = Batches(data.counting(text_position(clip, text.tower)), description)
-    report = run_analysis(Analysis(plan_sites(sources, analyzers), batches, analyzers), checkpoint)
+    plan = plan_sites(sources, analyzers)
+    plan.start_reading()
+    report = run_analysis(Analysis(plan, batches, analyzers), checkpoint)
     similarity: TowerSimilarity = report[TowerComparison.name]
     return similarity
