@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.blocks import encoder_and_decoder
+from ..architectures.blocks import is_transformer_lens
 from ..architectures.output_heads import no_cache
-from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError, excerpt
 from ..core.wording import with_article
@@ -122,7 +121,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         ids = ids.to(split_model.device)
         inputs = {"input_ids": ids}
         # An encoder-decoder also needs tokens for its decoder.
-        if encoder_and_decoder(model):
+        if split_model.source.anatomy.kind == "encoder-decoder":
             inputs["decoder_input_ids"] = ids
         return inputs
     config = getattr(config, "vision_config", config)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
+from ..architectures.anatomy import Anatomy
 from ..architectures.output_heads import no_cache
 from ..architectures.unembed import Unembed, rounding
 from ..core.arguments import FilePath, PositiveInt, typed
@@ -122,7 +122,7 @@ def _first_blocks(model: Any, split_model: LocalSplitModel, n_layers: int) -> An
         split_model: the same model.
         n_layers: number of blocks that are kept.
     """
-    config = shortened(model, split_model.source.paths, n_layers)
+    config = shortened(model, split_model.source.anatomy, n_layers)
     _refuse_changed_on_loading(model.config, config, n_layers)
     # The random weights are replaced below.
     with torch.random.fork_rng(devices=[]):
@@ -166,33 +166,34 @@ def _changed_on_loading(config: Any) -> list[str]:
     return [name for name in before if before[name] != after.get(name)]
 
 
-def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
+def shortened(model: Any, anatomy: Anatomy, n_layers: int) -> Any:
     """Copy of a model's configuration, with `n_layers` blocks.
 
     Args:
         model: a Hugging Face model.
-        paths: module paths of its blocks.
+        anatomy: what lies where in it.
         n_layers: number of blocks that are kept.
     """
     config = copy.deepcopy(model.config)
-    if lists_by_stage(model) and (stage := stack_of(model, paths)):
-        config.depths[int(stage.rpartition(".")[2])] = n_layers
+    if anatomy.kind == "stages" and anatomy.stack:
+        config.depths[int(anatomy.stack.rpartition(".")[2])] = n_layers
         return config
+    blocks = len(anatomy.blocks)
     # CLIP and similar models have a configuration for each tower.
-    config_class = type(nearest_config(model, paths[0]))
+    config_class = type(anatomy.config)
     sub_configs = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     tower_config = next((sub_config for sub_config in sub_configs if type(sub_config) is config_class), config)
     for name, value in list(vars(tower_config).items()):
-        has_entry_per_block = isinstance(value, list) and len(value) == len(paths)
+        has_entry_per_block = isinstance(value, list) and len(value) == blocks
         if has_entry_per_block and name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
             setattr(tower_config, name, getattr(tower_config, name)[:n_layers])
-    _cut_shared_layers(tower_config, len(paths), n_layers)
+    _cut_shared_layers(tower_config, blocks, n_layers)
     # Encoder-decoders have a setting for each stack.
     decoder_settings = ("num_decoder_layers", "decoder_layers")
     counts = [name for name in decoder_settings if isinstance(getattr(tower_config, name, None), int)]
     for name in counts or ["num_hidden_layers"]:
         setattr(tower_config, name, n_layers)
-    _cut_stages(tower_config, len(paths), n_layers)
+    _cut_stages(tower_config, blocks, n_layers)
     return config
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..architectures.blocks import encoder_and_decoder
+from ..architectures.blocks import anatomy_of
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, as_argument, shown
@@ -18,7 +18,7 @@ from ..sources.identity import refuse_edits
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
 from ..sources.partial_forward import LocalSplitModel, SplitModel
-from ..sources.source import HasModule, Source
+from ..sources.source import CanReadSites, HasModule, Source
 from .partial_forward import RemoteSplitModel
 from .source import RemoteSource
 
@@ -92,7 +92,7 @@ def _opened_source(opened: OpenedModel, either_stack: bool, at: Any) -> Source:
     layers = opened.layers
     module = model._module if is_nnsight(model) else model
     if isinstance(module, torch.nn.Module):
-        layers = blocks_to_read(module, layers, at)
+        layers = blocks_to_read(module, anatomy_of(module), layers, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
             f"`tokens_per_request` is {opened.tokens_per_request}; it must be None if remote={shown(opened.remote)}. Use "
@@ -103,13 +103,21 @@ def _opened_source(opened: OpenedModel, either_stack: bool, at: Any) -> Source:
         source = RemoteSource(model, layers, opened.unembed, opened.remote, opened.tokens_per_request)
     else:
         source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
-    if not either_stack and layers is None and isinstance(source, HasModule) and encoder_and_decoder(source.module):
+    if not either_stack and layers is None and _is_encoder_decoder(source):
         raise LayersimError(
             f"{source.model.name} is an encoder-decoder ({source.model.source}); this function reads one stack. Name the "
             "blocks of one stack: open_model(model, layers=[...])."
         )
     verify_on_first_row(source, opened.verify)
     return source
+
+
+def _is_encoder_decoder(source: Source) -> bool:
+    """Whether a source runs an encoder-decoder."""
+    if isinstance(source, CanReadSites):
+        return source.anatomy.kind == "encoder-decoder"
+    # A source of the user's own.
+    return isinstance(source, HasModule) and anatomy_of(source.module).kind == "encoder-decoder"
 
 
 def on_server(source: Source) -> RemoteSource:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..activations.block_call import first_tensor, gradients, record_call, with_leaf, with_own_residual
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
-from ..architectures.blocks import find_blocks
+from ..architectures.blocks import anatomy_of, choose_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.unembed import Head, Unembed, tensor_of, unembed_gap
@@ -177,14 +177,13 @@ class NNsightSource(CanReadSites):
         self.module: torch.nn.Module = model._module
         if self._in_this_process:
             refuse_no_weights(self.module)
-        self.paths = find_blocks(self.module, layers)
-        self._named = layers is not None
+        self.anatomy = choose_blocks(self.module, anatomy_of(self.module), layers)
         source = type(model).__name__
         if remote:
             source += f" (remote={shown(remote)})"
         tokenizer = getattr(model, "tokenizer", None)
-        description = describe(self.module, self.paths, source, tokenizer, unembed, self._named)
-        self._heads = possible_heads(self.module, self.paths, description.head) if unembed is None else ()
+        description = describe(self.module, self.anatomy, source, tokenizer, unembed)
+        self._heads = possible_heads(self.module, self.anatomy, description.head) if unembed is None else ()
         changes = "; ".join(filter(None, (edits_of(model), description.changes)))
         processor = processor_of(model) or description.processor
         self._model = replace(description, processor=processor, changes=changes)

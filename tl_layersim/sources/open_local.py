@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..architectures.blocks import find_stacks, refuse_paths, unknown_blocks
+from ..architectures.anatomy import Anatomy, WatchedAnatomy
+from ..architectures.blocks import anatomy_of, choose_stacks, is_transformer_lens, refuse_paths
 from ..architectures.hook_points import Site
-from ..architectures.layouts import BlockLayout
 from ..architectures.site_selection import site_map
-from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import Seed, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import brief, with_article
@@ -250,21 +249,22 @@ def sites(model: Any) -> pandas.DataFrame:
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
         raise unsupported_model(model)
-    blocks = [] if is_transformer_lens(module) else find_stacks(module, opened.layers)
-    model_sites = site_map(module, blocks, _watched_layouts(opened, module, blocks)).sites
+    anatomy = anatomy_of(module)
+    if anatomy.library != "transformer_lens":
+        anatomy = choose_stacks(module, anatomy, opened.layers)
+        anatomy = replace(anatomy, watched=_watched_anatomy(opened, module, anatomy))
+    model_sites = site_map(module, anatomy).sites
     rows = [(site.point.name, site.family, site.block, _module_and_side_text(site), len(site.heads)) for site in model_sites]
     table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])
     return table.astype({"block": "Int64"})
 
 
-def _watched_layouts(opened: OpenedModel, module: torch.nn.Module, blocks: Sequence[str]) -> Mapping[str, BlockLayout]:
-    """Layouts of blocks that are missing in the table, from a forward pass; empty if the model is on a server."""
-    if is_transformer_lens(module) or opened.on_server or not unknown_blocks(module, blocks):
-        return {}
-    if any(weight.is_meta for weight in module.parameters()):
-        return {}
+def _watched_anatomy(opened: OpenedModel, module: torch.nn.Module, anatomy: Anatomy) -> WatchedAnatomy | None:
+    """What a forward pass shows of blocks that are missing in the table; None if none is, or the model is on a server."""
+    if opened.on_server or not anatomy.unknown_blocks or any(weight.is_meta for weight in module.parameters()):
+        return None
     source = open_local(opened.model, layers=opened.layers, unembed=opened.unembed)
-    return source.watched_layouts if isinstance(source, CanReadSites) else {}
+    return source.anatomy_with_sublayers().watched if isinstance(source, CanReadSites) else None
 
 
 def _module_and_side_text(site: Site) -> str:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures.blocks import entering, refuse_paths
+from ..architectures.blocks import anatomy_of, entering, refuse_paths, with_blocks
 from ..architectures.hook_points import HookPoint
 from ..architectures.output_heads import no_cache
-from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
 from ..core.errors import LayersimError
@@ -97,11 +96,11 @@ class StitchedModel(nn.Module):
         """
         ids = self._token_ids(prompt) if isinstance(prompt, str) else prompt
         cache_switch = "use_cache"
-        if is_transformer_lens(self.back):
+        _, back = self._split_models
+        if back.source.anatomy.library == "transformer_lens":
             cache_switch = "use_past_kv_cache"
             options = {"verbose": False, "return_type": "tokens"} | options
         generate: Any = self.back.generate
-        _, back = self._split_models
         with torch.no_grad(), self._joined():
             generated = generate(ids.to(back.device), **self._without_cache(options), **{cache_switch: False})
         if not isinstance(prompt, str):
@@ -284,9 +283,8 @@ class StitchedSource(HookedSource):
                 f"The stitch point is after {back.model.layers[-1]}, the last block, so no block is left to measure."
             )
         paths_by_id = {id(module): path for path, module in stitched.named_modules()}
-        self.paths = [paths_by_id[id(block)] for block in self.blocks]
-        self._named = False
-        self.embed = None
+        paths = [paths_by_id[id(block)] for block in self.blocks]
+        self.anatomy = with_blocks(stitched, anatomy_of(stitched), paths, named=False)
         changes = [front.model.changes, back.model.changes, hooks_on(stitched)]
         self._model = replace(
             back.model,
