@@ -168,6 +168,7 @@ class Anatomy:
         stacks: the stacks, in the order of the model.
         embedding: the token embedding; None if the model has none or does not expose it.
         has_convolution: whether the model contains a convolution, so that activations may be feature maps.
+        without_cache: keyword arguments of the forward that turn off the cache of keys and values; empty if it takes none.
         configs: for each block, the configuration of the nearest module around it; None if there is none.
         layouts: for each block, its layout in the table `LAYOUTS`; None if it is missing there.
         blocks: paths of the measured blocks, in their order; empty before they are chosen.
@@ -182,6 +183,7 @@ class Anatomy:
     stacks: tuple[Stack, ...]
     embedding: torch.nn.Module | None
     has_convolution: bool
+    without_cache: dict[str, bool]
     configs: Mapping[str, Any]
     layouts: Mapping[str, BlockLayout | None]
     blocks: tuple[str, ...] = ()

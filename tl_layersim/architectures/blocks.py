@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +54,7 @@ def anatomy_of(module: torch.nn.Module) -> Anatomy:
         stacks=tuple(stacks),
         embedding=_embedding(module),
         has_convolution=has_convolution(module),
+        without_cache=no_cache(module),
         configs={},
         layouts={},
     )
@@ -463,6 +465,15 @@ def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[in
         return heads, 1
     key_value_heads = setting(config, "num_key_value_heads", "num_kv_heads")
     return heads, key_value_heads or heads
+
+
+def no_cache(module: torch.nn.Module) -> dict[str, bool]:
+    """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
+    if not hasattr(getattr(module, "config", None), "use_cache"):
+        return {}
+    parameters = inspect.signature(type(module).forward).parameters
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {"use_cache": False} if takes_any_keyword or "use_cache" in parameters else {}
 
 
 @typed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.wording import with_article
 from .anatomy import Anatomy
-from .blocks import existing_paths, final_norm
+from .blocks import existing_paths, final_norm, no_cache
 from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
 from .unembed import Head, HeadModule, Tail, Unembed, head_parts, plain_linear, tensor_of
 
@@ -226,15 +225,6 @@ def _may_hide_norm(module: torch.nn.Module) -> bool:
 def text_config(config: Any) -> Any:
     """The configuration of the text model inside a configuration, or the configuration itself."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def no_cache(module: torch.nn.Module) -> dict[str, bool]:
-    """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
-    if not hasattr(getattr(module, "config", None), "use_cache"):
-        return {}
-    parameters = inspect.signature(type(module).forward).parameters
-    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {"use_cache": False} if takes_any_keyword or "use_cache" in parameters else {}
 
 
 def logit_scaling(config: Any) -> tuple[float, float | None]:

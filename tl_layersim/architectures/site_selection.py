@@ -320,7 +320,7 @@ def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argumen
     return numbers
 
 
-def blocks_to_read(module: torch.nn.Module, anatomy: Anatomy, layers: Sequence[str] | None, at: Any) -> Sequence[str] | None:
+def blocks_to_read(module: torch.nn.Module, anatomy: Anatomy, layers: list[str] | None, at: Any) -> list[str] | None:
     """Module paths of the blocks that `layers` or `at` chooses; None for the default blocks.
 
     A name with a stack or a stage chooses this stack of an encoder-decoder or of a model of stages. Families without one belong

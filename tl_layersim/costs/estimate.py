@@ -307,8 +307,9 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
     if not isinstance(module, torch.nn.Module):
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
     if has_no_weights(module):
-        layers = blocks_to_read(module, anatomy_of(module), opened.layers, at)
-        return WeightlessSource(module, layers, opened.unembed), module
+        anatomy = anatomy_of(module)
+        layers = blocks_to_read(module, anatomy, opened.layers, at)
+        return WeightlessSource(module, layers, opened.unembed, anatomy), module
     local = OpenedModel(module, opened.layers, opened.unembed, argument=opened.argument)
     return open_source(local, either_stack=True, at=at), module
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..architectures.anatomy import Anatomy
-from ..architectures.output_heads import no_cache
 from ..architectures.unembed import Unembed, rounding
 from ..core.arguments import FilePath, PositiveInt, typed
 from ..core.distributed import weight_peers
@@ -269,12 +268,12 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
         )
     model = split_model.module
     description = split_model.model
-    options = inputs | no_cache(model)
+    options = inputs | split_model.source.anatomy.without_cache
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         layers = range(n_layers + 1)
         residuals = read_residuals(split_model.blocks, layers, lambda: model(**options))
         short_residuals = read_residuals(short_split.blocks, layers, lambda: short.model(**options))
-        _run_with_cache(short.model, inputs)
+        _run_with_cache(short_split, inputs)
         short_logits = logits_of(short.model(**options))
         check = ExitCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
         passes = FullSequence(split_model, (n_layers,), check, inputs, positions)
@@ -304,16 +303,17 @@ def _first_layers(original: Tensor, copied: Tensor) -> Tensor | None:
     return original.narrow(axis, 0, copied.shape[axis])
 
 
-def _run_with_cache(model: Any, inputs: dict[str, Tensor]) -> None:
+def _run_with_cache(split_model: LocalSplitModel, inputs: dict[str, Tensor]) -> None:
     """Turn off the cache of a truncated model that does not run with it, and warn.
 
     The cache of a hybrid model needs a block of attention, and the first blocks may have none.
     """
+    model: Any = split_model.module
     try:
         model(**inputs)
     # transformers raises errors of any class.
     except Exception as error:
-        if is_out_of_memory(error) or not no_cache(model):
+        if is_out_of_memory(error) or not split_model.source.anatomy.without_cache:
             raise
         model.config.use_cache = False
         if getattr(model, "generation_config", None) is not None:

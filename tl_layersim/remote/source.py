@@ -53,6 +53,7 @@ class RemoteSource(NNsightSource, OnServer):
         unembed: see `NNsightSource`.
         remote: True for nnsight's default server, or the address of a server.
         tokens_per_request: maximum number of positions in a request; None to choose it by time.
+        anatomy: see `NNsightSource`.
 
     Attributes:
         ndif: the client of the server.
@@ -67,11 +68,12 @@ class RemoteSource(NNsightSource, OnServer):
         unembed: list[str] | None,
         remote: bool | str,
         tokens_per_request: int | None,
+        anatomy: Anatomy | None = None,
     ) -> None:
         self.schedule = RequestSchedule(tokens_per_request)
         # Models that run together, see `beside`.
         self._together: tuple[RemoteSource, ...] = ()
-        super().__init__(model, layers, unembed, remote)
+        super().__init__(model, layers, unembed, remote, anatomy)
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
         self._frozen = ShippedSource()
         self.offer = self._ask_offer()

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call, with_own_residual
 from ..activations.view import SiteBuffer, View, tokens_alone
+from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import anatomy_of, choose_blocks, refuse_paths, with_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
@@ -64,12 +65,20 @@ class HookedSource(CanReadSites):
         model: HookedTransformer, TransformerBridge, a Hugging Face model or another torch module.
         layers: paths of the blocks; None to find them by the layout.
         unembed: paths of the final norm and the head; None to find them by the layout.
+        anatomy: the anatomy of the model if it is known; None to find it.
     """
 
     can_run_tail = True
 
-    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: list[str] | None = None,
+        unembed: list[str] | None = None,
+        anatomy: Anatomy | None = None,
+    ) -> None:
         self.module = model
+        self.anatomy = anatomy_of(model) if anatomy is None else anatomy
         self.blocks: list[torch.nn.Module]
         self._open(layers, unembed)
         self.blocks = [self.module.get_submodule(path) for path in self.paths]
@@ -83,16 +92,15 @@ class HookedSource(CanReadSites):
         self.choose_row_head()
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
-        """Set the anatomy and the description of the model."""
+        """Choose the blocks, and set the description of the model."""
         model = self.module
-        anatomy = anatomy_of(model)
-        if anatomy.library == "transformer_lens":
+        if self.anatomy.library == "transformer_lens":
             refuse_paths(layers, unembed, "TransformerLens models")
             self._model = describe_transformer_lens(model)
             paths = [f"blocks.{number}" for number in range(len(model.blocks))]  # type: ignore[arg-type]  # its list of blocks
-            self.anatomy = with_blocks(model, anatomy, paths, named=False)
+            self.anatomy = with_blocks(model, self.anatomy, paths, named=False)
         else:
-            self.anatomy = choose_blocks(model, anatomy, layers)
+            self.anatomy = choose_blocks(model, self.anatomy, layers)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.anatomy, self.anatomy.model, tokenizer, unembed)
             self._heads = possible_heads(model, self.anatomy, self._model.head) if unembed is None else ()

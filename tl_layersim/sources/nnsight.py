@@ -17,6 +17,7 @@ from torch import Tensor
 from ..activations.block_call import first_tensor, gradients, record_call, with_leaf, with_own_residual
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
+from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import anatomy_of, choose_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
@@ -160,9 +161,17 @@ class NNsightSource(CanReadSites):
         layers: paths of the blocks, None to find them by the layout.
         unembed: paths of the final norm and the head, None to find them.
         remote: False for this process, "local" for nnsight's simulation of a server; `RemoteSource` is for real servers.
+        anatomy: the anatomy of the model if it is known; None to find it.
     """
 
-    def __init__(self, model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: list[str] | None,
+        unembed: list[str] | None,
+        remote: bool | str,
+        anatomy: Anatomy | None = None,
+    ) -> None:
         import nnsight
 
         # Functions of this package and of a user's analyzers are shipped by value: the server does not have them.
@@ -177,7 +186,7 @@ class NNsightSource(CanReadSites):
         self.module: torch.nn.Module = model._module
         if self._in_this_process:
             refuse_no_weights(self.module)
-        self.anatomy = choose_blocks(self.module, anatomy_of(self.module), layers)
+        self.anatomy = choose_blocks(self.module, anatomy or anatomy_of(self.module), layers)
         source = type(model).__name__
         if remote:
             source += f" (remote={shown(remote)})"

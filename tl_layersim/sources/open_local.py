@@ -153,6 +153,7 @@ def open_local(
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
     remote: bool | str = False,
+    anatomy: Anatomy | None = None,
 ) -> Source:
     """Open a loaded model as a source.
 
@@ -161,6 +162,7 @@ def open_local(
         layers: paths of its blocks, None to find them by the layout.
         unembed: paths of its final norm and head, None to find them.
         remote: False, or "local" for nnsight's simulation of a server.
+        anatomy: the anatomy of the model if it is known; None to find it.
 
     Raises:
         LayersimError: the type of the model is not supported, or does not fit the other arguments.
@@ -172,7 +174,7 @@ def open_local(
         # An unset environment variable gives an empty string, which would otherwise run in this process.
         raise LayersimError(f"`remote` is {remote!r}; it must be True, the address of an NDIF server, 'local', or False.")
     if is_nnsight(model):
-        return NNsightSource(model, layers, unembed, remote)
+        return NNsightSource(model, layers, unembed, remote, anatomy)
     if remote:
         raise LayersimError(
             f"`remote` is {shown(remote)}, but {type(model).__name__} is no nnsight model. Use "
@@ -185,7 +187,7 @@ def open_local(
         return source
     if isinstance(model, torch.nn.Module):
         refuse_no_weights(model)
-        return HookedSource(model, layers, unembed)
+        return HookedSource(model, layers, unembed, anatomy)
     raise unsupported_model(model)
 
 
@@ -263,7 +265,7 @@ def _watched_anatomy(opened: OpenedModel, module: torch.nn.Module, anatomy: Anat
     """What a forward pass shows of blocks that are missing in the table; None if none is, or the model is on a server."""
     if opened.on_server or not anatomy.unknown_blocks or any(weight.is_meta for weight in module.parameters()):
         return None
-    source = open_local(opened.model, layers=opened.layers, unembed=opened.unembed)
+    source = open_local(opened.model, layers=opened.layers, unembed=opened.unembed, anatomy=anatomy)
     return source.anatomy_with_sublayers().watched if isinstance(source, CanReadSites) else None
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures.blocks import anatomy_of, entering, refuse_paths, with_blocks
+from ..architectures.blocks import entering, refuse_paths, with_blocks
 from ..architectures.hook_points import HookPoint
-from ..architectures.output_heads import no_cache
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
 from ..core.errors import LayersimError
@@ -72,8 +71,9 @@ class StitchedModel(nn.Module):
         args = () if input_ids is None else (input_ids,)
         # An argument that is None is left out: models without it do not take it.
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+        _, back = self._split_models
         with self._joined():
-            return self.back(*args, **mask, **self._without_cache(options), **no_cache(self.back))
+            return self.back(*args, **mask, **self._without_cache(options), **back.source.anatomy.without_cache)
 
     @typed
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
@@ -227,7 +227,7 @@ class StitchedModel(nn.Module):
             elif name not in ("attention_mask", "position_ids") and bool(value.any()):
                 raise LayersimError(f"`{name}` is not an input of the front model, {front.model.name}.")
         main_input = inputs[main_name].to(front.device)
-        switches = no_cache(self.front)
+        switches = front.source.anatomy.without_cache
         _, back = self._split_models
         was_reading_front = self.reading_front
         try:
@@ -284,7 +284,7 @@ class StitchedSource(HookedSource):
             )
         paths_by_id = {id(module): path for path, module in stitched.named_modules()}
         paths = [paths_by_id[id(block)] for block in self.blocks]
-        self.anatomy = with_blocks(stitched, anatomy_of(stitched), paths, named=False)
+        self.anatomy = with_blocks(stitched, self.anatomy, paths, named=False)
         changes = [front.model.changes, back.model.changes, hooks_on(stitched)]
         self._model = replace(
             back.model,
