@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tl_layersim.activations.block_call import BlockCall, again, record_call
-from tl_layersim.architectures.blocks import find_blocks
+from tl_layersim.architectures import find_stacks
 from tl_layersim.jacobians.coupling import Connections, CouplingOptions, couple, krylov, off_diagonal, top_of
 from tl_layersim.jacobians.jacobian_operator import Jacobian
 
@@ -56,7 +56,7 @@ def model_of(kind: str, d: int, layers: int) -> torch.nn.Module:
 def calls_of(model: torch.nn.Module, tokens: int) -> tuple[BlockCall, ...]:
     """What each block is given on one row of random tokens."""
     found, given = [], {}
-    for path in find_blocks(model, None):
+    for path in find_stacks(model, None):
         block = model.get_submodule(path)
         block.register_forward_pre_hook(lambda m, a, k: given.update({m: (a, k)}), with_kwargs=True)
         block.register_forward_hook(lambda m, a, o: found.append(record_call(m, *given[m], o)))

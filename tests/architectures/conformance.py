@@ -206,7 +206,7 @@ def sublayers(reference: Reference) -> bool:
 
 def _has_more_terms(source: Any, reference: Reference, read: dict[str, Tensor]) -> bool:
     """Whether the stream is what sublayers with a family add, and modules without one."""
-    for number, block in enumerate(source.anatomy.blocks):
+    for number, block in enumerate(source.watched_anatomy.blocks):
         outputs: dict[str, Tensor] = {}
 
         def note(path: str, output: Any, outputs: dict[str, Tensor] = outputs) -> None:

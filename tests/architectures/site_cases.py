@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 
-from tl_layersim.architectures.blocks import find_stacks
+from tl_layersim.architectures.blocks import anatomy_of, choose_stacks
 from tl_layersim.architectures.hook_points import HookPoint, at_point
 from tl_layersim.architectures.site_selection import site_map
 
@@ -189,7 +189,7 @@ def read(model, points, *args, rows: int = 2, **inputs) -> dict[str, torch.Tenso
 @functools.cache
 def sites_of(key: str):
     model = model_of(key)
-    return site_map(model, find_stacks(model, None))
+    return site_map(model, choose_stacks(model, anatomy_of(model), None))
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import transformers
 import tl_layersim as lsim
 from tl_layersim import LayersimError
 from tl_layersim.architectures import HookPoint, Part, find_points, find_stacks, stream_sums
-from tl_layersim.architectures.blocks import find_blocks
 from tl_layersim.architectures.site_selection import block_numbers, items_of
 
 from ..models.tiny_models import random_tokens, tiny_llama
@@ -115,7 +114,7 @@ BLOCKS = [
 @pytest.mark.parametrize(("at", "expected"), BLOCKS, ids=str)
 def test_blocks_by_number(at, expected):
     model = tiny_llama(8)
-    assert [point.name for point in find_points(model, find_blocks(model, None), at)] == expected
+    assert [point.name for point in find_points(model, find_stacks(model, None), at)] == expected
     assert block_numbers(expected, OUTPUTS, "at") == block_numbers(items_of(at), OUTPUTS, "at")
     tokens = random_tokens(4, 6)
     by_number, by_name = (lsim.analyze(model, tokens, lsim.Cosine(), at=one)["cosine"] for one in (at, expected))
@@ -153,7 +152,7 @@ def test_blocks_by_numbers_of_numpy():
 
 def test_blocks_that_are_named_keep_their_numbers():
     model = model_of("gpt2")
-    blocks = find_blocks(model, ["transformer.h.1"])
+    blocks = find_stacks(model, ["transformer.h.1"])
     assert [point.name for point in find_points(model, blocks, "attn_out")] == ["blocks.1.hook_attn_out"]
     assert [point.name for point in find_points(model, blocks, "resid_post")] == [
         "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
@@ -208,11 +207,11 @@ def test_an_unknown_architecture_has_its_blocks_and_its_modules():
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=99, pad_token_id=0
     )
     cohere = transformers.CohereModel(config)
-    assert [p.name for p in find_points(cohere, find_blocks(cohere, None), "resid_post")] == [
+    assert [p.name for p in find_points(cohere, find_stacks(cohere, None), "resid_post")] == [
         "blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post",
     ]  # fmt: skip
     with pytest.raises(LayersimError, match="not in the table"):
-        find_points(cohere, find_blocks(cohere, None), "z")
+        find_points(cohere, find_stacks(cohere, None), "z")
 
 
 def test_a_block_of_a_known_class_is_found_in_any_model():

@@ -9,6 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim import LayersimError
+from tl_layersim.architectures.blocks import anatomy_of
 from tl_layersim.architectures.site_selection import find_points, site_map, stream_sums
 
 from ..sources.tiny_transformer_lens import bridge_of, has_hooked_transformer, hooked_transformer_of
@@ -31,7 +32,7 @@ def model_input(key: str) -> torch.Tensor:
 
 
 def assert_same_sites(model, key: str, absent: frozenset[str] = frozenset()) -> None:
-    known = site_map(model, [])
+    known = site_map(model, anatomy_of(model))
     expected = [site for site in sites_of(key).sites if site.family not in absent]
     assert [(s.point.name, s.family, s.block, len(s.heads)) for s in known.sites] == [
         (s.point.name, s.family, s.block, len(s.heads)) for s in expected

@@ -253,9 +253,9 @@ SOURCES_HERE = {"Hugging Face": lambda make: (make(), {})} | {
 @pytest.mark.parametrize("source", SOURCES_HERE)
 @pytest.mark.parametrize("wrong", ["attn_out", "resid_mid", "mlp_out"])
 def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data, monkeypatch):
-    from tl_layersim.architectures import site_selection
+    from tl_layersim.sources import source as source_module
 
-    plain = site_selection.site_map
+    plain = source_module.site_map
 
     def mislabelled(*args):
         """Block 1's site is read at block 0."""
@@ -271,6 +271,6 @@ def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data
 
     model, options = SOURCES_HERE[source](tiny_llama)
     called(lsim.analyze, model, data, Projection(), at=wrong, **options)
-    monkeypatch.setattr(site_selection, "site_map", mislabelled)
+    monkeypatch.setattr(source_module, "site_map", mislabelled)
     with pytest.raises(lsim.LayersimError, match=r"do not add up to its residual stream(.|\n)*blocks\.1\."):
         called(lsim.analyze, model, data, Projection(), at=wrong, **options)

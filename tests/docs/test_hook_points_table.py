@@ -12,7 +12,7 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
-from tl_layersim.architectures.blocks import find_stacks
+from tl_layersim.architectures.blocks import anatomy_of, choose_stacks
 from tl_layersim.architectures.hook_points import SITE_NAMES, SiteMap
 from tl_layersim.architectures.layouts import LAYOUTS
 from tl_layersim.architectures.site_selection import site_map
@@ -59,8 +59,8 @@ def map_of(key: str) -> tuple[SiteMap, set[str]]:
     cls = getattr(transformers, name)
     with torch.device("meta"):
         model = cls(cls.config_class(**settings))
-    blocks = find_stacks(model, None)
-    return site_map(model, blocks), {type(model.get_submodule(path)).__name__ for path in blocks}
+    anatomy = choose_stacks(model, anatomy_of(model), None)
+    return site_map(model, anatomy), {type(model.get_submodule(path)).__name__ for path in anatomy.blocks}
 
 
 def table(first: str) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tl_layersim.activations.block_call import BlockCall, Widened, again, record_call
-from tl_layersim.architectures.blocks import find_blocks
+from tl_layersim.architectures import find_stacks
 
 from ..models.tiny_models import random_tokens
 
@@ -56,7 +56,7 @@ def family(name: str, attention: str = "sdpa"):
 def calls_of(model, run) -> tuple[BlockCall, ...]:
     """What the blocks of a plain model were given, read by hooks of the test's own."""
     found, given, handles = [], {}, []
-    for path in find_blocks(model, None):
+    for path in find_stacks(model, None):
         block = model.get_submodule(path)
         handles.append(block.register_forward_pre_hook(lambda m, a, k: given.update({m: (a, k)}), with_kwargs=True))
         handles.append(block.register_forward_hook(lambda m, a, o: found.append(record_call(m, *given[m], o))))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.architectures.blocks import find_stacks
-from tl_layersim.architectures.site_selection import find_points, site_map
+from tl_layersim.architectures.blocks import anatomy_of, choose_stacks
+from tl_layersim.architectures.site_selection import points_at, site_map
 from tl_layersim.remote.source import order_without_weights
 from tl_layersim.sources.source import firing_order
 
@@ -24,43 +24,45 @@ def without_weights(model, dtype=torch.float32):
 
 def every_point(model):
     """Every site, each tensor once."""
-    blocks = find_stacks(model, None)
-    points = [point for family in site_map(model, blocks).families() for point in find_points(model, blocks, family)]
-    return blocks, tuple({point.name: point for point in points}.values())
+    anatomy = choose_stacks(model, anatomy_of(model), None)
+    sites = site_map(model, anatomy)
+    points = [point for family in sites.families() for point in points_at(sites, family)]
+    return anatomy, tuple({point.name: point for point in points}.values())
 
 
 @pytest.mark.light("Llama", "Mixtral", "MPNet")
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_a_model_without_weights_shows_the_order_of_the_model(family):
     model = build(family)
-    blocks, points = every_point(model)
+    anatomy, points = every_point(model)
     modules = {point.module: model.get_submodule(point.module) for point in points}
     expected = firing_order(points, modules, lambda: model(random_tokens(1, 4)))
     # Real checkpoints of mixtures of experts are in bfloat16, and torch has no grouped products of float32 without values.
     dtype = torch.bfloat16 if family == "Mixtral" else torch.float32
     empty = without_weights(model, dtype)
-    assert order_without_weights(empty, blocks, points, ROW) == expected
+    assert order_without_weights(empty, anatomy, points, ROW) == expected
 
 
 def test_without_a_forward_pass_the_order_is_that_of_the_list():
     model = build("Mixtral")
-    blocks, points = every_point(model)
+    anatomy, points = every_point(model)
     modules = {point.module: model.get_submodule(point.module) for point in points}
     expected, widths = firing_order(points, modules, lambda: model(random_tokens(1, 4)))
     assert len(set(widths)) > 1
     empty = without_weights(model)
-    assert order_without_weights(empty, blocks, points, ROW) == (expected, ())
-    some = find_points(empty, blocks, "model.layers.1.mlp.gate")
+    assert order_without_weights(empty, anatomy, points, ROW) == (expected, ())
+    some = points_at(site_map(empty, anatomy), "model.layers.1.mlp.gate")
     with pytest.raises(lsim.LayersimError, match=r"cannot be found without the model's weights(.|\n)*RuntimeError"):
-        order_without_weights(empty, blocks, some, ROW)
+        order_without_weights(empty, anatomy, some, ROW)
 
 
 def test_a_module_that_never_runs_is_named():
     model = build("GPT2")
     model.spare = torch.nn.Linear(2, 2)
-    points = find_points(model, find_stacks(model, None), "spare")
+    anatomy = choose_stacks(model, anatomy_of(model), None)
+    points = points_at(site_map(model, anatomy), "spare")
     with pytest.raises(lsim.LayersimError, match=r"`at`.*\bspare\b"):
-        order_without_weights(model.to("meta"), [], points, ROW)
+        order_without_weights(model.to("meta"), anatomy, points, ROW)
 
 
 def test_models_of_other_inputs_show_their_order_on_the_data():
@@ -70,9 +72,9 @@ def test_models_of_other_inputs_show_their_order_on_the_data():
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4
     )
     model = ViTForImageClassification(config).eval()
-    blocks, points = every_point(model)
+    anatomy, points = every_point(model)
     modules = {point.module: model.get_submodule(point.module) for point in points}
     pixels = {"pixel_values": torch.randn(1, 3, 8, 8)}
     expected = firing_order(points, modules, lambda: model(**pixels))
     empty = without_weights(model)
-    assert order_without_weights(empty, blocks, points, ((), pixels)) == expected
+    assert order_without_weights(empty, anatomy, points, ((), pixels)) == expected

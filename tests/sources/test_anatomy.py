@@ -73,7 +73,7 @@ def product(block, x):
 
 
 def anatomy_of(model):
-    return open_local(model, layers=[f"layers.{number}" for number in range(3)], unembed=["final", "head"]).anatomy
+    return open_local(model, layers=[f"layers.{number}" for number in range(3)], unembed=["final", "head"]).watched_anatomy
 
 
 def test_sublayers_have_their_multiplier_and_the_stream_to_which_they_are_added():
@@ -116,7 +116,7 @@ def test_modules_before_and_behind_the_blocks_are_found():
     ],
 )
 def test_families_of_transformers(family, names, multiplier):
-    block = open_local(causal_model(family)).anatomy.blocks[0]
+    block = open_local(causal_model(family)).watched_anatomy.blocks[0]
     assert [sublayer.family for sublayer in block.sublayers] == names
     assert {sublayer.multiplier for sublayer in block.sublayers} == {multiplier}
 
@@ -154,8 +154,8 @@ def test_the_lens_gives_the_model_s_own_loss(family):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_precisions_give_the_same_anatomy(dtype):
-    expected = open_local(causal_model("granite")).anatomy
-    found = open_local(causal_model("granite").to(dtype)).anatomy
+    expected = open_local(causal_model("granite")).watched_anatomy
+    found = open_local(causal_model("granite").to(dtype)).watched_anatomy
     assert [block.sublayers for block in found.blocks] == [block.sublayers for block in expected.blocks]
 
 
@@ -278,7 +278,7 @@ class Multiplied(Stack):
 @pytest.mark.parametrize("before", [1.0, 0.5])
 def test_multiples_before_and_behind_the_head_are_found(before, behind):
     model = Multiplied(before, behind)
-    head = open_local(model).anatomy.head
+    head = open_local(model).watched_anatomy.head
     assert head.tail is None
     assert head.scale == pytest.approx(before * behind)
     with torch.no_grad():

@@ -1,15 +1,19 @@
-"""`Anatomy`: what a watched forward pass shows of a model, as plain fields.
+"""`Anatomy`: what lies where in a model, as plain fields that are made once when the model is opened.
 
-Every fact was verified by numbers in the pass that showed it, and keeps its gap. A fact that did not verify is refused only
-when something asks for it.
+`anatomy_of` and `choose_blocks` in `blocks.py` make it from the modules and the configuration. `WatchedAnatomy` is what a
+forward pass shows beside them. Every fact there was verified by numbers in the pass that showed it, and keeps its gap. A fact
+that did not verify is refused only when something asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+
+from ..core.errors import LayersimError
 from .layouts import NO_MID, BlockLayout, BlockSum, ModuleTensor, Term
 from .unembed import Head
 
@@ -98,7 +102,7 @@ class BlockAnatomy:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class WatchedAnatomy:
     """What a watched forward pass shows of a model.
 
     Attributes:
@@ -131,3 +135,128 @@ class Anatomy:
             reason += f", the nearest sum being {block.gap:.2g} of the norm away"
         layout = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys((*SUBLAYER_FAMILIES, "resid_mid"), reason))
         return {block.path: layout for block in self.blocks}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The blocks of a model that share one residual stream.
+
+    Attributes:
+        name: "encoder" or "decoder"; "text" or "vision" for the towers of a CLIP; "stages.0", ...; "" if there is only one.
+        root: path of the encoder, decoder or tower that holds the stack; else of the list of blocks.
+        list_path: path of the list of its blocks; "" if it is not known.
+        blocks: paths of its blocks, in their order.
+    """
+
+    name: str
+    root: str
+    list_path: str
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """What lies where in a model, and which of its blocks are measured.
+
+    A stage (as in Swin) has fewer positions and more channels than the stage before it, so each has its own residual stream.
+
+    Attributes:
+        model: name of the model's class, for messages.
+        library: the library of the model; "torch" for any other model.
+        kind: how the blocks lie in stacks: "encoder-decoder"; "towers", a vision and a text tower as in CLIP; "stages"; or "one
+            stack", which may be unknown.
+        stacks: the stacks, in the order of the model.
+        embedding: the token embedding; None if the model has none or does not expose it.
+        has_convolution: whether the model contains a convolution, so that activations may be feature maps.
+        without_cache: keyword arguments of the forward that turn off the cache of keys and values; empty if it takes none.
+        configs: for each block, the configuration of the nearest module around it; None if there is none.
+        layouts: for each block, its layout in the table `LAYOUTS`; None if it is missing there.
+        blocks: paths of the measured blocks, in their order; empty before they are chosen.
+        named: whether the user named the measured blocks.
+        post_norm: whether the measured blocks end in a layer norm, so that an output is not the input plus a branch.
+        watched: what a forward pass has shown; None if it was not watched.
+    """
+
+    model: str
+    library: Literal["transformer_lens", "transformers", "torch"]
+    kind: Literal["encoder-decoder", "towers", "stages", "one stack"]
+    stacks: tuple[Stack, ...]
+    embedding: torch.nn.Module | None
+    has_convolution: bool
+    without_cache: dict[str, bool]
+    configs: Mapping[str, Any]
+    layouts: Mapping[str, BlockLayout | None]
+    blocks: tuple[str, ...] = ()
+    named: bool = False
+    post_norm: bool = False
+    watched: WatchedAnatomy | None = None
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the nearest module around the measured blocks, such as that of a tower; None without one."""
+        return self.configs[self.blocks[0]]
+
+    @property
+    def known_stacks(self) -> dict[str, Stack]:
+        """The stacks whose blocks are known, by name."""
+        return {stack.name: stack for stack in self.stacks if stack.list_path}
+
+    @property
+    def every_block(self) -> tuple[str, ...]:
+        """Paths of the blocks of every stack."""
+        paths: list[str] = []
+        for stack in self.stacks:
+            paths += stack.blocks
+        return tuple(paths)
+
+    @property
+    def stack(self) -> str:
+        """Name of the only stack that contains measured blocks; "" if several do or none does."""
+        return self.stack_of(self.blocks)
+
+    @property
+    def unknown_blocks(self) -> tuple[str, ...]:
+        """Paths of the measured blocks whose layout is missing in the table `LAYOUTS`. TransformerLens describes its own."""
+        if self.library == "transformer_lens":
+            return ()
+        return tuple(path for path in self.blocks if self.layouts[path] is None)
+
+    def blocks_of(self, name: str = "") -> tuple[str, ...]:
+        """Paths of the blocks of a stack, by default the decoder or the last stage; empty if they are unknown."""
+        stacks = self.known_stacks
+        if not name:
+            name = "decoder" if self.kind == "encoder-decoder" else next(reversed(stacks), "")
+        return stacks[name].blocks if name in stacks else ()
+
+    def stacks_with(self, paths: Sequence[str]) -> list[str]:
+        """Names of the stacks that contain at least one module of `paths`."""
+        names: list[str] = []
+        for stack in self.stacks:
+            if any(f"{path}.".startswith(f"{stack.root}.") for path in paths):
+                names.append(stack.name)
+        return names
+
+    def stack_of(self, paths: Sequence[str]) -> str:
+        """Name of the only stack that contains modules of `paths`; "" if several do or none does."""
+        names = self.stacks_with(paths)
+        return names[0] if len(names) == 1 else ""
+
+    def is_last_stack(self, paths: Sequence[str]) -> bool:
+        """Whether the model's final norm and head read the output of these blocks."""
+        name = self.stack_of(paths)
+        return name == self.stacks[-1].name if self.kind == "stages" else name != "encoder"
+
+    def numbers(self, paths: Sequence[str]) -> list[int] | None:
+        """Indices of blocks in their stack from their paths; None if a path is not a known block."""
+        blocks = self.blocks_of(self.stack_of(paths))
+        if not set(paths) <= set(blocks):
+            return None
+        return [blocks.index(path) for path in paths]
+
+    def in_both_stacks(self) -> LayersimError:
+        """The error for blocks in two stacks."""
+        last_list = next(reversed(self.known_stacks.values())).list_path if self.known_stacks else "decoder.block"
+        return LayersimError(
+            f"`layers` names blocks in both stacks of {self.model}; it must name blocks of one stack "
+            f"({' or '.join(stack.name for stack in self.stacks)}), such as {last_list}.0."
+        )

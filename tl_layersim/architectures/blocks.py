@@ -1,10 +1,12 @@
-"""Finds the blocks of a model, their stacks, layouts and site names."""
+"""Finds the anatomy of a model from its modules and its configuration: stacks, blocks and their layouts; and names of sites."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,6 +15,8 @@ import torch
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
+from .anatomy import Anatomy, Stack
+from .hook_points import has_convolution
 from .layouts import BLOCKS, CROSS_ATTENTION, LAYOUTS, OF_ENCODER, OTHER_POST_NORM, POSITIONS_FIRST, TOWER_MODULES, BlockLayout
 
 PRE_NORM = "raw weights, before the final norm"
@@ -21,24 +25,94 @@ POST_NORM = "raw weights; post-norm: each block's output is after its layer norm
 NORMS_BETWEEN = ", and the decoder's norm follows it before the next block (config.auxiliary_loss)"
 
 
-def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Module paths of one stack's blocks, in order.
+def anatomy_of(module: torch.nn.Module) -> Anatomy:
+    """What lies where in a model, from its modules and its configuration. No blocks are chosen yet, see `choose_blocks`."""
+    sides = _encoder_and_decoder(module)
+    kind: Literal["encoder-decoder", "towers", "stages", "one stack"] = "one stack"
+    if sides:
+        kind = "encoder-decoder"
+    elif _has_both_towers(module):
+        kind = "towers"
+        sides = dict(TOWER_MODULES)
+    stacks: list[Stack] = []
+    for side, side_path in sides.items():
+        list_path = _block_list(module.get_submodule(side_path))
+        stacks.append(_stack_of_list(module, side, "" if list_path is None else f"{side_path}.{list_path}", side_path))
+    if not sides:
+        stacks = _stacks_of_one_side(module)
+        if len(stacks) > 1 or (stacks and stacks[0].name):
+            kind = "stages"
+    library: Literal["transformer_lens", "transformers", "torch"] = "torch"
+    if is_transformer_lens(module):
+        library = "transformer_lens"
+    elif hasattr(module, "base_model_prefix"):
+        library = "transformers"
+    anatomy = Anatomy(
+        model=type(module).__name__,
+        library=library,
+        kind=kind,
+        stacks=tuple(stacks),
+        embedding=_embedding(module),
+        has_convolution=has_convolution(module),
+        without_cache=no_cache(module),
+        configs={},
+        layouts={},
+    )
+    return _with_layouts(module, anatomy, anatomy.every_block)
+
+
+def _stacks_of_one_side(module: torch.nn.Module) -> list[Stack]:
+    """The only stack of a model, or its stages; empty if its list of blocks is unknown."""
+    path = _block_list(module)
+    if path is None:
+        return []
+    names = dict(module.named_modules())
+    lists_in_stages = [f"{stage}.blocks" for stage in _blocks_in(module, path)]
+    if not all(_is_filled_list(names.get(list_path)) for list_path in lists_in_stages):
+        return [_stack_of_list(module, "", path, path)]
+    return [_stack_of_list(module, f"stages.{number}", path, path) for number, path in enumerate(lists_in_stages)]
+
+
+def _stack_of_list(module: torch.nn.Module, name: str, list_path: str, root: str) -> Stack:
+    """The stack whose blocks are in a list of modules, see `Stack`."""
+    return Stack(name, root, list_path, tuple(_blocks_in(module, list_path)) if list_path else ())
+
+
+def _blocks_in(module: torch.nn.Module, path: str) -> list[str]:
+    """Paths of the modules in a module list."""
+    return [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
+
+
+def _with_layouts(module: torch.nn.Module, anatomy: Anatomy, paths: Sequence[str]) -> Anatomy:
+    """An anatomy with the configurations and the layouts of further blocks."""
+    configs = dict(anatomy.configs)
+    layouts = dict(anatomy.layouts)
+    for path in paths:
+        if path not in configs:
+            configs[path] = _nearest_config(module, path)
+            layouts[path] = layout_of(module.get_submodule(path), configs[path])
+    return replace(anatomy, configs=configs, layouts=layouts)
+
+
+def choose_blocks(module: torch.nn.Module, anatomy: Anatomy, layers: Sequence[str] | None) -> Anatomy:
+    """Choose the blocks of one stack that are measured.
 
     Args:
         module: the model.
-        layers: the paths that the user names, which are checked; None to find the blocks by the layout (in an encoder-decoder,
-            the decoder's).
+        anatomy: what lies where in it.
+        layers: the paths that the user names, which are checked; None to choose by the layout (in an encoder-decoder, the
+            decoder's).
 
     Raises:
         LayersimError: a path does not exist, is named twice or is out of order; or no path is named and the layout is unknown.
     """
     if layers is None:
-        blocks = [] if has_both_towers(module) else _blocks_of(module)
+        blocks = () if anatomy.kind == "towers" else anatomy.blocks_of()
         if not blocks:
             raise unsupported_blocks(module, f"its modules are {[name for name, _ in module.named_children()][:6]}")
-        return blocks
+        return with_blocks(module, anatomy, blocks, named=False)
     paths = existing_paths(module, layers, "layers")
-    numbers = _block_numbers(module, paths)
+    numbers = anatomy.numbers(paths)
     for place, (previous_path, path) in enumerate(pairwise(paths), start=1):
         is_repeated = path in paths[:place]
         is_out_of_order = numbers is not None and numbers[place] < numbers[place - 1]
@@ -47,7 +121,21 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
                 f"`layers` has {path!r} after {previous_path!r}; name different modules, in the order in which the model runs "
                 "them."
             )
-    return paths
+    return with_blocks(module, anatomy, paths, named=True)
+
+
+def with_blocks(module: torch.nn.Module, anatomy: Anatomy, blocks: Sequence[str], named: bool) -> Anatomy:
+    """An anatomy with other measured blocks, which are not checked.
+
+    Args:
+        module: the model.
+        anatomy: what lies where in it.
+        blocks: paths of the blocks; empty for a TransformerLens model, which describes its own.
+        named: whether the user named them.
+    """
+    anatomy = _with_layouts(module, anatomy, blocks)
+    post_norm = bool(blocks) and anatomy.library != "transformer_lens" and _is_post_norm(module, anatomy, blocks[0])
+    return replace(anatomy, blocks=tuple(blocks), named=named, post_norm=post_norm)
 
 
 def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
@@ -58,15 +146,16 @@ def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
         layers: the paths that the user names; None to find them by the layout.
 
     Raises:
-        LayersimError: see `find_blocks`.
+        LayersimError: a path does not exist, is named twice or is out of order; or no path is named and the layout is unknown.
     """
-    lists = lists_of_blocks(module)
-    if layers is None and len(lists) > 1:
-        blocks: list[str] = []
-        for path in lists.values():
-            blocks += blocks_in(module, path)
-        return blocks
-    return find_blocks(module, layers)
+    return list(choose_stacks(module, anatomy_of(module), layers).blocks)
+
+
+def choose_stacks(module: torch.nn.Module, anatomy: Anatomy, layers: Sequence[str] | None) -> Anatomy:
+    """Choose the blocks of every stack of a model; see `choose_blocks`."""
+    if layers is None and len(anatomy.known_stacks) > 1:
+        return with_blocks(module, anatomy, anatomy.every_block, named=False)
+    return choose_blocks(module, anatomy, layers)
 
 
 def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: str) -> None:
@@ -87,33 +176,39 @@ def refuse_paths(layers: list[str] | None, unembed: list[str] | None, models: st
             )
 
 
-def locate(
-    module: torch.nn.Module, paths: list[str], named: bool
-) -> tuple[tuple[str, ...], Literal["whole", "parts", "unknown", "none"]]:
-    """Site names of modules, and whether the modules pass on a residual stream (`ModelDescription.stream`).
+def locate(module: torch.nn.Module, anatomy: Anatomy) -> tuple[tuple[str, ...], Literal["whole", "parts", "unknown", "none"]]:
+    """Site names of the measured blocks, and whether they pass on a residual stream (`ModelDescription.stream`).
 
     Modules in the layout's list of blocks pass on the residual stream; modules inside a block do not. A forward pass tests all
     others.
 
     Args:
         module: the model.
-        paths: module paths, as `find_blocks` returns them.
-        named: whether the user named them.
+        anatomy: what lies where in it.
     """
-    stack = stack_of(module, paths)
-    numbers = _block_numbers(module, paths) if named else list(range(len(paths)))
+    paths = anatomy.blocks
+    stack = anatomy.stack
+    numbers = anatomy.numbers(paths) if anatomy.named else list(range(len(paths)))
     if numbers is not None:
         names = tuple(f"{stack}.{name}" if stack else name for name in block_sites(numbers))
         # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
-        is_hugging_face = hasattr(module, "base_model_prefix")
-        if not is_hugging_face:
+        if anatomy.library != "transformers":
             return names, "unknown"
         is_consecutive = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         return names, "whole" if is_consecutive and not _has_convolution_between(module, paths) else "parts"
-    prefixes_of_blocks = tuple(f"{block}." for block in _blocks_of(module, stack))
+    prefixes_of_blocks = tuple(f"{block}." for block in anatomy.blocks_of(stack))
     lies_in_block = any(path.startswith(prefixes_of_blocks) for path in paths)
     # The input and the output of a single module cannot show a stream.
     return module_sites(paths), "none" if lies_in_block or len(paths) < 2 else "unknown"
+
+
+def is_transformer_lens(model: Any) -> bool:
+    """Whether a model is a HookedTransformer or a TransformerBridge, without importing TransformerLens."""
+    for cls in type(model).__mro__:
+        is_of_package = cls.__module__.split(".")[0] == "transformer_lens"
+        if is_of_package and cls.__name__ in ("HookedTransformer", "TransformerBridge"):
+            return True
+    return False
 
 
 def _block_list(module: torch.nn.Module) -> str | None:
@@ -137,70 +232,7 @@ def _is_filled_list(module: torch.nn.Module | None) -> bool:
     return isinstance(module, torch.nn.ModuleList) and len(module) > 0
 
 
-def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
-    """Path of the list of blocks in each stack.
-
-    Stacks are "encoder" and "decoder"; "text" and "vision" for the towers of a CLIP; "stages.0", ...; or "" if there is only
-    one. A stage (as in Swin) has fewer positions and more channels than the stage before it, so each has its own residual
-    stream.
-    """
-    sides = two_sides(module)
-    if sides:
-        lists: dict[str, str] = {}
-        for side, side_path in sides.items():
-            path_in_side = _block_list(module.get_submodule(side_path))
-            if path_in_side is not None:
-                lists[side] = f"{side_path}.{path_in_side}"
-        return lists
-    path = _block_list(module)
-    if path is None:
-        return {}
-    names = dict(module.named_modules())
-    lists_in_stages = [f"{stage}.blocks" for stage in blocks_in(module, path)]
-    if not all(_is_filled_list(names.get(list_path)) for list_path in lists_in_stages):
-        return {"": path}
-    return {f"stages.{number}": list_path for number, list_path in enumerate(lists_in_stages)}
-
-
-def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
-    """Path of the list of blocks in each stage (as in Swin); empty without stages."""
-    return {stack: path for stack, path in lists_of_blocks(module).items() if stack.startswith("stages.")}
-
-
-def stacks_with(module: torch.nn.Module, paths: list[str]) -> list[str]:
-    """Names of the stacks that contain at least one module of `paths`."""
-    roots = two_sides(module) or lists_of_blocks(module)
-    stacks: list[str] = []
-    for stack, root in roots.items():
-        if any(f"{path}.".startswith(f"{root}.") for path in paths):
-            stacks.append(stack)
-    return stacks
-
-
-def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
-    """Name of the only stack that contains modules of `paths`; "" if several do or none does."""
-    stacks = stacks_with(module, paths)
-    return stacks[0] if len(stacks) == 1 else ""
-
-
-def is_last_stack(module: torch.nn.Module, paths: list[str]) -> bool:
-    """Whether the model's final norm and head read the output of these blocks."""
-    stack = stack_of(module, paths)
-    stages = list(lists_by_stage(module))
-    return stack == stages[-1] if stages else stack != "encoder"
-
-
-def blocks_in(module: torch.nn.Module, path: str) -> list[str]:
-    """Paths of the modules in a module list."""
-    return [f"{path}.{name}" for name, _ in module.get_submodule(path).named_children()]
-
-
-def two_sides(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of encoder and decoder, or of both towers; empty for other models."""
-    return encoder_and_decoder(module) or (dict(TOWER_MODULES) if has_both_towers(module) else {})
-
-
-def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
+def _encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
     """Paths of encoder and decoder in a Hugging Face model; empty without both."""
     if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return {}
@@ -222,49 +254,23 @@ def encoder_and_decoder(module: torch.nn.Module) -> dict[str, str]:
     return paths
 
 
-def in_both_stacks(module: torch.nn.Module) -> LayersimError:
-    """The error for blocks in two stacks."""
-    lists = lists_of_blocks(module)
-    return LayersimError(
-        f"`layers` names blocks in both stacks of {type(module).__name__}; it must name blocks of one stack "
-        f"({' or '.join(two_sides(module))}), such as {next(reversed(lists.values()), 'decoder.block')}.0."
-    )
-
-
 def has_encoder_positions(path: str) -> bool:
     """Whether a module computes cross-attention keys or values, which have the encoder's positions."""
     parts = path.split(".")
     return any(part in CROSS_ATTENTION for part in parts) and parts[-1] in OF_ENCODER
 
 
-def has_both_towers(module: torch.nn.Module) -> bool:
+def _has_both_towers(module: torch.nn.Module) -> bool:
     """Whether a model has a vision tower and a text tower, like CLIP."""
-    return all(hasattr(module, child) for child in TOWER_MODULES.values())
+    return all(isinstance(getattr(module, child, None), torch.nn.Module) for child in TOWER_MODULES.values())
 
 
-def _block_numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
-    """Indices of blocks from their paths; None if a path is not a known block."""
-    blocks = _blocks_of(module, stack_of(module, paths))
-    if not set(paths) <= set(blocks):
-        return None
-    return [blocks.index(path) for path in paths]
-
-
-def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
+def _has_convolution_between(module: torch.nn.Module, paths: Sequence[str]) -> bool:
     """Whether a convolution lies between block 0 and block 1, as in the largest DeBERTa-v2."""
     list_path, _, number = paths[0].rpartition(".")
     parent = module.get_submodule(list_path.rpartition(".")[0]) if list_path else module
     reads_both = number == "0" and len(paths) > 1
     return reads_both and type(getattr(parent, "conv", None)).__name__ == "ConvLayer"
-
-
-def _blocks_of(module: torch.nn.Module, stack: str = "") -> list[str]:
-    """Paths of the blocks in a stack, by default the decoder or the last stage; empty if unknown."""
-    lists = lists_of_blocks(module)
-    if not stack:
-        stack = "decoder" if encoder_and_decoder(module) else next(reversed(lists), "")
-    path = lists.get(stack)
-    return [] if path is None else blocks_in(module, path)
 
 
 def unsupported_blocks(module: torch.nn.Module, reason: str) -> LayersimError:
@@ -274,12 +280,15 @@ def unsupported_blocks(module: torch.nn.Module, reason: str) -> LayersimError:
         module: the model.
         reason: the reason.
     """
-    is_clip = has_both_towers(module)
+    is_clip = _has_both_towers(module)
     if is_clip:
         models_inside = list(TOWER_MODULES.values())
     else:
         # A detector inside a model of segments.
-        models_inside = [name for name, child in module.named_children() if two_sides(child)]
+        models_inside = []
+        for name, child in module.named_children():
+            if _encoder_and_decoder(child) or _has_both_towers(child):
+                models_inside.append(name)
     if models_inside:
         remedy = f"Pass {' or '.join(f'model.{name}' for name in models_inside)}."
     else:
@@ -293,29 +302,29 @@ def unsupported_blocks(module: torch.nn.Module, reason: str) -> LayersimError:
     return LayersimError(f"The layers of {type(module).__name__} {where} (`model`): {reason}. {remedy}")
 
 
-def refuse_positions_first(module: torch.nn.Module, blocks: list[str]) -> None:
+def refuse_positions_first(module: torch.nn.Module, anatomy: Anatomy) -> None:
     """Raise an error if positions are the first axis of the blocks' outputs.
 
     Shapes alone do not show this if a batch has as many rows as positions.
 
     Args:
         module: the model.
-        blocks: paths of its blocks.
+        anatomy: what lies where in it.
 
     Raises:
         LayersimError: positions are the first axis.
     """
-    block = module.get_submodule(blocks[0])
+    block = module.get_submodule(anatomy.blocks[0])
     torch_layers = torch.nn.TransformerEncoderLayer | torch.nn.TransformerDecoderLayer
     is_torch_layer = isinstance(block, torch_layers) and not block.self_attn.batch_first
-    if is_torch_layer or getattr(nearest_config(module, blocks[0]), "model_type", None) in POSITIONS_FIRST:
+    if is_torch_layer or getattr(anatomy.config, "model_type", None) in POSITIONS_FIRST:
         remedy = ", as with batch_first=True" if is_torch_layer else ""
         raise LayersimError(
             f"The blocks of {type(module).__name__} return pos x batch x width; blocks must return batch x pos x width{remedy}."
         )
 
 
-def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> list[str]:
+def existing_paths(module: torch.nn.Module, paths: Sequence[str], argument: str) -> list[str]:
     """Check the module paths in an argument and return them.
 
     Raises:
@@ -340,16 +349,19 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
     return list(paths)
 
 
-def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
+def _embedding(module: torch.nn.Module) -> torch.nn.Module | None:
     """The token embedding; None if the model has none or does not expose it."""
     embedding: Any = None
-    # Hugging Face models of images and models of several towers have the method, which raises.
-    with suppress(AttributeError, NotImplementedError):
-        embedding = module.get_input_embeddings()  # type: ignore[operator]  # a method of transformers
+    if is_transformer_lens(module):
+        embedding = getattr(module, "embed", None)
+    else:
+        # Hugging Face models of images and models of several towers have the method, which raises.
+        with suppress(AttributeError, NotImplementedError):
+            embedding = module.get_input_embeddings()  # type: ignore[operator]  # a method of transformers
     return embedding if isinstance(embedding, torch.nn.Module) else None
 
 
-def nearest_config(module: torch.nn.Module, path: str) -> Any:
+def _nearest_config(module: torch.nn.Module, path: str) -> Any:
     """The configuration of a module, or of its nearest parent with a configuration."""
     parts = path.split(".")
     # From the nearest parent to the model itself.
@@ -395,32 +407,23 @@ def layout_of(block: torch.nn.Module, config: Any) -> BlockLayout | None:
     return None
 
 
-def unknown_blocks(module: torch.nn.Module, paths: Sequence[str]) -> list[str]:
-    """Paths of the blocks whose layout is missing in the table `LAYOUTS`."""
-    unknown: list[str] = []
-    for path in paths:
-        if layout_of(module.get_submodule(path), nearest_config(module, path)) is None:
-            unknown.append(path)
-    return unknown
-
-
-def is_post_norm(module: torch.nn.Module, path: str) -> bool:
-    """Whether blocks are post-norm: they end in a layer norm.
+def _is_post_norm(module: torch.nn.Module, anatomy: Anatomy, path: str) -> bool:
+    """Whether a block is post-norm: it ends in a layer norm.
 
     The output of such a block is not its input plus a branch.
 
     Args:
         module: the model.
-        path: path of one of its blocks.
+        anatomy: what lies where in it.
+        path: path of the block.
     """
-    block = module.get_submodule(path)
-    config = nearest_config(module, path)
-    layout = layout_of(block, config)
+    layout = anatomy.layouts[path]
     if layout is not None:
         return bool(layout.sums) and all(total != "resid_post" for total, _ in layout.sums)
     # Blocks with the modules of BERT's end in a layer norm. Other models have norms before attention and MLP, or in the branch.
-    if hasattr(getattr(block, "output", None), "LayerNorm"):
+    if hasattr(getattr(module.get_submodule(path), "output", None), "LayerNorm"):
         return True
+    config = anatomy.configs[path]
     if getattr(config, "do_layer_norm_before", None) is False:
         return True
     return getattr(config, "model_type", None) in OTHER_POST_NORM
@@ -462,6 +465,15 @@ def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[in
         return heads, 1
     key_value_heads = setting(config, "num_key_value_heads", "num_kv_heads")
     return heads, key_value_heads or heads
+
+
+def no_cache(module: torch.nn.Module) -> dict[str, bool]:
+    """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
+    if not hasattr(getattr(module, "config", None), "use_cache"):
+        return {}
+    parameters = inspect.signature(type(module).forward).parameters
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {"use_cache": False} if takes_any_keyword or "use_cache" in parameters else {}
 
 
 @typed

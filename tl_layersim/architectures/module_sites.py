@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .blocks import final_norm, head_counts, is_last_stack, layout_of, lists_of_blocks, module_sites, nearest_config
+from .anatomy import Anatomy
+from .blocks import final_norm, head_counts, module_sites
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Part, Site, SiteMap, StreamSum, fused_parts, site_name
 from .layouts import BlockLayout, ModuleTensor, Term, input_of, output_of
 
@@ -18,22 +19,20 @@ NO_NORM = "it has no final norm that reads every position"
 UNKNOWN_LAYOUT = BlockLayout((), {}, sums=(), final=(), lacks=dict.fromkeys(SITE_NAMES, NOT_IN_TABLE))
 
 
-def module_site_map(
-    module: torch.nn.Module, blocks: Sequence[str], watched: Mapping[str, BlockLayout] | None = None
-) -> SiteMap:
-    """The sites of a Hugging Face or plain torch model.
+def module_site_map(module: torch.nn.Module, anatomy: Anatomy) -> SiteMap:
+    """The sites of the measured blocks of a Hugging Face or plain torch model.
 
     Args:
         module: the model.
-        blocks: module paths of its blocks.
-        watched: layouts of blocks that a forward pass has shown, by path, for blocks that are missing in the table.
+        anatomy: what lies where in it.
     """
-    watched = watched or {}
-    stacks = {path: stack for stack, path in lists_of_blocks(module).items()}
+    blocks = anatomy.blocks
+    watched = {} if anatomy.watched is None else anatomy.watched.layouts
+    stacks = {stack.list_path: stack.name for stack in anatomy.known_stacks.values()}
     lists: dict[str, list[str]] = {}
     for block in blocks:
         lists.setdefault(block.rpartition(".")[0], []).append(block)
-    layouts = {list_path: _common_layout(module, paths) for list_path, paths in lists.items()}
+    layouts = {list_path: _common_layout(anatomy, paths) for list_path, paths in lists.items()}
     lacks: dict[str, str] = {}
     sites: list[Site] = []
     sums: list[StreamSum] = []
@@ -56,20 +55,20 @@ def module_site_map(
         lacks["ln_final"] = NO_NORM
         for reasons in (layout.lacks, *(block_layout.lacks for block_layout in block_layouts)):
             lacks |= reasons
-        config = nearest_config(module, paths[0])
+        config = anatomy.configs[paths[0]]
         fused = layout.fused(config) if callable(layout.fused) else layout.fused
         heads = head_counts(config, layout.head_count)
         sites_of_stack, sums_of_stack = stack_sites(prefix, paths, block_layouts, heads, fused)
         sites += sites_of_stack
         sums += sums_of_stack
         # An encoder ends in a norm of its own; of stages, only the last one does.
-        may_end_in_norm = prefix == "encoder." or is_last_stack(module, paths)
+        may_end_in_norm = prefix == "encoder." or anatomy.is_last_stack(paths)
         norm_path = final_norm(module, paths[0], layout) if may_end_in_norm else None
         if norm_path is not None:
             sites.append(Site(HookPoint(site_name("ln_final", 0, prefix), norm_path), "ln_final"))
     present = {site.family for site in sites}
     return SiteMap(
-        type(module).__name__,
+        anatomy.model,
         tuple(sites),
         {family: reason for family, reason in lacks.items() if family not in present},
         tuple(sums),
@@ -78,9 +77,9 @@ def module_site_map(
     )
 
 
-def _common_layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
+def _common_layout(anatomy: Anatomy, blocks: Sequence[str]) -> BlockLayout | None:
     """The layout of all blocks in a list; None if it is unknown or the blocks differ."""
-    layouts = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
+    layouts = [anatomy.layouts[path] for path in blocks]
     are_numbered = all(path.rpartition(".")[2].isdecimal() for path in blocks)
     are_same = all(layout is layouts[0] for layout in layouts)
     return layouts[0] if are_numbered and are_same else None

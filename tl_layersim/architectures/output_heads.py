@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import with_article
-from .blocks import existing_paths, final_norm, is_post_norm, layout_of, nearest_config
+from .anatomy import Anatomy
+from .blocks import existing_paths, final_norm, no_cache
 from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
 from .unembed import Head, HeadModule, Tail, Unembed, head_parts, plain_linear, tensor_of
 
@@ -29,12 +29,12 @@ WITHOUT_NORM = (
 CLASSES_WITH_HEAD = "AutoModelForCausalLM, AutoModelForMaskedLM or AutoModelFor...Classification, as it was trained"
 
 
-def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
+def find_head(module: torch.nn.Module, anatomy: Anatomy, unembed: list[str] | None) -> Head | None:
     """Paths of the final norm and the modules from there to the logits; None if unknown.
 
     Args:
         module: the model.
-        blocks: paths of its blocks.
+        anatomy: what lies where in it.
         unembed: the paths that the user names, in order, starting with the final norm if there is one; None to find them.
 
     Raises:
@@ -43,18 +43,19 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     names = dict(module.named_modules())
     if unembed is not None:
         return _with_logit_scaling(_named_head(module, unembed, names), module)
-    head = _head_in_table(module, blocks, names)
+    head = _head_in_table(module, anatomy, names)
     if head is not None:
         return _with_logit_scaling(head, module)
-    norm = _norm_beside_blocks(module, blocks, names)
-    parts, reads = _modules_to_logits(module, blocks, names)
+    first_block = anatomy.blocks[0]
+    norm = _norm_beside_blocks(module, anatomy, names)
+    parts, reads = _modules_to_logits(module, first_block, names)
     if not parts:
         return None
     hides_norm = False
-    if not norm and not _has_no_final_norm(module, blocks):
+    if not norm and not _has_no_final_norm(anatomy):
         hides_norm = any(_may_hide_norm(names[path]) for path in parts)
     # The 350M OPT projects the residual back to the width of its embedding.
-    projection = ".".join([*blocks[0].split(".")[:-2], "project_out"])
+    projection = ".".join([*first_block.split(".")[:-2], "project_out"])
     if projection in names:
         parts = [projection, *parts]
     return _with_logit_scaling(Head(norm, tuple(parts), reads, hides_norm=hides_norm), module)
@@ -70,7 +71,7 @@ def _named_head(module: torch.nn.Module, unembed: list[str], names: dict[str, to
     return Head("", tuple(paths), hides_norm=any(_may_hide_norm(names[path]) for path in paths))
 
 
-def _head_in_table(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
+def _head_in_table(module: torch.nn.Module, anatomy: Anatomy, names: dict[str, torch.nn.Module]) -> Head | None:
     """The head of the model in `HEADS_BY_CLASS`; None if it is missing there."""
     classes = {cls.__name__ for cls in type(module).__mro__}
     config = getattr(module, "config", None)
@@ -78,31 +79,32 @@ def _head_in_table(module: torch.nn.Module, blocks: list[str], names: dict[str, 
         if not classes.intersection(layout.classes) or not layout.when(config):
             continue
         base: Any = getattr(module, "base_model_prefix", "")
-        norm = _norm_beside_blocks(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
+        norm = _norm_beside_blocks(module, anatomy, names) if layout.norm is None else layout.norm.format(base=base)
         parts = tuple(norm if part == "{norm}" else part for part in layout.parts)
         pool = None if layout.pool is None else layout.pool(config)
         return Head(norm, parts, layout.reads, pool=pool)
     return None
 
 
-def _has_no_final_norm(module: torch.nn.Module, blocks: list[str]) -> bool:
+def _has_no_final_norm(anatomy: Anatomy) -> bool:
     """Whether a norm ends each block, so that none follows the last one."""
-    layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
-    return is_post_norm(module, blocks[0]) if layout is None else "ln_final" in layout.lacks
+    layout = anatomy.layouts[anatomy.blocks[0]]
+    return anatomy.post_norm if layout is None else "ln_final" in layout.lacks
 
 
-def _norm_beside_blocks(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
+def _norm_beside_blocks(module: torch.nn.Module, anatomy: Anatomy, names: dict[str, torch.nn.Module]) -> str:
     """Path of the norm beside the list of blocks; "" if there is none."""
-    layout = layout_of(module.get_submodule(blocks[0]), nearest_config(module, blocks[0]))
-    if _has_no_final_norm(module, blocks):
+    first_block = anatomy.blocks[0]
+    layout = anatomy.layouts[first_block]
+    if _has_no_final_norm(anatomy):
         # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
         return ""
-    norm_of_layout = None if layout is None else final_norm(module, blocks[0], layout)
+    norm_of_layout = None if layout is None else final_norm(module, first_block, layout)
     if norm_of_layout is not None:
         return norm_of_layout
     # On the lowest level above the blocks that has a norm; the final norm is registered last.
-    for depth in range(blocks[0].count(".") - 1, -1, -1):
-        parent = ".".join(blocks[0].split(".")[:depth])
+    for depth in range(first_block.count(".") - 1, -1, -1):
+        parent = ".".join(first_block.split(".")[:depth])
         paths = [f"{parent}.{name}".lstrip(".") for name, _ in names[parent].named_children()]
         norms = [path for path in paths if _is_norm_by_name(path, names) and _has_width_of_stream(names[path], module)]
         if norms:
@@ -120,21 +122,21 @@ def _has_width_of_stream(norm: torch.nn.Module, module: torch.nn.Module) -> bool
     return len(weight) == width
 
 
-def possible_heads(module: torch.nn.Module, blocks: list[str], head: Head | None) -> tuple[Head, ...]:
+def possible_heads(module: torch.nn.Module, anatomy: Anatomy, head: Head | None) -> tuple[Head, ...]:
     """Heads that differ in the final norm: the likeliest, the same with another norm around the blocks, and without a norm.
 
     A forward pass decides between them.
 
     Args:
         module: the model.
-        blocks: paths of its blocks.
+        anatomy: what lies where in it.
         head: the likeliest head; None if the model has none.
     """
     if head is None:
         return ()
     # Norms beside the list of blocks, then beside each module around it.
     norms: list[str] = []
-    parts = blocks[0].split(".")[:-2]
+    parts = anatomy.blocks[0].split(".")[:-2]
     for depth in range(len(parts), -1, -1):
         parent = ".".join(parts[:depth])
         for name, child in module.get_submodule(parent).named_children():
@@ -175,7 +177,7 @@ def _with_logit_scaling(head: Head, module: torch.nn.Module) -> Head:
     return replace(head, scale=scale, soft_cap=soft_cap)
 
 
-def _modules_to_logits(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
+def _modules_to_logits(module: torch.nn.Module, first_block: str, names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
     """Paths of the modules from the final norm to the logits, and the positions they read (`Head.reads`)."""
     get_output_embeddings: Any = getattr(module, "get_output_embeddings", lambda: None)
     output_embeddings = get_output_embeddings()
@@ -183,7 +185,7 @@ def _modules_to_logits(module: torch.nn.Module, blocks: list[str], names: dict[s
         if output_embeddings is not None and submodule is output_embeddings:
             # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
             top = path.split(".")[0]
-            return [path if blocks[0].startswith(f"{top}.") else top], "every"
+            return [path if first_block.startswith(f"{top}.") else top], "every"
     if "TokenClassification" in type(module).__name__:
         return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:
@@ -223,15 +225,6 @@ def _may_hide_norm(module: torch.nn.Module) -> bool:
 def text_config(config: Any) -> Any:
     """The configuration of the text model inside a configuration, or the configuration itself."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def no_cache(module: torch.nn.Module) -> dict[str, bool]:
-    """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
-    if not hasattr(getattr(module, "config", None), "use_cache"):
-        return {}
-    parameters = inspect.signature(type(module).forward).parameters
-    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {"use_cache": False} if takes_any_keyword or "use_cache" in parameters else {}
 
 
 def logit_scaling(config: Any) -> tuple[float, float | None]:

@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,45 +17,35 @@ from ..core.arguments import Layer
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .blocks import (
-    blocks_in,
-    encoder_and_decoder,
-    find_blocks,
-    find_stacks,
-    has_both_towers,
-    has_encoder_positions,
-    lists_by_stage,
-    lists_of_blocks,
-    stack_of,
-    stacks_with,
-)
+from .anatomy import Anatomy
+from .blocks import anatomy_of, choose_blocks, choose_stacks, has_encoder_positions, with_blocks
 from .hook_points import HEAD_FAMILIES, SITE_NAMES, HookPoint, Site, SiteMap, StreamSum, distinct_points
-from .layouts import BlockLayout
 from .module_sites import module_site_map
-from .transformer_lens import is_transformer_lens, transformer_lens_site_map
+from .transformer_lens import transformer_lens_site_map
 
 At = str | int | Callable[[str], bool]
 # A head of a site of heads, or a run of another module, which may run several times in a forward pass.
 _NUMBERED = re.compile(r"(.+)\[(\d+)\]$")
 
 
-def site_map(module: torch.nn.Module, blocks: Sequence[str], watched: Mapping[str, BlockLayout] | None = None) -> SiteMap:
+def site_map(module: torch.nn.Module, anatomy: Anatomy) -> SiteMap:
     """The sites of a model.
 
     Args:
         module: a TransformerLens, Hugging Face or other torch model.
-        blocks: module paths of its blocks; unused for TransformerLens models.
-        watched: see `module_site_map`.
+        anatomy: what lies where in it. A TransformerLens model describes its own blocks.
     """
-    return transformer_lens_site_map(module) if is_transformer_lens(module) else module_site_map(module, blocks, watched)
+    is_transformer_lens = anatomy.library == "transformer_lens"
+    return transformer_lens_site_map(module) if is_transformer_lens else module_site_map(module, anatomy)
+
+
+def _sites_of_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
+    """The sites of some blocks of a model that is not opened."""
+    return site_map(module, with_blocks(module, anatomy_of(module), blocks, named=True))
 
 
 def find_points(
-    module: torch.nn.Module,
-    blocks: Sequence[str],
-    at: Layer | At | Sequence[Layer | At],
-    per_head: bool = False,
-    watched: Mapping[str, BlockLayout] | None = None,
+    module: torch.nn.Module, blocks: Sequence[str], at: Layer | At | Sequence[Layer | At], per_head: bool = False
 ) -> tuple[HookPoint, ...]:
     """The hook points that `at=` selects.
 
@@ -65,18 +55,21 @@ def find_points(
 
     Args:
         module: the model.
-        blocks: module paths of its blocks, as `find_blocks` or `find_stacks` gives them.
+        blocks: module paths of its blocks, as `find_stacks` gives them; unused for TransformerLens models.
         at: the index of a block, whose output is read (negative from the end); a family, such as "attn_out", or
             "encoder.attn_out" for one stack; a TransformerLens name, with `[5]` for head 5, or a module path; a name with `[1]`
             for the second run of a module that runs several times; a pattern with `*`; a function that is True for the names to
             read; or a list of these.
         per_head: whether to return one hook point for each head.
-        watched: see `module_site_map`.
 
     Raises:
         LayersimError: a name is unknown, or the model lacks a family.
     """
-    sites = site_map(module, blocks, watched)
+    return points_at(_sites_of_blocks(module, blocks), at, per_head)
+
+
+def points_at(sites: SiteMap, at: Any, per_head: bool = False) -> tuple[HookPoint, ...]:
+    """The hook points among the sites of a model that `at=` selects; see `find_points`."""
     outputs = [site.point.name for site in sites.of_families(["resid_post"]) if not site.first]
     items: list[Any] = []
     for item in items_of(at):
@@ -125,9 +118,7 @@ def as_int(item: Any) -> Any:
         return item
 
 
-def stream_sums(
-    module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str], watched: Mapping[str, BlockLayout] | None = None
-) -> tuple[StreamSum, ...]:
+def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
     """The additions to the residual stream (`StreamSum`) that involve a site of some families.
 
     An example is resid_pre + attn_out = resid_mid.
@@ -138,10 +129,13 @@ def stream_sums(
         module: the model.
         blocks: module paths of its blocks.
         families: families, or names of sites.
-        watched: see `module_site_map`.
     """
+    return sums_with(_sites_of_blocks(module, blocks), families)
+
+
+def sums_with(sites: SiteMap, families: Iterable[str]) -> tuple[StreamSum, ...]:
+    """The stream sums among the sites of a model that involve a site of some families; see `stream_sums`."""
     chosen = set(families)
-    sites = site_map(module, blocks, watched)
     names = {site.point.name for site in sites.sites if site.family in chosen or site.point.name in chosen}
     sums: list[StreamSum] = []
     for stream_sum in sites.sums:
@@ -326,7 +320,7 @@ def block_numbers(layers: Layer | Sequence[Layer], names: Sequence[str], argumen
     return numbers
 
 
-def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -> list[str] | None:
+def blocks_to_read(module: torch.nn.Module, anatomy: Anatomy, layers: list[str] | None, at: Any) -> list[str] | None:
     """Module paths of the blocks that `layers` or `at` chooses; None for the default blocks.
 
     A name with a stack or a stage chooses this stack of an encoder-decoder or of a model of stages. Families without one belong
@@ -335,6 +329,7 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
 
     Args:
         module: the model.
+        anatomy: what lies where in it.
         layers: the paths that the user names; then no other stack can be read. None to find them by the layout.
         at: see `find_points`; None for the residual layers.
 
@@ -342,29 +337,29 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
         LayersimError: `at` names no site, sites of both stacks, sites outside the stack of `layers`, or cross-attention sites
             at the encoder's positions.
     """
-    if at is None or is_transformer_lens(module):
+    if at is None or anatomy.library == "transformer_lens":
         return layers
-    lists = lists_of_blocks(module)
     items = items_of(at)
-    if not encoder_and_decoder(module) and not lists_by_stage(module):
-        has_known_blocks = layers is not None or (lists and not has_both_towers(module))
+    if anatomy.kind not in ("encoder-decoder", "stages"):
+        has_known_blocks = layers is not None or (anatomy.known_stacks and anatomy.kind != "towers")
         return layers if has_known_blocks else _modules_named(module, items)
     # Indices of blocks, and families without a stack, belong to the blocks that are read by default.
     items_of_stacks = [item for item in items if not isinstance(item, int) and item not in SITE_NAMES]
     if not items_of_stacks:
         return layers
-    default_blocks = find_blocks(module, layers)
-    possible_blocks = find_stacks(module, None) if len(lists) > 1 else default_blocks
-    modules = [point.module for point in find_points(module, possible_blocks, items_of_stacks)]
+    default_blocks = choose_blocks(module, anatomy, layers)
+    has_several_stacks = len(anatomy.known_stacks) > 1
+    possible_blocks = choose_stacks(module, anatomy, None) if has_several_stacks else default_blocks
+    modules = [point.module for point in points_at(site_map(module, possible_blocks), items_of_stacks)]
     for path in modules:
         if has_encoder_positions(path):
             raise LayersimError(
                 f"`at` names {path} inside cross-attention, which has an activation for each position of the encoder. Use "
                 "'encoder.ln_final' or 'decoder.cross_attn_out'."
             )
-    default_stack = stack_of(module, default_blocks)
-    paths_read = modules if len(items_of_stacks) == len(items) else [*modules, *default_blocks]
-    stacks = stacks_with(module, paths_read) or [default_stack]
+    default_stack = default_blocks.stack
+    paths_read = modules if len(items_of_stacks) == len(items) else [*modules, *default_blocks.blocks]
+    stacks = anatomy.stacks_with(paths_read) or [default_stack]
     if layers is not None and stacks != [default_stack]:
         raise LayersimError(
             f"`at` is {brief(at)}, with sites of {' and '.join(stacks)}, but `layers` has blocks of "
@@ -372,7 +367,7 @@ def blocks_to_read(module: torch.nn.Module, layers: list[str] | None, at: Any) -
         )
     if len(stacks) == 1:
         [stack] = stacks
-        return layers if stack == default_stack else blocks_in(module, lists[stack])
+        return layers if stack == default_stack else list(anatomy.blocks_of(stack))
     if "encoder" in stacks:
         raise LayersimError(
             f"`at` is {brief(at)}, with sites of {' and '.join(stacks)}; it must name sites of one stack, such as "

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
-from .blocks import POST_NORM, PRE_NORM, find_blocks, head_counts, is_post_norm, layout_of
+from .anatomy import Anatomy
+from .blocks import POST_NORM, PRE_NORM, head_counts, is_transformer_lens, layout_of
 from .hook_points import SITE_NAMES, HookPoint, Site, SiteMap, site_name
 from .layouts import NO_MID, PARALLEL, SEQUENTIAL, SUBLAYER_NORM_LACKS, BlockLayout, BlockSum, ModuleTensor, input_of, output_of
 from .module_sites import UNKNOWN_LAYOUT, point_at, stack_sites
@@ -172,15 +173,6 @@ def _original(module: torch.nn.Module) -> torch.nn.Module:
     return module if original is None else original
 
 
-def is_transformer_lens(model: Any) -> bool:
-    """Whether a model is a HookedTransformer or a TransformerBridge, without importing TransformerLens."""
-    for cls in type(model).__mro__:
-        is_of_package = cls.__module__.split(".")[0] == "transformer_lens"
-        if is_of_package and cls.__name__ in ("HookedTransformer", "TransformerBridge"):
-            return True
-    return False
-
-
 def right_padding(model: Any) -> int | None:
     """Padding id of a causal TransformerLens model with right padding; else None.
 
@@ -242,11 +234,15 @@ def _is_centred(model: Any) -> bool:
     return bool(model.W_E.mean(-1).abs().max() < 1e-4 * size)
 
 
-def basis_of(model: Any) -> str:
-    """Description of the residual stream's basis; weight processing changes this basis."""
-    if type(model).__name__ == "TransformerBridge":
-        wrapped = model.original_model
-        if is_post_norm(wrapped, find_blocks(wrapped, None)[0]):
+def basis_of(model: Any, wrapped: Anatomy | None) -> str:
+    """Description of the residual stream's basis; weight processing changes this basis.
+
+    Args:
+        model: the model.
+        wrapped: anatomy of the Hugging Face model inside a bridge; None for a HookedTransformer.
+    """
+    if wrapped is not None:
+        if wrapped.post_norm:
             return POST_NORM
         return "TransformerBridge, compatibility mode" if model.compatibility_mode else PRE_NORM
     folded = "folded" if norms_are_folded(model) else "not folded"

@@ -23,6 +23,7 @@ from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, Draws, PoolKernel,
 from ..activations.text_order import bytes_of_neighbour_products
 from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
+from ..architectures.blocks import anatomy_of
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, excerpt, in_words
@@ -308,7 +309,9 @@ def _opened(opened: OpenedModel, at: AtArgument) -> tuple[Source, torch.nn.Modul
     if not isinstance(module, torch.nn.Module):
         module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
     if has_no_weights(module):
-        return WeightlessSource(module, blocks_to_read(module, opened.layers, at), opened.unembed), module
+        anatomy = anatomy_of(module)
+        layers = blocks_to_read(module, anatomy, opened.layers, at)
+        return WeightlessSource(module, layers, opened.unembed, anatomy), module
     local = OpenedModel(module, opened.layers, opened.unembed, argument=opened.argument)
     return open_source(local, either_stack=True, at=at), module
 

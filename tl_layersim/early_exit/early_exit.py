@@ -12,7 +12,6 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analyzers.exit_curve import ExitCurveResult
-from ..architectures.output_heads import no_cache
 from ..architectures.site_selection import block_numbers, items_of
 from ..core.arguments import FilePath, Fraction, Layer, PositiveFloat, PositiveInt, Seed, typed
 from ..core.cross_entropy import need_classes
@@ -246,7 +245,7 @@ class EarlyExit:
         split_model = self.split_model
         with split_model.evaluating(), torch.no_grad(), refusing_crashes(split_model):
             model = split_model.module
-            options = synthetic_inputs(split_model, 1, 1) | no_cache(model)
+            options = synthetic_inputs(split_model, 1, 1) | split_model.source.anatomy.without_cache
             # Records the length of the tuples that blocks return. Blocks that a later segment skips return as many items.
             split_model.tuples(lambda: model(**options))
             is_token_model = self.unembed.reads == "every" and not reads_pixels(split_model)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from ..activations.block_call import first_tensor
-from ..architectures.output_heads import no_cache
 from ..core.errors import LayersimError
 from ..sources.hooks import ForwardRun, on_leave, temporary_hooks
 from ..sources.partial_forward import LocalSplitModel
@@ -311,7 +310,7 @@ class FullSequence(Segments):
         inputs = {}
         for name, x in self.inputs.items():
             inputs[name] = x[self.rows, : self.length] if shortened else x[self.rows]
-        return inputs | no_cache(self.split_model.module), self.hidden
+        return inputs | self.split_model.source.anatomy.without_cache, self.hidden
 
     def leave(self, number: int, entering: Tensor, hidden: Tensor) -> bool:
         if not self.tokens:

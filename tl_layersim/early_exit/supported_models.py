@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.blocks import encoder_and_decoder
-from ..architectures.output_heads import no_cache
-from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.blocks import is_transformer_lens
 from ..architectures.unembed import Unembed, rounding
 from ..core.errors import LayersimError, excerpt
 from ..core.wording import with_article
@@ -122,7 +120,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         ids = ids.to(split_model.device)
         inputs = {"input_ids": ids}
         # An encoder-decoder also needs tokens for its decoder.
-        if encoder_and_decoder(model):
+        if split_model.source.anatomy.kind == "encoder-decoder":
             inputs["decoder_input_ids"] = ids
         return inputs
     config = getattr(config, "vision_config", config)
@@ -144,7 +142,9 @@ def is_causal(split_model: LocalSplitModel) -> bool:
     ids_with_other_last[0, -1] = (ids[0, -1] + 1) % max(2, description.vocabulary or 2)
 
     def last_residual(input_ids: Tensor) -> Tensor:
-        return split_model.read(len(split_model.blocks), lambda: model(input_ids=input_ids, **no_cache(model)))
+        return split_model.read(
+            len(split_model.blocks), lambda: model(input_ids=input_ids, **split_model.source.anatomy.without_cache)
+        )
 
     with torch.no_grad():
         residual = last_residual(ids)
@@ -199,9 +199,10 @@ def check_decoding(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int
             check.rule = depths[step]
             decoding.run()
     model = split_model.module
+    without_cache = split_model.source.anatomy.without_cache
     for row in range(2):
         row_without_padding = ids[row : row + 1, PAD * row :]
-        model_logits = logits_of(model(input_ids=row_without_padding, **no_cache(model)))[0, -1]
+        model_logits = logits_of(model(input_ids=row_without_padding, **without_cache))[0, -1]
         exit_logits = decoding.exited[row][0][0]
         _refuse_different(split_model, exit_logits, model_logits, "when generated tokens exit early")
 
@@ -226,7 +227,7 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     layers[1, 3 if reads_every else slice(None)] = ends[-1]
     passes = FullSequence(split_model, ends, ExitCheck(lens, layers.flatten()), inputs, positions, causal)
     passes.run()
-    model_logits = logits_of(model(**inputs, **no_cache(model)))[1]
+    model_logits = logits_of(model(**inputs, **split_model.source.anatomy.without_cache))[1]
     outputs = model_logits.shape[-1]
     if model_logits.dim() > 1:
         model_logits = model_logits[3]

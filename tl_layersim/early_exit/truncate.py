@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.blocks import lists_by_stage, nearest_config, stack_of
-from ..architectures.output_heads import no_cache
+from ..architectures.anatomy import Anatomy
 from ..architectures.unembed import Unembed, rounding
 from ..core.arguments import FilePath, PositiveInt, typed
 from ..core.distributed import weight_peers
@@ -122,7 +121,7 @@ def _first_blocks(model: Any, split_model: LocalSplitModel, n_layers: int) -> An
         split_model: the same model.
         n_layers: number of blocks that are kept.
     """
-    config = shortened(model, split_model.source.paths, n_layers)
+    config = shortened(model, split_model.source.anatomy, n_layers)
     _refuse_changed_on_loading(model.config, config, n_layers)
     # The random weights are replaced below.
     with torch.random.fork_rng(devices=[]):
@@ -166,33 +165,34 @@ def _changed_on_loading(config: Any) -> list[str]:
     return [name for name in before if before[name] != after.get(name)]
 
 
-def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
+def shortened(model: Any, anatomy: Anatomy, n_layers: int) -> Any:
     """Copy of a model's configuration, with `n_layers` blocks.
 
     Args:
         model: a Hugging Face model.
-        paths: module paths of its blocks.
+        anatomy: what lies where in it.
         n_layers: number of blocks that are kept.
     """
     config = copy.deepcopy(model.config)
-    if lists_by_stage(model) and (stage := stack_of(model, paths)):
-        config.depths[int(stage.rpartition(".")[2])] = n_layers
+    if anatomy.kind == "stages" and anatomy.stack:
+        config.depths[int(anatomy.stack.rpartition(".")[2])] = n_layers
         return config
+    blocks = len(anatomy.blocks)
     # CLIP and similar models have a configuration for each tower.
-    config_class = type(nearest_config(model, paths[0]))
+    config_class = type(anatomy.config)
     sub_configs = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     tower_config = next((sub_config for sub_config in sub_configs if type(sub_config) is config_class), config)
     for name, value in list(vars(tower_config).items()):
-        has_entry_per_block = isinstance(value, list) and len(value) == len(paths)
+        has_entry_per_block = isinstance(value, list) and len(value) == blocks
         if has_entry_per_block and name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
             setattr(tower_config, name, getattr(tower_config, name)[:n_layers])
-    _cut_shared_layers(tower_config, len(paths), n_layers)
+    _cut_shared_layers(tower_config, blocks, n_layers)
     # Encoder-decoders have a setting for each stack.
     decoder_settings = ("num_decoder_layers", "decoder_layers")
     counts = [name for name in decoder_settings if isinstance(getattr(tower_config, name, None), int)]
     for name in counts or ["num_hidden_layers"]:
         setattr(tower_config, name, n_layers)
-    _cut_stages(tower_config, len(paths), n_layers)
+    _cut_stages(tower_config, blocks, n_layers)
     return config
 
 
@@ -268,12 +268,12 @@ def _verify(split_model: LocalSplitModel, unembed: Unembed, short: OpenedModel, 
         )
     model = split_model.module
     description = split_model.model
-    options = inputs | no_cache(model)
+    options = inputs | split_model.source.anatomy.without_cache
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         layers = range(n_layers + 1)
         residuals = read_residuals(split_model.blocks, layers, lambda: model(**options))
         short_residuals = read_residuals(short_split.blocks, layers, lambda: short.model(**options))
-        _run_with_cache(short.model, inputs)
+        _run_with_cache(short_split, inputs)
         short_logits = logits_of(short.model(**options))
         check = ExitCheck(ExitLens(unembed, n_layers), torch.full((positions.numel(),), n_layers))
         passes = FullSequence(split_model, (n_layers,), check, inputs, positions)
@@ -303,16 +303,17 @@ def _first_layers(original: Tensor, copied: Tensor) -> Tensor | None:
     return original.narrow(axis, 0, copied.shape[axis])
 
 
-def _run_with_cache(model: Any, inputs: dict[str, Tensor]) -> None:
+def _run_with_cache(split_model: LocalSplitModel, inputs: dict[str, Tensor]) -> None:
     """Turn off the cache of a truncated model that does not run with it, and warn.
 
     The cache of a hybrid model needs a block of attention, and the first blocks may have none.
     """
+    model: Any = split_model.module
     try:
         model(**inputs)
     # transformers raises errors of any class.
     except Exception as error:
-        if is_out_of_memory(error) or not no_cache(model):
+        if is_out_of_memory(error) or not split_model.source.anatomy.without_cache:
             raise
         model.config.use_cache = False
         if getattr(model, "generation_config", None) is not None:

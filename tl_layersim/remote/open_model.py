@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..architectures.blocks import encoder_and_decoder
+from ..architectures.anatomy import Anatomy
+from ..architectures.blocks import anatomy_of
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, as_argument, shown
@@ -18,7 +19,7 @@ from ..sources.identity import refuse_edits
 from ..sources.nnsight import NNsightSource
 from ..sources.open_local import ACCEPTED_MODELS, OpenedModel, is_nnsight, open_local
 from ..sources.partial_forward import LocalSplitModel, SplitModel
-from ..sources.source import HasModule, Source
+from ..sources.source import CanReadSites, HasModule, Source
 from .partial_forward import RemoteSplitModel
 from .source import RemoteSource
 
@@ -91,8 +92,10 @@ def _opened_source(opened: OpenedModel, either_stack: bool, at: Any) -> Source:
     model = opened.model
     layers = opened.layers
     module = model._module if is_nnsight(model) else model
+    anatomy: Anatomy | None = None
     if isinstance(module, torch.nn.Module):
-        layers = blocks_to_read(module, layers, at)
+        anatomy = anatomy_of(module)
+        layers = blocks_to_read(module, anatomy, layers, at)
     if opened.tokens_per_request is not None and not opened.on_server:
         raise LayersimError(
             f"`tokens_per_request` is {opened.tokens_per_request}; it must be None if remote={shown(opened.remote)}. Use "
@@ -100,16 +103,24 @@ def _opened_source(opened: OpenedModel, either_stack: bool, at: Any) -> Source:
         )
     source: Source
     if opened.on_server and is_nnsight(model):
-        source = RemoteSource(model, layers, opened.unembed, opened.remote, opened.tokens_per_request)
+        source = RemoteSource(model, layers, opened.unembed, opened.remote, opened.tokens_per_request, anatomy)
     else:
-        source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote)
-    if not either_stack and layers is None and isinstance(source, HasModule) and encoder_and_decoder(source.module):
+        source = open_local(model, layers=layers, unembed=opened.unembed, remote=opened.remote, anatomy=anatomy)
+    if not either_stack and layers is None and _is_encoder_decoder(source):
         raise LayersimError(
             f"{source.model.name} is an encoder-decoder ({source.model.source}); this function reads one stack. Name the "
             "blocks of one stack: open_model(model, layers=[...])."
         )
     verify_on_first_row(source, opened.verify)
     return source
+
+
+def _is_encoder_decoder(source: Source) -> bool:
+    """Whether a source runs an encoder-decoder."""
+    if isinstance(source, CanReadSites):
+        return source.anatomy.kind == "encoder-decoder"
+    # A source of the user's own.
+    return isinstance(source, HasModule) and anatomy_of(source.module).kind == "encoder-decoder"
 
 
 def on_server(source: Source) -> RemoteSource:
@@ -155,5 +166,5 @@ def _split(opened: OpenedModel) -> SplitModel:
     if opened.remote:
         return RemoteSplitModel(source)
     # nnsight runs this model here, so its modules can be hooked.
-    hooked = HookedSource(source.module, source.paths if opened.layers else None)
+    hooked = HookedSource(source.module, source.paths if opened.layers else None, anatomy=source.anatomy)
     return LocalSplitModel(hooked, replace(source.model, calls=hooked.model.calls))

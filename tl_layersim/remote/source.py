@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, Reduced
-from ..architectures.blocks import encoder_and_decoder
+from ..architectures.anatomy import Anatomy
 from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import site_map
 from ..core.errors import LOG, LayersimError, excerpt, shown
@@ -53,6 +53,7 @@ class RemoteSource(NNsightSource, OnServer):
         unembed: see `NNsightSource`.
         remote: True for nnsight's default server, or the address of a server.
         tokens_per_request: maximum number of positions in a request; None to choose it by time.
+        anatomy: see `NNsightSource`.
 
     Attributes:
         ndif: the client of the server.
@@ -67,11 +68,12 @@ class RemoteSource(NNsightSource, OnServer):
         unembed: list[str] | None,
         remote: bool | str,
         tokens_per_request: int | None,
+        anatomy: Anatomy | None = None,
     ) -> None:
         self.schedule = RequestSchedule(tokens_per_request)
         # Models that run together, see `beside`.
         self._together: tuple[RemoteSource, ...] = ()
-        super().__init__(model, layers, unembed, remote)
+        super().__init__(model, layers, unembed, remote, anatomy)
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
         self._frozen = ShippedSource()
         self.offer = self._ask_offer()
@@ -100,7 +102,7 @@ class RemoteSource(NNsightSource, OnServer):
     def _ask_offer(self) -> ServerStatus:
         """Ask the server for its limits, and find dtype and devices by a forward pass of one row."""
         status = self.ndif.status
-        arguments = smallest_arguments(self.module, self._model, bool(encoder_and_decoder(self.module)))
+        arguments = smallest_arguments(self.module, self._model, self.anatomy.kind == "encoder-decoder")
 
         def run(backend: Any) -> dict[str, Any]:
             return dtype_and_devices(self.envoy, self.blocks, arguments, backend.expecting(form_of_facts, SMALL_RESULT))
@@ -190,7 +192,7 @@ class RemoteSource(NNsightSource, OnServer):
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> Order:
         arguments = forward_arguments(self.module, row, self._model)
-        return order_without_weights(self.module, self.paths, events, arguments)
+        return order_without_weights(self.module, self.anatomy, events, arguments)
 
     def stream(
         self,
@@ -357,7 +359,7 @@ def _model_key(model: Any, remote: bool | str) -> str:
 
 
 def order_without_weights(
-    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], arguments: Arguments
+    module: torch.nn.Module, anatomy: Anatomy, points: Sequence[HookPoint], arguments: Arguments
 ) -> Order:
     """Find the order and widths of hook points by a forward pass on the meta device.
 
@@ -365,7 +367,7 @@ def order_without_weights(
 
     Args:
         module: the model.
-        blocks: module paths of its blocks.
+        anatomy: what lies where in it.
         points: the hook points.
         arguments: arguments of a forward pass. On the meta device they have no values.
 
@@ -384,11 +386,11 @@ def order_without_weights(
     except LayersimError:
         raise
     except FAILURES as error:
-        return _listed_order(module, blocks, points, error), ()
+        return _listed_order(module, anatomy, points, error), ()
 
 
 def _listed_order(
-    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failure: Exception
+    module: torch.nn.Module, anatomy: Anatomy, points: Sequence[HookPoint], failure: Exception
 ) -> tuple[int, ...]:
     """Indices of hook points, sorted by their position in `lsim.sites`.
 
@@ -397,7 +399,7 @@ def _listed_order(
     """
     # Position in the list of each input or output of a module.
     position: dict[tuple[str, bool], int] = {}
-    for site in site_map(module, blocks).sites:
+    for site in site_map(module, anatomy).sites:
         position.setdefault((site.point.module, site.point.incoming), len(position))
     unlisted = [point for point in points if (point.module, point.incoming) not in position]
     if unlisted:

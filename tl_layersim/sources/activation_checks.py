@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..activations.view import View
 from ..architectures.hook_points import HookPoint, distinct_points
-from ..architectures.transformer_lens import is_transformer_lens, norms_are_folded, stream_processing
+from ..architectures.transformer_lens import norms_are_folded, stream_processing
 from ..architectures.unembed import rounding
 from ..core.errors import LayersimError, excerpt
 from ..core.wording import WHY_NOT_FINITE, first_line, with_article
@@ -232,7 +232,7 @@ def verify_on_first_row(source: Source, verify: str | torch.nn.Module | None) ->
     """
     if verify is None:
         return
-    if not isinstance(source, HookedSource) or not is_transformer_lens(source.module):
+    if not isinstance(source, HookedSource) or source.anatomy.library != "transformer_lens":
         raise LayersimError(
             f"`verify` cannot be given for {source.model.name} ({source.model.source}); it needs a TransformerLens model in "
             "this process."

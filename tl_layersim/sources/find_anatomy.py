@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..architectures.anatomy import Anatomy, BlockAnatomy, Sublayer
+from ..architectures.anatomy import BlockAnatomy, Sublayer, WatchedAnatomy
 from ..architectures.layouts import BlockSum, ModuleTensor, Term
 from ..architectures.output_heads import is_norm, without_hooks
 from ..architectures.unembed import Head, Tail, rounding
@@ -199,7 +199,7 @@ def _first_tensor(values: Any) -> Tensor | None:
     return next((item for item in items if isinstance(item, Tensor)), None)
 
 
-def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, dtype: torch.dtype) -> Anatomy:
+def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, dtype: torch.dtype) -> WatchedAnatomy:
     """The anatomy that a recorded forward pass shows.
 
     Args:
@@ -229,7 +229,7 @@ def find_anatomy(recorded: RecordedForward, paths: Sequence[str], config: Any, d
     last_block_run = recorded.runs_of(order[-1])[-1]
     tail = tail_runs(recorded, last_block_run)
     residual = last_block_run.output
-    return Anatomy(
+    return WatchedAnatomy(
         blocks=tuple(by_path[path] for path in order),
         shape=() if residual is None else tuple(residual.shape),
         embedding=_first_path_returning(recorded, first_block_run.input, first_block_run),

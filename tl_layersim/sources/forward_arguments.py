@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.output_heads import no_cache, text_config
+from ..architectures.blocks import no_cache
+from ..architectures.output_heads import text_config
 from ..core.errors import LayersimError
 from ..core.wording import first_line
 from ..data.batches import Batch

@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call, with_own_residual
 from ..activations.view import SiteBuffer, View, tokens_alone
-from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
+from ..architectures.anatomy import Anatomy
+from ..architectures.blocks import anatomy_of, choose_blocks, refuse_paths, with_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
-from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Head, tensor_of, unembed_gap
 from ..core.errors import LayersimError
 from ..data.batches import Batch
@@ -65,21 +65,26 @@ class HookedSource(CanReadSites):
         model: HookedTransformer, TransformerBridge, a Hugging Face model or another torch module.
         layers: paths of the blocks; None to find them by the layout.
         unembed: paths of the final norm and the head; None to find them by the layout.
+        anatomy: the anatomy of the model if it is known; None to find it.
     """
 
     can_run_tail = True
 
-    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: list[str] | None = None,
+        unembed: list[str] | None = None,
+        anatomy: Anatomy | None = None,
+    ) -> None:
         self.module = model
-        self.embed: torch.nn.Module | None
+        self.anatomy = anatomy_of(model) if anatomy is None else anatomy
         self.blocks: list[torch.nn.Module]
-        self._is_transformer_lens = is_transformer_lens(model)
         self._open(layers, unembed)
-        if self._is_transformer_lens:
-            self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
+        self.blocks = [self.module.get_submodule(path) for path in self.paths]
+        if self.anatomy.library == "transformer_lens":
             points = tuple(HookPoint(name, name) for name in self._model.layers)
         else:
-            self.blocks = [self.module.get_submodule(path) for path in self.paths]
             points = residual_points(self._model.layers, self.paths)
         self._start_reading(points, tuple(range(len(points))))
         self.unembed = lens_of(self.module, self._model.head)
@@ -87,20 +92,18 @@ class HookedSource(CanReadSites):
         self.choose_row_head()
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
-        """Set the block paths, the embedding and the description of the model."""
+        """Choose the blocks, and set the description of the model."""
         model = self.module
-        self._named = layers is not None
-        if self._is_transformer_lens:
+        if self.anatomy.library == "transformer_lens":
             refuse_paths(layers, unembed, "TransformerLens models")
             self._model = describe_transformer_lens(model)
-            self.embed = model.embed  # type: ignore[assignment]  # a module
-            self.paths = [f"blocks.{number}" for number in range(len(model.blocks))]  # type: ignore[arg-type]  # its list of blocks
+            paths = [f"blocks.{number}" for number in range(len(model.blocks))]  # type: ignore[arg-type]  # its list of blocks
+            self.anatomy = with_blocks(model, self.anatomy, paths, named=False)
         else:
-            self.paths = find_blocks(model, layers)
-            self.embed = find_embedding(model)
+            self.anatomy = choose_blocks(model, self.anatomy, layers)
             tokenizer = getattr(model, "tokenizer", None)
-            self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
-            self._heads = possible_heads(model, self.paths, self._model.head) if unembed is None else ()
+            self._model = describe(model, self.anatomy, self.anatomy.model, tokenizer, unembed)
+            self._heads = possible_heads(model, self.anatomy, self._model.head) if unembed is None else ()
 
     @property
     def is_settled(self) -> bool:
@@ -151,7 +154,7 @@ class HookedSource(CanReadSites):
             self.reading = replace(self.reading, widths=view.widths)
 
     def _module_at(self, path: str) -> torch.nn.Module:
-        hook_modules: Any = self.module.hook_dict if self._is_transformer_lens else {}
+        hook_modules: Any = self.module.hook_dict if self.anatomy.library == "transformer_lens" else {}
         hook_module: torch.nn.Module | None = hook_modules.get(path)
         return self.module.get_submodule(path) if hook_module is None else hook_module
 
@@ -258,7 +261,8 @@ class HookedSource(CanReadSites):
 
     def call(self, batch: Batch, **keywords: Any) -> Any:
         """Run one forward pass over a batch, with further keyword arguments."""
-        device = device_of(self.module if self.embed is None else self.embed)
+        embedding = self.anatomy.embedding
+        device = device_of(self.module if embedding is None else embedding)
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)

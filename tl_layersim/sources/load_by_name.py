@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..architectures.blocks import lists_of_blocks
+from ..architectures.blocks import anatomy_of
 from ..core.errors import LayersimError, warn
 from ..core.wording import amount, brief, first_line
 
@@ -50,7 +50,7 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
     if missing:
         examples = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         text = f"`{option}` is {name}, whose files lack {amount(len(missing), 'weight')}"
-        prefixes_of_blocks = tuple(f"{path}." for path in lists_of_blocks(model).values())
+        prefixes_of_blocks = tuple(f"{stack.list_path}." for stack in anatomy_of(model).known_stacks.values())
         if any(weight.startswith(prefixes_of_blocks) for weight in missing):
             raise LayersimError(f"{text} of the model's blocks: {examples}.")
         warn(f"{text}: {examples}. These weights are now random.")

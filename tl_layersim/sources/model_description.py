@@ -10,23 +10,19 @@ from typing import Any, Literal
 
 import torch
 
+from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import (
     MODULES,
     NORMS_BETWEEN,
     POST_NORM,
     PRE_NORM,
-    find_blocks,
-    in_both_stacks,
-    is_last_stack,
-    is_post_norm,
+    anatomy_of,
+    choose_blocks,
     layer_names,
     locate,
     module_sites,
     refuse_positions_first,
     setting,
-    stack_of,
-    stacks_with,
-    two_sides,
     unsupported_blocks,
 )
 from ..architectures.layouts import NUMBERED_FROM_PAD
@@ -172,27 +168,27 @@ HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
 
 
 def describe(
-    module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any, unembed: list[str] | None, named: bool
+    module: torch.nn.Module, anatomy: Anatomy, source: str, tokenizer: Any, unembed: list[str] | None
 ) -> ModelDescription:
     """Describe a Hugging Face or plain torch model by its modules and its configuration.
 
     Args:
         module: the model.
-        blocks: paths of its blocks.
+        anatomy: what lies where in it.
         source: class of the model, and how it is reached.
         tokenizer: the model's own, None if it has none.
         unembed: paths of final norm and head if the user names them; else None.
-        named: whether the user named the blocks.
 
     Raises:
         LayersimError: the blocks lie in both stacks of an encoder-decoder, or pass on `pos batch width`.
     """
-    refuse_positions_first(module, blocks)
-    if two_sides(module) and len(stacks_with(module, blocks)) > 1:
-        raise in_both_stacks(module)
-    names, stream = locate(module, blocks, named)
-    basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
-    if stack_of(module, blocks) == "decoder" and norms_between_layers(module):
+    refuse_positions_first(module, anatomy)
+    has_two_sides = anatomy.kind in ("encoder-decoder", "towers")
+    if has_two_sides and len(anatomy.stacks_with(anatomy.blocks)) > 1:
+        raise anatomy.in_both_stacks()
+    names, stream = locate(module, anatomy)
+    basis = POST_NORM if anatomy.post_norm else PRE_NORM
+    if anatomy.stack == "decoder" and norms_between_layers(module):
         basis += NORMS_BETWEEN
     config = getattr(module, "config", None)
     text = text_config(config)
@@ -219,8 +215,8 @@ def describe(
         layers=names,
         stream=stream,
         # The logits are computed from the decoder, or from the last stage.
-        head=find_head(module, blocks, unembed) if is_last_stack(module, blocks) else None,
-        **data_fields(module, blocks[0]),
+        head=find_head(module, anatomy, unembed) if anatomy.is_last_stack(anatomy.blocks) else None,
+        **data_fields(module, anatomy),
     )
 
 
@@ -233,22 +229,22 @@ def _context(config: Any) -> int | None:
     return positions - 2 if getattr(config, "model_type", None) in NUMBERED_FROM_PAD else positions
 
 
-def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
+def data_fields(module: torch.nn.Module, anatomy: Anatomy) -> dict[str, Any]:
     """The fields of `ModelDescription` that determine how data is read.
 
     Args:
         module: the model.
-        block: path of its first block.
+        anatomy: what lies where in it.
     """
     config = getattr(module, "config", None)
     text = text_config(config)
     # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
-    names = _input_names(module, block)
+    names = _input_names(module, anatomy.blocks[0])
     main_input = _main_input(module)
     token_input = "input_ids"
     mask_input = "attention_mask"
-    stack = stack_of(module, [block])
+    stack = anatomy.stack_of(anatomy.blocks[:1])
     if stack == "decoder" and "decoder_input_ids" in names:
         token_input = "decoder_input_ids"
         mask_input = "decoder_attention_mask"
@@ -396,9 +392,7 @@ def hash_config(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def settled(
-    model: ModelDescription, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]
-) -> ModelDescription:
+def settled(model: ModelDescription, module: torch.nn.Module, anatomy: Anatomy, strangers: list[str]) -> ModelDescription:
     """A copy of a model description with the `stream` and `basis` found in a forward pass.
 
     If the modules are not blocks, `layers` has the names of the modules.
@@ -406,8 +400,7 @@ def settled(
     Args:
         model: the description before.
         module: the model.
-        paths: paths of its modules.
-        named: whether the user named them.
+        anatomy: what lies where in it.
         strangers: paths of the modules whose input is not the output of the module before, or whose output is a feature map
             or has another width.
 
@@ -415,10 +408,9 @@ def settled(
         LayersimError: the modules are not blocks, and the user did not name them.
     """
     if not strangers:
-        basis = POST_NORM if is_post_norm(module, paths[0]) else PRE_NORM
-        return replace(model, stream="whole", basis=basis)
-    if named:
-        return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
+        return replace(model, stream="whole", basis=POST_NORM if anatomy.post_norm else PRE_NORM)
+    if anatomy.named:
+        return replace(model, stream="none", layers=module_sites(anatomy.blocks), basis=MODULES)
     reason = f"{strangers[0]} does not take the output of the module before, or returns a feature map or another width"
     raise unsupported_blocks(module, reason)
 
@@ -437,8 +429,9 @@ def describe_transformer_lens(model: Any) -> ModelDescription:
             f"{cfg.model_name} lacks the hook point {missing[0]} of the residual stream. Pass the Hugging Face model itself."
         )
     wrapped = model.original_model if type(model).__name__ == "TransformerBridge" else None
+    wrapped_anatomy = None if wrapped is None else choose_blocks(wrapped, anatomy_of(wrapped), None)
     # A bridge has the inputs of its Hugging Face model.
-    inputs = {} if wrapped is None else data_fields(wrapped, find_blocks(wrapped, None)[0])
+    inputs = {} if wrapped_anatomy is None else data_fields(wrapped, wrapped_anatomy)
     # Settings of a load, which do not change the architecture.
     left_out = ("model_name", "device", "dtype", "tokenizer_name")
     settings = {name: value for name, value in cfg.to_dict().items() if name not in left_out}
@@ -448,7 +441,7 @@ def describe_transformer_lens(model: Any) -> ModelDescription:
         weights=StoredWeights(model),
         changes=hooks_on(model),
         source=type(model).__name__,
-        basis=basis_of(model),
+        basis=basis_of(model, wrapped_anatomy),
         dtype=str(cfg.dtype),
         layers=names,
         d_model=cfg.d_model,

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..activations.block_call import first_tensor, gradients, record_call, with_leaf, with_own_residual
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
-from ..architectures.blocks import find_blocks
+from ..architectures.anatomy import Anatomy
+from ..architectures.blocks import anatomy_of, choose_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.unembed import Head, Unembed, tensor_of, unembed_gap
@@ -160,9 +161,17 @@ class NNsightSource(CanReadSites):
         layers: paths of the blocks, None to find them by the layout.
         unembed: paths of the final norm and the head, None to find them.
         remote: False for this process, "local" for nnsight's simulation of a server; `RemoteSource` is for real servers.
+        anatomy: the anatomy of the model if it is known; None to find it.
     """
 
-    def __init__(self, model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: list[str] | None,
+        unembed: list[str] | None,
+        remote: bool | str,
+        anatomy: Anatomy | None = None,
+    ) -> None:
         import nnsight
 
         # Functions of this package and of a user's analyzers are shipped by value: the server does not have them.
@@ -177,14 +186,13 @@ class NNsightSource(CanReadSites):
         self.module: torch.nn.Module = model._module
         if self._in_this_process:
             refuse_no_weights(self.module)
-        self.paths = find_blocks(self.module, layers)
-        self._named = layers is not None
+        self.anatomy = choose_blocks(self.module, anatomy or anatomy_of(self.module), layers)
         source = type(model).__name__
         if remote:
             source += f" (remote={shown(remote)})"
         tokenizer = getattr(model, "tokenizer", None)
-        description = describe(self.module, self.paths, source, tokenizer, unembed, self._named)
-        self._heads = possible_heads(self.module, self.paths, description.head) if unembed is None else ()
+        description = describe(self.module, self.anatomy, source, tokenizer, unembed)
+        self._heads = possible_heads(self.module, self.anatomy, description.head) if unembed is None else ()
         changes = "; ".join(filter(None, (edits_of(model), description.changes)))
         processor = processor_of(model) or description.processor
         self._model = replace(description, processor=processor, changes=changes)

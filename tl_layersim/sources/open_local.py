@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..architectures.blocks import find_stacks, refuse_paths, unknown_blocks
+from ..architectures.anatomy import Anatomy, WatchedAnatomy
+from ..architectures.blocks import anatomy_of, choose_stacks, is_transformer_lens, refuse_paths
 from ..architectures.hook_points import Site
-from ..architectures.layouts import BlockLayout
 from ..architectures.site_selection import site_map
-from ..architectures.transformer_lens import is_transformer_lens
 from ..core.arguments import Seed, typed
 from ..core.errors import LayersimError, shown
 from ..core.wording import brief, with_article
@@ -154,6 +153,7 @@ def open_local(
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
     remote: bool | str = False,
+    anatomy: Anatomy | None = None,
 ) -> Source:
     """Open a loaded model as a source.
 
@@ -162,6 +162,7 @@ def open_local(
         layers: paths of its blocks, None to find them by the layout.
         unembed: paths of its final norm and head, None to find them.
         remote: False, or "local" for nnsight's simulation of a server.
+        anatomy: the anatomy of the model if it is known; None to find it.
 
     Raises:
         LayersimError: the type of the model is not supported, or does not fit the other arguments.
@@ -173,7 +174,7 @@ def open_local(
         # An unset environment variable gives an empty string, which would otherwise run in this process.
         raise LayersimError(f"`remote` is {remote!r}; it must be True, the address of an NDIF server, 'local', or False.")
     if is_nnsight(model):
-        return NNsightSource(model, layers, unembed, remote)
+        return NNsightSource(model, layers, unembed, remote, anatomy)
     if remote:
         raise LayersimError(
             f"`remote` is {shown(remote)}, but {type(model).__name__} is no nnsight model. Use "
@@ -186,7 +187,7 @@ def open_local(
         return source
     if isinstance(model, torch.nn.Module):
         refuse_no_weights(model)
-        return HookedSource(model, layers, unembed)
+        return HookedSource(model, layers, unembed, anatomy)
     raise unsupported_model(model)
 
 
@@ -250,21 +251,22 @@ def sites(model: Any) -> pandas.DataFrame:
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
         raise unsupported_model(model)
-    blocks = [] if is_transformer_lens(module) else find_stacks(module, opened.layers)
-    model_sites = site_map(module, blocks, _watched_layouts(opened, module, blocks)).sites
+    anatomy = anatomy_of(module)
+    if anatomy.library != "transformer_lens":
+        anatomy = choose_stacks(module, anatomy, opened.layers)
+        anatomy = replace(anatomy, watched=_watched_anatomy(opened, module, anatomy))
+    model_sites = site_map(module, anatomy).sites
     rows = [(site.point.name, site.family, site.block, _module_and_side_text(site), len(site.heads)) for site in model_sites]
     table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])
     return table.astype({"block": "Int64"})
 
 
-def _watched_layouts(opened: OpenedModel, module: torch.nn.Module, blocks: Sequence[str]) -> Mapping[str, BlockLayout]:
-    """Layouts of blocks that are missing in the table, from a forward pass; empty if the model is on a server."""
-    if is_transformer_lens(module) or opened.on_server or not unknown_blocks(module, blocks):
-        return {}
-    if any(weight.is_meta for weight in module.parameters()):
-        return {}
-    source = open_local(opened.model, layers=opened.layers, unembed=opened.unembed)
-    return source.watched_layouts if isinstance(source, CanReadSites) else {}
+def _watched_anatomy(opened: OpenedModel, module: torch.nn.Module, anatomy: Anatomy) -> WatchedAnatomy | None:
+    """What a forward pass shows of blocks that are missing in the table; None if none is, or the model is on a server."""
+    if opened.on_server or not anatomy.unknown_blocks or any(weight.is_meta for weight in module.parameters()):
+        return None
+    source = open_local(opened.model, layers=opened.layers, unembed=opened.unembed, anatomy=anatomy)
+    return source.anatomy_with_sublayers().watched if isinstance(source, CanReadSites) else None
 
 
 def _module_and_side_text(site: Site) -> str:

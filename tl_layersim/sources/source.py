@@ -17,22 +17,19 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, run_batch
 from ..activations.view import Kernel, Reduced, View
-from ..architectures.anatomy import Anatomy
-from ..architectures.blocks import POST_NORM, PRE_NORM, find_stacks, lists_by_stage, nearest_config, stack_of, unknown_blocks
+from ..architectures.anatomy import Anatomy, WatchedAnatomy
+from ..architectures.blocks import POST_NORM, PRE_NORM, choose_stacks
 from ..architectures.hook_points import (
     SITE_NAMES,
     HookPoint,
     StreamSum,
     at_point,
     channels_at,
-    has_convolution,
     read_in_next_run,
     to_positions,
 )
-from ..architectures.layouts import BlockLayout
 from ..architectures.output_heads import lens_of, text_config
-from ..architectures.site_selection import find_points, items_of, refuse_sharded_sites, stream_sums
-from ..architectures.transformer_lens import is_transformer_lens
+from ..architectures.site_selection import items_of, points_at, refuse_sharded_sites, site_map, sums_with
 from ..architectures.unembed import Head, rounding, tensor_of, unembed_gap
 from ..core.distributed import weight_peers
 from ..core.errors import LOG, LayersimError
@@ -439,16 +436,15 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     """A source that reads hook points by name, by default the residual layers.
 
     Attributes:
-        paths: paths of its blocks, those of one stack in an encoder-decoder.
+        anatomy: what lies where in the model, and which of its blocks are read: those of one stack in an encoder-decoder.
         residual: the hook points of the residual layers.
         reading: the hook points that forward passes read.
     """
 
-    paths: list[str]
+    anatomy: Anatomy
     residual: SitesRead
     reading: SitesRead
     _rows: int | None = None  # largest number of rows in a forward pass; None as long as every batch fits
-    _named: bool  # whether the user named the blocks
     _model: ModelDescription
     _heads: tuple[Head, ...] = ()  # heads among which the first watched forward pass chooses
     _is_watched: bool = False  # whether a forward pass has shown that each block runs once, and what it passes on
@@ -460,6 +456,11 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     @property
     def model(self) -> ModelDescription:
         return self._model
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the blocks that are read."""
+        return list(self.anatomy.blocks)
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
@@ -668,7 +669,8 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         The pass runs to its end: a block that runs again is no layer of a residual stream that is read once.
         """
         # What TransformerLens processes it describes itself.
-        blocks = [] if is_transformer_lens(self.module) else [self.module.get_submodule(path) for path in self.paths]
+        paths = [] if self.anatomy.library == "transformer_lens" else self.paths
+        blocks = [self.module.get_submodule(path) for path in paths]
         with torch.no_grad(), kernels_alone(), self.evaluating(), self.settling():
             forward = self.watched(lambda: self.call(row), row.token_positions, blocks)
         if forward.is_post_norm and self._model.basis == PRE_NORM:
@@ -879,7 +881,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
             # One copy at a time: those of all modules may be larger than the memory that is left.
             last_output = hidden.detach()[:1].clone()
             if path == self.paths[-1] and self._model.stream == "unknown":
-                self._model = settled(self._model, self.module, self.paths, self._named, list(strangers))
+                self._model = settled(self._model, self.module, self.anatomy, list(strangers))
                 end()
 
         if self._model.stream != "unknown":
@@ -907,36 +909,32 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Raises:
             LayersimError: the model lacks them.
         """
-        # Names with a stage may lie in other stages than the one whose residual stream is read.
-        prefixes = tuple(f"{stage}." for stage in lists_by_stage(self.module))
-        blocks = self.paths
+        anatomy = self.anatomy_with_sublayers()
         items = items_of(at)
+        prefixes = tuple(f"{stack.name}." for stack in anatomy.stacks) if anatomy.kind == "stages" else ()
+        # Names with a stage may lie in other stages than the one whose residual stream is read.
         if any(isinstance(item, str) and item.startswith(prefixes) for item in items):
             # Each stage has a number of positions of its own, so families keep the names of their stages.
-            stage = stack_of(self.module, self.paths)
-            blocks = find_stacks(self.module, None)
-            at = [f"{stage}.{item}" if item in SITE_NAMES else item for item in items]
-        points = find_points(self.module, blocks, at, per_head, self.watched_layouts)
+            at = [f"{anatomy.stack}.{item}" if item in SITE_NAMES else item for item in items]
+            anatomy = choose_stacks(self.module, anatomy, None)
+        points = points_at(site_map(self.module, anatomy), at, per_head)
         refuse_sharded_sites(self.module, points)
         return self._with_channels(points)
 
-    @property
-    def watched_layouts(self) -> Mapping[str, BlockLayout]:
-        """Layouts of the blocks that are missing in the table of layouts, from a forward pass over a synthetic row."""
-        if isinstance(self, OnServer) or is_transformer_lens(self.module) or not unknown_blocks(self.module, self.paths):
-            return {}
-        anatomy = self.anatomy
-        return {} if anatomy is None else anatomy.layouts
+    def anatomy_with_sublayers(self) -> Anatomy:
+        """The anatomy, with what a forward pass shows if blocks are missing in the table of layouts."""
+        if self.anatomy.watched is None and self.anatomy.unknown_blocks and not isinstance(self, OnServer):
+            self.anatomy = replace(self.anatomy, watched=self.watched_anatomy)
+        return self.anatomy
 
     @cached_property
-    def anatomy(self) -> Anatomy | None:
+    def watched_anatomy(self) -> WatchedAnatomy | None:
         """What a forward pass over a synthetic row shows of the model; None if the pass fails."""
         return self.on_synthetic_row(self._find_anatomy)
 
-    def _find_anatomy(self, row: Batch) -> Anatomy:
+    def _find_anatomy(self, row: Batch) -> WatchedAnatomy:
         recorded = record_forward(self.module, lambda: self.call(row))
-        config = nearest_config(self.module, self.paths[0])
-        anatomy = find_anatomy(recorded, self.paths, config, self._model.torch_dtype)
+        anatomy = find_anatomy(recorded, self.paths, self.anatomy.config, self._model.torch_dtype)
         hidden = recorded.runs_of(anatomy.blocks[-1].path)[-1].output
         if hidden is None:
             return anatomy
@@ -948,14 +946,15 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
         """Hook points with the channel axes of their modules, if the model has convolutions."""
-        # Tested once, and not for each of what may be hundreds of points.
-        if is_transformer_lens(self.module) or not has_convolution(self.module):
+        if self.anatomy.library == "transformer_lens" or not self.anatomy.has_convolution:
             return points
         return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
         """The additions to the residual stream (`StreamSum`) that involve a site chosen by `read_at`."""
-        return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites, self.watched_layouts)
+        if self.reads_residual:
+            return ()
+        return sums_with(site_map(self.module, self.anatomy_with_sublayers()), self.sites)
 
     def without_stack(self, at: Any) -> Any:
         """Replace "encoder.attn_out" in `at` by "attn_out" if the encoder is read, and likewise for other stacks.
@@ -965,7 +964,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Args:
             at: see `hook_points`.
         """
-        prefix = f"{stack_of(self.module, self.paths)}."
+        prefix = f"{self.anatomy.stack}."
         items = items_of(at)
         renamed: list[Any] = []
         for item in items:

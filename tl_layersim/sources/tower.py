@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..activations.view import View
-from ..architectures.blocks import POST_NORM, PRE_NORM, has_both_towers, is_post_norm, layer_names
+from ..architectures.blocks import POST_NORM, PRE_NORM, anatomy_of, layer_names
 from ..architectures.layouts import CLASSES, TOWERS_BY_TYPE, Tower
 from ..architectures.output_heads import lens_of
 from ..architectures.unembed import Unembed, rounding
@@ -56,7 +56,7 @@ class TowerSource(HookedSource):
             config_hash=hash_config(settings),
             weights=StoredWeights(self.clip),
             changes=hooks_on(self.clip),
-            basis=POST_NORM if is_post_norm(self.module, self.paths[0]) else PRE_NORM,
+            basis=POST_NORM if self.anatomy.post_norm else PRE_NORM,
             layers=tuple(f"{self.tower.name}.{name}" for name in layer_names(len(self.paths))),
             stream="whole",
             d_model=getattr(getattr(self.module, "config", None), "hidden_size", self._model.d_model),
@@ -126,7 +126,7 @@ def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
         LayersimError: the model is of another kind.
     """
     kind = str(getattr(getattr(clip, "config", None), "model_type", None))
-    if kind not in TOWERS_BY_TYPE or not has_both_towers(clip):
+    if kind not in TOWERS_BY_TYPE or anatomy_of(clip).kind != "towers":
         reason = ", which pools all positions of an image by attention" if kind.startswith("siglip") else ""
         raise LayersimError(f"`clip` is {brief(clip)}{reason}; it must be {CLASSES}.")
     vision, text = TOWERS_BY_TYPE[kind]

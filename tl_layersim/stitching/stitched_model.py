@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures.blocks import entering, refuse_paths
+from ..architectures.blocks import entering, refuse_paths, with_blocks
 from ..architectures.hook_points import HookPoint
-from ..architectures.output_heads import no_cache
-from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import rounding
 from ..core.arguments import typed
 from ..core.errors import LayersimError
@@ -73,8 +71,9 @@ class StitchedModel(nn.Module):
         args = () if input_ids is None else (input_ids,)
         # An argument that is None is left out: models without it do not take it.
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+        _, back = self._split_models
         with self._joined():
-            return self.back(*args, **mask, **self._without_cache(options), **no_cache(self.back))
+            return self.back(*args, **mask, **self._without_cache(options), **back.source.anatomy.without_cache)
 
     @typed
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
@@ -97,11 +96,11 @@ class StitchedModel(nn.Module):
         """
         ids = self._token_ids(prompt) if isinstance(prompt, str) else prompt
         cache_switch = "use_cache"
-        if is_transformer_lens(self.back):
+        _, back = self._split_models
+        if back.source.anatomy.library == "transformer_lens":
             cache_switch = "use_past_kv_cache"
             options = {"verbose": False, "return_type": "tokens"} | options
         generate: Any = self.back.generate
-        _, back = self._split_models
         with torch.no_grad(), self._joined():
             generated = generate(ids.to(back.device), **self._without_cache(options), **{cache_switch: False})
         if not isinstance(prompt, str):
@@ -228,7 +227,7 @@ class StitchedModel(nn.Module):
             elif name not in ("attention_mask", "position_ids") and bool(value.any()):
                 raise LayersimError(f"`{name}` is not an input of the front model, {front.model.name}.")
         main_input = inputs[main_name].to(front.device)
-        switches = no_cache(self.front)
+        switches = front.source.anatomy.without_cache
         _, back = self._split_models
         was_reading_front = self.reading_front
         try:
@@ -284,9 +283,8 @@ class StitchedSource(HookedSource):
                 f"The stitch point is after {back.model.layers[-1]}, the last block, so no block is left to measure."
             )
         paths_by_id = {id(module): path for path, module in stitched.named_modules()}
-        self.paths = [paths_by_id[id(block)] for block in self.blocks]
-        self._named = False
-        self.embed = None
+        paths = [paths_by_id[id(block)] for block in self.blocks]
+        self.anatomy = with_blocks(stitched, self.anatomy, paths, named=False)
         changes = [front.model.changes, back.model.changes, hooks_on(stitched)]
         self._model = replace(
             back.model,

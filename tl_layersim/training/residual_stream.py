@@ -13,7 +13,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor, nn
 
 from ..activations.block_call import as_positions
-from ..architectures.output_heads import is_detr, no_cache
+from ..architectures.output_heads import is_detr
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
@@ -137,7 +137,7 @@ class ResidualStream:
         main = batch.main
         if not main.is_floating_point():
             main = with_padding_ids(self.module, main, batch.attended)
-        options = no_cache(self.module) | dict(batch.options)
+        options = self.source.anatomy.without_cache | dict(batch.options)
         options = {name: usable(value) for name, value in options.items()}
         if batch.name:
             return (), options | {batch.name: usable(main)}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..analyzers.analyzer import Analyzer
-from ..architectures.blocks import encoder_and_decoder, in_both_stacks
 from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
@@ -41,13 +40,13 @@ def refuse_unattachable(source: HookedSource | NNsightSource, chosen: Mapping[st
     """
     if isinstance(source, NNsightSource):
         # Traces of other models do not tell the positions of their rows.
-        if source.model.main_input != TOKEN_IDS or encoder_and_decoder(source.module):
+        if source.model.main_input != TOKEN_IDS or source.anatomy.kind == "encoder-decoder":
             raise LayersimError(
                 f"`model` is {source.model.name}; `attach` needs an nnsight model that takes token ids and is not an "
                 "encoder-decoder. Use lsim.analyze(model.edit(...), data, analyzers)."
             )
     elif stack_side(source) == "both":
-        raise in_both_stacks(source.module)
+        raise source.anatomy.in_both_stacks()
     for name, analyzer in chosen.items():
         analyzer.check(*plan.models()[name])
         needs = analyzer.needs

@@ -20,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import CACHES, first_tensor
 from ..activations.view import SiteBuffer, View
-from ..architectures.blocks import encoder_and_decoder, stack_of
 from ..architectures.hook_points import multiplied, read_in_next_run, to_positions
 from ..architectures.output_heads import lens_of
-from ..architectures.transformer_lens import is_transformer_lens, right_padding
+from ..architectures.transformer_lens import right_padding
 from ..architectures.unembed import Unembed, rounding, tensor_of, unembed_gap
 from ..core.errors import LayersimError, warn
 from ..data.batches import next_tokens
@@ -353,9 +352,9 @@ def stack_side(source: HookedSource) -> str:
     Returns:
         "encoder" or "decoder"; "" for a model of one stack, "both" if blocks of both or of none are read.
     """
-    if not encoder_and_decoder(source.module):
+    if source.anatomy.kind != "encoder-decoder":
         return ""
-    return stack_of(source.module, source.paths) or "both"
+    return source.anatomy.stack or "both"
 
 
 class Recorder:
@@ -391,7 +390,7 @@ class Recorder:
         self.on_error = on_error
         self.compare = compare
         # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
-        self.direct = is_transformer_lens(source.module)
+        self.direct = source.anatomy.library == "transformer_lens"
         # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
         self.inside = source.reads_residual
         output = source.residual.points[-1].name
@@ -423,8 +422,8 @@ class Recorder:
                 handles.append(self._on_enter(module, partial(self._enter_module, level)))
                 # Also after an exception, so that a later call does not see the state of a failed one.
                 handles.append(self._on_leave(module, self._leave_module, always=True))
-            if source.embed is not None:
-                handles.append(self._on_enter(source.embed, self._read_tokens))
+            if source.anatomy.embedding is not None:
+                handles.append(self._on_enter(source.anatomy.embedding, self._read_tokens))
             if self.direct:
                 handles.append(self._on_enter(source.blocks[0], self._read_mask))
             for (module, incoming), sites in source.modules_read().items():
