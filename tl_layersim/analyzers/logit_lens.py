@@ -246,9 +246,17 @@ class LogitLensResult(Result):
         Args:
             eps: largest error rate, 0 to 1.
 
+        Raises:
+            LayersimError: no position has a target, so that there is no accuracy.
+
         Source:
             Jiang, Zhou and Zhu 2024, definition 3.1.
         """
+        if not self.targets:
+            raise LayersimError(
+                f"effective_depth({eps:g}) needs an accuracy, and none of the {self.positions} positions has a target. Count "
+                "positions with a next token, or pass labels= to LogitLens."
+            )
         reached = (self.accuracy >= 1 - eps).nonzero()[:, 0]
         blocks = self._blocks_run()
         return blocks[int(reached[0])] if len(reached) else blocks[-1]
