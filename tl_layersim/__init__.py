@@ -7,8 +7,5 @@ loaded at its first use.
 
 import lazy_loader
 
-# Results draw themselves through the renderer that this package registers; see `core/rendering.py`.
-from . import reporting as reporting
-
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __version__ = "0.3.0"

@@ -21,7 +21,6 @@ from .errors import LayersimError, without_secrets
 from .file_format import REPORT_FILE, replacing
 from .file_format import write as write_file
 from .intervals import ConfidenceInterval, field_named, headline_intervals, headline_lines, headline_texts, interval_of
-from .rendering import registered_renderer
 from .report_tables import (
     BLOCK_AXES,
     NUMBERS,
@@ -124,7 +123,9 @@ class Result(ABC):
         return headed(title, [f"  {line}" for line in headline_lines(self)])
 
     def _repr_html_(self) -> str:
-        return registered_renderer().result_html(self)
+        from ..reporting.html import result_html
+
+        return result_html(self)
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in FOR_AUTHORS]
@@ -292,7 +293,9 @@ class Result(ABC):
             >>> figure.layout.width  # 3.25 inches
             312
         """
-        return registered_renderer().figure(self, field, width, title)
+        from ..reporting.figures import figure
+
+        return figure(self, field, width, title)
 
     def with_halves(self, first: Any, second: Any) -> Any:
         """The result with its split-half reliability, if its class has such a field.
@@ -564,7 +567,9 @@ class Report(Mapping[str, Any]):
         return headed(f"Report({', '.join(self._results)})", lines)
 
     def _repr_html_(self) -> str:
-        return registered_renderer().report_html(self)
+        from ..reporting.html import report_html
+
+        return report_html(self)
 
     @typed
     def save(self, path: FilePath) -> Path:
@@ -681,10 +686,12 @@ class Report(Mapping[str, Any]):
         Raises:
             LayersimError: no result of the report has a figure.
         """
+        from ..reporting.figures import panels
+
         figures = [result.plot(width=width) for result in self.values() if result.pictures]
         if not figures:
             raise LayersimError(f"The report has no figures; its results are {', '.join(self) or 'none'}.")
-        return registered_renderer().panels(figures, width, title or "")
+        return panels(figures, width, title or "")
 
     @typed
     def to_csv(self, path: FilePath) -> Path:
@@ -847,7 +854,9 @@ class Report(Mapping[str, Any]):
         Args:
             path: path of the page.
         """
-        return registered_renderer().write_html(self, path)
+        from ..reporting.html import write_html
+
+        return write_html(self, path)
 
 
 @typed

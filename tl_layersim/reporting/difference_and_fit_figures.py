@@ -20,6 +20,8 @@ from .style import BLUE, GREEN, GREY, MOST_LINES, ORANGE, layer_axis, model_name
 if TYPE_CHECKING:
     import xarray
 
+    from ..many.fits import Relation
+
 # Colour of cells without a difference, unlike any colour of the scale.
 UNDEFINED = "#c8c8c8"
 
@@ -82,11 +84,11 @@ def difference_figure(array: xarray.DataArray) -> go.Figure:
 MOST_NAMES = 24
 
 
-def regression(relation: Any, predictor: str) -> go.Figure:
+def regression(relation: Relation, predictor: str) -> go.Figure:
     """Scatter plot of scores over one predictor, with the fit and its confidence band.
 
     Args:
-        relation: a `Relation`, the result of `many.relate`.
+        relation: a result of `relate`.
         predictor: name of the predictor. Scores are adjusted to the means of the other predictors.
     """
     x = relation.predictors[predictor]
