@@ -336,6 +336,40 @@ def test_the_last_position_has_a_prediction_and_no_target(how):
     assert not bool(curve.agreement.isnan().any())
 
 
+def test_a_result_without_targets_shows_what_it_has(tmp_path):
+    model = tiny_llama()
+    with lsim.attach(model, lsim.LogitLens(), positions="last", intervals=True) as probe, torch.no_grad():
+        for row in random_tokens(20, 8):
+            model(row[None])
+    report = probe.results()
+    lens = report["logit_lens"]
+    assert list(lens.headline()) == ["agreement of block 1 with the last"]
+    assert bool(lens.interval("cross_entropy").low.isnan().all())
+    entropy = lens.interval("entropy")
+    assert bool((entropy.low < lens.entropy).all() and (lens.entropy < entropy.high).all())
+    assert "NaN" not in str(lens.plot().to_json())
+    page = report.to_html(tmp_path / "page.html").read_text()
+    assert "KL divergence" in page
+    assert "Perplexity" not in page
+    with pytest.raises(lsim.LayersimError, match=r"effective_depth\(0\.25\).*\b20\b"):
+        lens.effective_depth(0.25)
+
+
+def test_positions_with_and_without_a_target_are_means_of_their_own():
+    """The last two positions of a row: the first has a target, and the second has none."""
+    model, rows = tiny_llama(), random_tokens(20, 8)
+    with lsim.attach(model, lsim.LogitLens(), positions=slice(-2, None), intervals=True) as probe, torch.no_grad():
+        for row in rows:
+            model(row[None])
+    both = probe.results()["logit_lens"]
+    known = lsim.analyze(model, lsim.Data(rows, positions=slice(-2, -1)), lsim.LogitLens(), intervals=True)["logit_lens"]
+    assert (both.positions, both.targets, known.targets) == (40, 20, 20)
+    torch.testing.assert_close(both.cross_entropy, known.cross_entropy, rtol=1e-5, atol=0)
+    torch.testing.assert_close(both.interval("accuracy").high, known.interval("accuracy").high)
+    torch.testing.assert_close(both.interval("cross_entropy").error, known.interval("cross_entropy").error, rtol=1e-3, atol=0)
+    assert not torch.allclose(both.entropy, known.entropy, rtol=1e-4)
+
+
 def test_steps_of_generation_at_the_last_position_have_no_target():
     model, prompt = tiny_llama(), ROWS[0][None]
     with lsim.attach(model, lsim.LogitLens(), positions="last") as probe, torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -47,7 +49,7 @@ def lens_by_token(
     norm: bool = True,
     head: np.ndarray = HEAD,
     heads: list[tuple[np.ndarray, np.ndarray]] | None = None,
-) -> list[list[dict[str, float]]]:
+) -> list[list[dict[str, Any]]]:
     """`token layer`: everything that a layer says at a token, from its logits, one by one.
 
     With `heads`, every layer below the last has a weight and a bias of its own.
@@ -64,6 +66,7 @@ def lens_by_token(
             p = softmax(z)
             said = int(np.argmax(z))
             one = {
+                "logits": z,
                 "said": said,
                 "top": p[said],
                 "entropy": -sum(q * np.log(q) for q in p if q > 0),

@@ -20,6 +20,7 @@ def oracle_logit_lens(
     head: np.ndarray = HEAD,
     heads: list[tuple[np.ndarray, np.ndarray]] | None = None,
     center: bool = False,
+    ranks: list[int] | None = None,
 ) -> dict[str, np.ndarray]:
     table = lens_by_token(batches, targets or next_of(batches), norm, head, heads)
     known = [row for row in table if "p" in row[0]]
@@ -36,6 +37,15 @@ def oracle_logit_lens(
     both = np.array(steps) & np.array(closer)
     lost = mean(lambda one, row: one["place"] == 0 and any(r["place"] > 0 for r in row[row.index(one) :]), known)
 
+    # The rank of a token of each position, and its probability.
+    place = np.full((len(table), len(table[0])), np.nan)
+    probability = np.full((len(table), len(table[0])), np.nan)
+    for token, row in enumerate(table if ranks is not None else []):
+        for layer, one in enumerate(row):
+            logits = one["logits"]
+            place[token, layer] = 1 + sum(1 for logit in logits if logit > logits[ranks[token]])
+            probability[token, layer] = np.exp(logits[ranks[token]]) / sum(np.exp(logit) for logit in logits)
+
     cross_entropy = mean(lambda one, row: -np.log(one["p"]), known)
     rises = [all(a["p"] < b["p"] for a, b in itertools.pairwise(row)) for row in known]
     return {
@@ -50,5 +60,8 @@ def oracle_logit_lens(
         "agreement": mean(lambda one, row: one["said"] == row[-1]["said"], table),
         "kl_to_final": mean(lambda one, row: one["kl"], table),
         "entropy": mean(lambda one, row: one["entropy"], table),
+        "rank": place.mean(0),
+        "reciprocal_rank": (1 / place).mean(0),
+        "ranked_probability": probability.mean(0),
         "monotone_share": np.array(sum(rises) / len(rises)),
     }

@@ -12,13 +12,11 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core import LayerMatrix, axes
-from ..core.result_declarations import JOINT, result_class
+from ..core.result_declarations import JOINT, NOT_MEASURED, result_class
 from ..sources.model_description import ModelDescription
 
 # Level of the test behind the threshold of a calibrated value.
 ALPHA = 0.05
-# Default of the fields of the null, which a run without permutations does not measure.
-NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
 # Equal similarities differ by rounding: of Fourier transforms, which give the null, or of decompositions. Few samples and
 # measures that count, such as shared neighbours, have many equal ones.
 EQUAL_WITHIN = 1e-10
@@ -117,14 +115,6 @@ class CalibratedMatrix(LayerMatrix):
     max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     split_half: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     noise_ceiling: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
-
-    def __post_init__(self) -> None:
-        if not self.permutations:
-            for name, names in self.tensor_fields().items():
-                if getattr(self, name) is NOT_MEASURED:
-                    sizes = [len(self.coordinates(axis)) for axis in names]
-                    object.__setattr__(self, name, torch.full(sizes, math.nan, dtype=torch.float64))
-        super().__post_init__()
 
     def with_halves(self, first: Any, second: Any) -> Any:
         halves = torch.stack([first.values.flatten(), second.values.flatten()])

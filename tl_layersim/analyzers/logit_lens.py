@@ -17,11 +17,14 @@ from ..architectures.unembed import LayerHeads
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, without_nan
 from ..core.arguments import FilePath, PositiveFloat, Probability
 from ..core.intervals import with_margin
-from ..core.result_declarations import last_entry
+from ..core.result_declarations import NOT_MEASURED, last_entry
 from ..core.site_names import site_in_words
 from ..core.wording import brief
-from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
+from ..data.batches import Batch
+from ..data.labels import NO_LABEL, is_none, label_key, number_tensor, warn_of_unused
+from ..data.positions import PositionRule
 from ..lens.exit_heads import ExitHeads, as_heads
+from ..lens.single_tokens import TOKENS_IN_WORDS, refuse_rows, token_ids
 from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
 from ..sources.activation_checks import need_known_norm, refuse_bad_logits
 from ..sources.model_description import ModelDescription
@@ -123,6 +126,12 @@ class LogitLensResult(Result):
         lost_share: `layer`, fraction of positions with a target at which this layer predicts the target and a later one does
             not. 0 if predictions that are correct stay so, as the paper says of saturation.
         monotone_share: fraction of positions with a target for which p(target) rises strictly at every block after the first.
+        rank: `layer`, mean over all positions of the rank of the token in `ranks`: 1 + the number of tokens with a strictly
+            larger logit, so that 1 is the most likely token, and tokens with equal logits share the better rank. NaN without
+            `ranks`, as for the next two.
+        reciprocal_rank: `layer`, mean of 1 / rank. A few positions of very large rank decide the mean rank, but hardly change
+            this mean.
+        ranked_probability: `layer`, mean probability of the token in `ranks`.
         ks: the values of k in `top_k_accuracy`.
         positions: number of positions.
         targets: number of positions with a target.
@@ -236,6 +245,32 @@ class LogitLensResult(Result):
         units=_targets,
     )
     monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1), units=_targets)
+    rank: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Mean rank (1: most likely)",
+        title="Rank of the given token",
+        caption="1 + the number of tokens with a larger logit, mean over positions (nostalgebraist 2020).",
+        better="lower",
+        scale="log",
+        default=NOT_MEASURED,
+        within=(1, math.inf),
+    )
+    reciprocal_rank: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Mean of 1 / rank",
+        title="Reciprocal rank of the given token",
+        default=NOT_MEASURED,
+        within=(0, 1),
+        by_chance=(0, 1),
+    )
+    ranked_probability: Float64[Tensor, " layer"] = axes(
+        "layer",
+        label="Probability",
+        title="Probability of the given token",
+        caption="Mean over positions of the probability of the token in `ranks`.",
+        default=NOT_MEASURED,
+        within=(0, 1),
+    )
     ks: tuple[int, ...]
     positions: int
     targets: int
@@ -250,9 +285,17 @@ class LogitLensResult(Result):
         Args:
             eps: largest error rate, 0 to 1.
 
+        Raises:
+            LayersimError: no position has a target, so that there is no accuracy.
+
         Source:
             Jiang, Zhou and Zhu 2024, definition 3.1.
         """
+        if not self.targets:
+            raise LayersimError(
+                f"effective_depth({eps:g}) needs an accuracy, and none of the {self.positions} positions has a target. Count "
+                "positions with a next token, or pass labels= to LogitLens."
+            )
         reached = (self.accuracy >= 1 - eps).nonzero()[:, 0]
         blocks = self._blocks_run()
         return blocks[int(reached[0])] if len(reached) else blocks[-1]
@@ -267,6 +310,8 @@ class LogitLensResult(Result):
                 "perplexity of the last layer": self.perplexity[-1],
                 f"agreement of {block} with the last": self.agreement[middle],
                 "positions that rise at every block (fraction)": self.monotone_share,
+                "mean rank of the given token at the last layer": self.rank[-1],
+                f"mean rank of the given token after {block}": self.rank[middle],
             }
         )
 
@@ -316,6 +361,9 @@ class LogitLens(LensAnalyzer):
             mean over all counted tokens, as the paper and `Cosine()` do, which takes a first pass over the data.
         lens_memory_mb: megabytes for the logits of one chunk of tokens; at least one token at all layers is computed.
         heads: `ExitHeads` of the layers below the last, or their file; None for the model's own head at every layer.
+        ranks: a token whose rank and probability are measured at every counted position, such as " Paris": the text of one
+            token, its id, or a list of these with one for each row of the data. With `Data(texts, positions="last")` it is
+            the rank of an answer. Independent of `labels`.
 
     Source:
         nostalgebraist 2020; Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 2, theorem 2.2,
@@ -328,6 +376,13 @@ class LogitLens(LensAnalyzer):
         >>> lens = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.LogitLens()])["logit_lens"]
         >>> float(lens.agreement[-1]), float(lens.kl_to_final[-1]), bool(lens.accuracy[-1] > lens.accuracy[0])
         (1.0, 0.0, True)
+
+        The rank of an answer after each block.
+
+        >>> data = lsim.Data("Once upon a time there was a little", positions="last")
+        >>> lens = lsim.analyze(lsim.demo_model(), data, lsim.LogitLens(ranks=" girl"))["logit_lens"]
+        >>> int(lens.rank[-1]), bool(lens.rank[0] > 100)
+        (1, True)
     """
 
     name: ClassVar[str] = "logit_lens"
@@ -335,9 +390,15 @@ class LogitLens(LensAnalyzer):
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
     labels: Any = "next_token"
     center: Literal["none", "dataset"] = "none"
+    ranks: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.ranks, str | int | float | list | tuple | None):
+            object.__setattr__(self, "ranks", number_tensor(self.ranks, "ranks", TOKENS_IN_WORDS))
+        # A list of tokens has one for each numbered row of the data.
+        is_list = isinstance(self.ranks, list | tuple) or (isinstance(self.ranks, Tensor) and self.ranks.dim() > 0)
+        object.__setattr__(self, "prompts", is_list)
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
@@ -350,14 +411,35 @@ class LogitLens(LensAnalyzer):
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if self.center == "dataset" else None
 
+    def settled(self, model: ModelDescription, positions: PositionRule | None) -> Analyzer:
+        if self.ranks is None:
+            return self
+        ids = token_ids(self.ranks, model, "ranks")
+        return replace(self, ranks=ids if ids.dim() else int(ids))
+
+    def check_batch(self, batch: Batch, model: ModelDescription) -> None:
+        super().check_batch(batch, model)
+        if isinstance(self.ranks, Tensor):
+            refuse_rows(self.ranks, batch, "ranks")
+
     def kernel(self, first: Sums) -> Kernel:
         mean = first["total"] / first["count"] if first else None
-        return partial(lens_kernel, ks=cast(tuple[int, ...], self.top_k), labels=self.labels, mean=mean, **self.lens)
+        ks = cast(tuple[int, ...], self.top_k)
+        return partial(lens_kernel, ks=ks, labels=self.labels, mean=mean, ranks=self.ranks, **self.lens)
 
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
         count = int(sums["count"])
         targets = int(sums["targets"])
         self.check_sums(sums, run, targets)
+        of_ranks: dict[str, Tensor] = {}
+        if self.ranks is not None:
+            if isinstance(self.ranks, Tensor):
+                warn_of_unused(self.ranks, run.provenance, "ranks")
+            of_ranks = {
+                "rank": sums["rank"].double() / count,
+                "reciprocal_rank": sums["reciprocal rank"] / count,
+                "ranked_probability": sums["rank prob"] / count,
+            }
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
         return LogitLensResult(
@@ -373,6 +455,7 @@ class LogitLens(LensAnalyzer):
             step_share_if_closer=_prepend_nan(sums["steps closer"].double() / sums["closer"]),
             lost_share=sums["lost"].double() / targets,
             monotone_share=sums["rising"].double() / targets,
+            **of_ranks,
             ks=cast(tuple[int, ...], self.top_k),
             positions=count,
             targets=targets,
@@ -396,6 +479,7 @@ def lens_kernel(
     memory_mb: float,
     mean: Tensor | None = None,
     heads: LayerHeads | None = None,
+    ranks: int | Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Sum the loss, ranks and entropy of every layer's predictions over positions.
 
@@ -407,11 +491,18 @@ def lens_kernel(
         memory_mb: megabytes for logits.
         mean: `residual d_model` to subtract for the cosine, None for no centring.
         heads: heads for the layers below the last; None to use the model's own head at every layer.
+        ranks: id of the token whose rank is read, or `row`, an id for each row of the data; None for none.
     """
-    target = targets(view, labels, read_positions(view))
+    index = read_positions(view)
+    target = targets(view, labels, index)
+    ids: Tensor | None = None
+    if isinstance(ranks, int):
+        ids = torch.full_like(target, ranks)
+    elif ranks is not None:
+        ids = targets(view, ranks, index)
     # Before the lens, whose logits are the most memory.
     closer = _closer_to_last(view, mean)
-    lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)
+    lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads, ids)
     has_target = target != NO_LABEL
     log_prob = lens["target_log_prob"][:, has_target]
     # Number of tokens that are ranked before the target.
@@ -420,7 +511,14 @@ def lens_kernel(
     correct = before == 0
     wrong_from_here_on = (~correct).flip(0).cumsum(0).flip(0)
     closer = closer[:, has_target]
-    return {
+    of_ranks: dict[str, Tensor] = {}
+    if ids is not None:
+        of_ranks = {
+            "rank": lens["rank"].sum(1),
+            "reciprocal rank": (1 / lens["rank"].double()).sum(1),
+            "rank prob": lens["rank_prob"].sum(1),
+        }
+    return of_ranks | {
         "steps": rises.sum(1),
         "steps closer": (rises & closer).sum(1),
         "closer": closer.sum(1),

@@ -20,6 +20,8 @@ from .errors import without_secrets
 T = TypeVar("T")
 Better = Literal["", "higher", "lower"]
 Scale = Literal["", "log", "free"]
+# Default of a tensor field that a run measures only if an option asks for it. The result then holds NaN in the field's shape.
+NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def axes(
         better: whether "higher" or "lower" numbers are better; "" for neither.
         scale: scale of the value axis: "log" for a logarithmic axis if the values spread, "free" for an axis that need not
             start at a bound of the values.
-        default: default value of the field; none by default.
+        default: default value of the field; none by default. `NOT_MEASURED` becomes NaN in the shape of the axes.
         within: bounds of the values, such as (0, 1) for fractions; intervals stay inside them. None for a field without
             interval: what a first pass over the data determines, values of single prompts, and p-values.
         by_chance: bounds that a fraction may reach only because there are few samples, such as (0, 1) for an accuracy. At such

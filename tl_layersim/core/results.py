@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from abc import ABC
@@ -40,7 +41,16 @@ from .report_tables import (
     plain_markdown,
     result_table,
 )
-from .result_declarations import JOINT, Declaration, Provenance, axes, declarations, result_class, without_nan
+from .result_declarations import (
+    JOINT,
+    NOT_MEASURED,
+    Declaration,
+    Provenance,
+    axes,
+    declarations,
+    result_class,
+    without_nan,
+)
 from .result_files import REPO_TYPE, SCHEME, load_kind, pack, pack_report
 from .site_names import in_depth_order, site_in_words
 from .wording import amount, brief, headed
@@ -109,6 +119,8 @@ class Result(ABC):
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
             tensor = getattr(self, name)
+            if tensor is NOT_MEASURED:
+                tensor = torch.full(sizes, math.nan, dtype=torch.float64)
             if tuple(tensor.shape) != sizes:
                 raise LayersimError(
                     f"{type(self).__name__}.{name} has shape {tuple(tensor.shape)}; the labels of its axes "

@@ -104,12 +104,18 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
     return labels if isinstance(labels, Tensor) else table
 
 
-def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
-    """Warn if a table of labels has more rows than the data. An extra first row would shift all labels."""
+def warn_of_unused(labels: str | Tensor, run: Provenance, argument: str = "labels") -> None:
+    """Warn if a table of labels has more rows than the data. An extra first row would shift all labels.
+
+    Args:
+        labels: the table, or a word.
+        run: provenance of the run.
+        argument: the caller's argument, for the message.
+    """
     if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
         warn(
-            f"`labels` has {len(labels)} rows, but {run.sequences} non-empty rows of data were read. Row i of the "
-            "labels belongs to row i of the data, in which empty rows count too."
+            f"`{argument}` has {len(labels)} rows, but {run.sequences} non-empty rows of data were read. Row i of "
+            f"`{argument}` belongs to row i of the data, in which empty rows count too."
         )
 
 

@@ -97,6 +97,7 @@ def read_lens(
     ranked: int,
     key: str,
     heads: LayerHeads | None = None,
+    ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Statistics of the logit lens at every layer and token (each `layer token`).
 
@@ -110,17 +111,19 @@ def read_lens(
         ranked: largest rank that is computed.
         key: key of the target in `view.memo`.
         heads: heads of the layers below the last; None for the model's own at every layer.
+        ids: `token`, an id at each position whose rank and probability are read too; None for none.
 
     Returns:
         `best`, the id with the largest logit (the lowest id among equals), and `best_prob`; `target_log_prob`; `before`, the
-        number of ids ranked above the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this layer), in nats. All
-        are computed in float64 from the logits in the model's own dtype.
+        number of ids ranked above the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this layer), in nats; for
+        `ids`, `rank` = 1 + the number of strictly larger logits, and `rank_prob`. All are computed in float64 from the logits
+        in the model's own dtype.
 
     Raises:
         LayersimError: the head has one output, or a target is not one of its ids.
     """
     key = f"{_memo_key(normed, heads)} target={key}"
-    if key in view.memo and view.memo[key]["ranked"] >= ranked:
+    if key in view.memo and view.memo[key]["ranked"] >= ranked and ids is None:
         cached: dict[str, Tensor] = view.memo[key]["lens"]
         return cached
     # At least RANKED, so that the result serves later analyzers too.
@@ -130,15 +133,21 @@ def read_lens(
     heads = None if heads is None else heads.fitting(view.unembed, x)
     layers, tokens = x.shape[:2]
     statistics: dict[str, Tensor] = {}
-    for name in ("best_prob", "target_log_prob", "entropy", "kl"):
+    real_names = ["best_prob", "target_log_prob", "entropy", "kl"]
+    whole_names = ["best", "before"]
+    if ids is not None:
+        real_names.append("rank_prob")
+        whole_names.append("rank")
+    for name in real_names:
         statistics[name] = torch.zeros(layers, tokens, dtype=torch.float64, device=x.device)
-    for name in ("best", "before"):
+    for name in whole_names:
         statistics[name] = torch.zeros(layers, tokens, dtype=torch.int64, device=x.device)
     # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
     to_logits = partial(logits_of_layers, view.unembed, needs_norm=needs_norm, normed=normed, heads=heads)
     for span, [z] in _chunks([(view.unembed, x, to_logits)], memory_mb):
         z = on_float64_device(z)
-        chunk = _read_chunk(z, target[span].to(z.device), ranked)
+        ids_of_chunk = None if ids is None else ids[span].to(z.device)
+        chunk = _read_chunk(z, target[span].to(z.device), ranked, ids_of_chunk)
         for name, values in chunk.items():
             statistics[name][:, span] = values.T.to(x.device)
     view.memo[key] = {"ranked": ranked, "lens": statistics}
@@ -172,7 +181,7 @@ def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tenso
     return torch.stack(ids_of_tokens, 1), torch.stack(probabilities_of_tokens, 1)
 
 
-def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
+def _read_chunk(z: Tensor, target: Tensor, ranked: int, ids: Tensor | None) -> dict[str, Tensor]:
     """Statistics of `read_lens` (each `token layer`) from one chunk of logits (`token layer vocabulary`)."""
     has_target = target != NO_LABEL
     target_id = target.where(has_target, 0)[:, None].expand(z.shape[:2])
@@ -183,6 +192,10 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
             f"{z.shape[-1] - 1}, and {NO_LABEL} means no label."
         )
     target_logit = z.gather(-1, target_id[..., None])[..., 0].double()
+    logit_of_id: Tensor | None = None
+    rank: Tensor | None = None
+    if ids is not None:
+        logit_of_id, rank = _logits_and_ranks(z, ids)
     group_maxima, sum_exp, mean_logit, mean_under_last = _moments(z)
     kl_is_infinite = torch.zeros_like(sum_exp, dtype=torch.bool)
     if not bool((mean_logit.isfinite() & mean_under_last.isfinite()).all()) and bool(z.isneginf().any()):
@@ -197,7 +210,10 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
     # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
     log_prob_under_last = mean_under_last - log_sum_exp
     kl = log_prob_under_last[:, -1:] - log_prob_under_last
-    return {
+    of_ids: dict[str, Tensor] = {}
+    if logit_of_id is not None and rank is not None:
+        of_ids = {"rank": rank, "rank_prob": (logit_of_id.double() - top_logit - log_sum_exp).clamp(max=0).exp()}
+    return of_ids | {
         "best": _top_id(z, group_maxima),
         "best_prob": 1 / sum_exp,
         # Rounding may give a probability above 1.
@@ -311,6 +327,32 @@ def _count_above(z: Tensor, group_maxima: Tensor, target_id: Tensor, target_logi
         is_above = ((logits > logit_of_target) | ((logits == logit_of_target) & is_lower_id)) & exists
         count.index_put_((token, layer), is_above.sum(1), accumulate=True)
     return count.clamp(max=ranked)
+
+
+def _logits_and_ranks(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Logit of an id at each layer, and its rank: 1 + the number of strictly larger logits (both `token layer`).
+
+    Args:
+        z: `token layer vocabulary`.
+        ids: `token`.
+
+    Raises:
+        LayersimError: an id is not one of the head's.
+    """
+    vocabulary = z.shape[-1]
+    if len(ids) and int(ids.max()) >= vocabulary:
+        raise LayersimError(
+            f"The rank of the id {int(ids.max())} is asked for, but the ids of the model's head are 0 to {vocabulary - 1}."
+        )
+    flat = z.flatten(0, 1)
+    logits = z.gather(-1, ids[:, None, None].expand(*z.shape[:2], 1)).flatten(0, 1)
+    larger = torch.empty(len(flat), dtype=torch.int64, device=z.device)
+    # Some rows at a time, because a comparison of all logits would take a quarter of their memory again.
+    size = max(1, block_size(z) // vocabulary)
+    for start in range(0, len(flat), size):
+        rows = slice(start, start + size)
+        larger[rows] = (flat[rows] > logits[rows]).sum(-1)
+    return logits.view(z.shape[:2]), 1 + larger.view(z.shape[:2])
 
 
 def bad_logits(lens: dict[str, Tensor]) -> Tensor:

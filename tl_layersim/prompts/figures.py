@@ -15,9 +15,12 @@ from ..activations.view import View
 from ..analyzers.analyzer import need_head
 from ..core.arguments import PositiveFloat, typed
 from ..core.errors import LayersimError
-from ..core.result_declarations import ValuesAlias, result_class
+from ..core.result_declarations import NOT_MEASURED, ValuesAlias, result_class
 from ..core.results import Result, axes
+from ..data.data import Data
 from ..data.labels import NO_LABEL
+from ..engine.run_arguments import with_tokenizer
+from ..lens.single_tokens import token_id
 from ..lens.statistics import likeliest, read_lens, saturation_layers
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_known_norm, refuse_bad_logits
@@ -41,7 +44,11 @@ class PredictionGrid(Result):
         top_probability: `token layer rank`, probabilities of the five most likely next tokens.
         words: `token layer`, the most likely next tokens as text.
         top_words: `token layer rank`, the five most likely next tokens as text.
+        target_rank: `token layer`, rank of the token `target`: 1 + the number of tokens with a strictly larger logit. NaN
+            without `target`, as is the next.
+        target_probability: `token layer`, probability of the token `target`.
         tokens: the prompt's tokens as text.
+        target: the token `target` as text; "" without one.
     """
 
     probability = ValuesAlias()
@@ -65,9 +72,26 @@ class PredictionGrid(Result):
         within=(0, math.inf),
     )
     top_probability: Float64[Tensor, "token layer rank"] = axes("token", "layer", "rank", within=(0, 1))
+    target_rank: Float64[Tensor, "token layer"] = axes(
+        "token",
+        "layer",
+        label="Rank",
+        title="Rank of the target at each token and layer",
+        default=NOT_MEASURED,
+        within=(1, math.inf),
+    )
+    target_probability: Float64[Tensor, "token layer"] = axes(
+        "token",
+        "layer",
+        label="Probability",
+        title="Probability of the target at each token and layer",
+        default=NOT_MEASURED,
+        within=(0, 1),
+    )
     words: tuple[tuple[str, ...], ...]
     top_words: tuple[tuple[tuple[str, ...], ...], ...]
     tokens: tuple[str, ...]
+    target: str = ""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -122,6 +146,7 @@ def prediction_grid(
     model: Any,
     prompt: Any,
     *,
+    target: Any = None,
     norm: Literal["final", "none"] = "final",
     lens_memory_mb: PositiveFloat = 128,
 ) -> PredictionGrid:
@@ -131,11 +156,13 @@ def prediction_grid(
         model: as in `analyze`.
         prompt: a `Data`, or a text or token ids `pos`. Without a tokenizer, words are shown as ids. For a prompt that the model
             continues, as in figure 20, pass the ids that `model.generate` returns.
+        target: a token whose rank and probability are read too: its text, such as " Paris", or its id.
         norm: as in `LogitLens`.
         lens_memory_mb: as in `LogitLens`.
 
     Raises:
-        LayersimError: the model has no head over a vocabulary, or the prompt is longer than its context.
+        LayersimError: the model has no head over a vocabulary, the prompt is longer than its context, or `target` is not one
+            token.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.1, figure 20.
@@ -145,15 +172,25 @@ def prediction_grid(
         >>> grid = lsim.prompts.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
         >>> grid.words[-1][-1]
         ' girl'
+
+        The rank of a token after each block, at the last position of the prompt.
+
+        >>> grid = lsim.prompts.prediction_grid(lsim.demo_model(), "Once upon a time there was a little", target=" boy")
+        >>> grid.target_rank[-1].int().tolist()[-1]
+        2
     """
     check = partial(need_head, analyzer="prediction_grid", targets=True)
-    kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
     source = open_source(model)
     if norm == "none":
         need_known_norm(source.model)
-    statistics, tokens, word, provenance = run_on_prompt(
-        source, prompt, lambda _: kernel, {"norm": norm}, check=check, lens=True
-    )
+    options: dict[str, Any] = {"norm": norm}
+    target_id = None
+    if target is not None:
+        target_id = token_id(target, with_tokenizer(source.model, Data.of(prompt).tokenizer), "target")
+        options["target"] = target_id
+    memory_mb = float(lens_memory_mb)
+    kernel = partial(grid_kernel, normed=norm == "final", memory_mb=memory_mb, ranks=RANKS, target=target_id)
+    statistics, tokens, word, provenance = run_on_prompt(source, prompt, lambda _: kernel, options, check=check, lens=True)
     refuse_bad_logits(statistics["bad"], source.model.layers)
     words = []
     for ids in statistics["best"].T.tolist():
@@ -161,7 +198,15 @@ def prediction_grid(
     top_words = []
     for ids_of_blocks in statistics["top"].transpose(0, 1).tolist():
         top_words.append(tuple(tuple(map(word, ids)) for ids in ids_of_blocks))
+    of_target: dict[str, Tensor] = {}
+    if target_id is not None:
+        of_target = {
+            "target_rank": statistics["target_rank"].double().T,
+            "target_probability": statistics["target_probability"].double().T,
+        }
     return PredictionGrid(
+        **of_target,
+        target="" if target_id is None else word(target_id),
         values=statistics["probability"].double().T,
         saturation_layer=statistics["saturation"].double(),
         entropy=statistics["entropy"].double().T,
@@ -223,13 +268,23 @@ def trajectory_pca(
     )
 
 
-def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> dict[str, Tensor]:
-    """A dict of logit-lens statistics of one prompt: top tokens, probabilities, entropies and saturation layers."""
+def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int, target: int | None) -> dict[str, Tensor]:
+    """A dict of logit-lens statistics of one prompt: top tokens, probabilities, entropies and saturation layers.
+
+    Args:
+        view: view of one row of tokens.
+        normed: whether the final norm is applied to every layer.
+        memory_mb: megabytes for logits.
+        ranks: number of most likely tokens.
+        target: id of a token whose rank and probability are read too; None for none.
+    """
     no_labels = torch.full_like(view.tokens, NO_LABEL)
-    lens = read_lens(view, no_labels, normed, memory_mb, 1, "none")
+    ids = None if target is None else torch.full_like(view.tokens, target)
+    lens = read_lens(view, no_labels, normed, memory_mb, 1, "none", ids=ids)
+    of_target = {} if ids is None else {"target_rank": lens["rank"], "target_probability": lens["rank_prob"]}
     saturation, bad = saturation_layers(view, normed, memory_mb)
     top, top_probability = likeliest(view, normed, lens["best"], ranks)
-    return {
+    return of_target | {
         "bad": bad,
         "best": lens["best"],
         "entropy": lens["entropy"],

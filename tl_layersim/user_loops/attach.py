@@ -155,6 +155,8 @@ def attach(
     plan = plan_sites([source], chosen, at, per_head)
     plan.start_reading()
     plan.check_sites(chosen)
+    for name, described in plan.models().items():
+        chosen[name] = chosen[name].settled(described[0], None)
     refuse_unattachable(source, chosen, plan)
     rule = Positions(chosen_rule(positions, [source.model], chosen))
     if rule.marked:
