@@ -14,7 +14,7 @@ from tl_layersim.engine.site_plan import plan_sites
 from tl_layersim.remote.open_model import open_source
 
 from ..engine.run_inputs import OwnNorm
-from ..tiny_models import tiny_llama
+from ..models.tiny_models import tiny_llama
 
 CLASSES = torch.tensor([0, 1, 1, 0])
 

@@ -8,7 +8,7 @@ import torch
 from tl_layersim import LayersimError
 from tl_layersim.architectures.blocks import anatomy_of, choose_blocks, choose_stacks
 
-from ..clip_models import clip_of
+from ..models.clip_models import clip_of
 from .site_cases import model_of
 
 

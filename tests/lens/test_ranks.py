@@ -9,9 +9,9 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
-from ..tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
-from ..views import from_views, own_head, residuals, view
-from ..wrapped_models import by_hand
+from ..inputs.views import from_views, own_head, residuals, view
+from ..models.tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
+from ..models.wrapped_models import by_hand
 
 FIELDS = ("rank", "reciprocal_rank", "ranked_probability")
 
