@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.sums import added
 from .view import Kernel, Reduced, View, in_full_precision, select_sites, tokens_alone
 
 if TYPE_CHECKING:
@@ -249,10 +250,12 @@ class BatchPlan:
                 if name in pool_outputs:
                     pool_outputs[name].append(output)
                     continue
+                outputs_of_leaves: dict[int, dict[str, Tensor]] = {}
                 for key, value in output.items():
                     leaf, _, field_name = key.partition("/")
-                    sums = leaves[int(leaf)][name]
-                    sums[field_name] = value if field_name not in sums else added(sums[field_name], value)
+                    outputs_of_leaves.setdefault(int(leaf), {})[field_name] = value
+                for number, leaf_output in outputs_of_leaves.items():
+                    leaves[number][name] = added(leaves[number][name], leaf_output, name)
         if any(bool(count.any()) for count in counts):
             return [(counts, {})]
         for name, kernel_outputs in pool_outputs.items():
@@ -287,22 +290,6 @@ class BatchPlan:
             sums_of_pools.append(in_full_precision(pool_sides[0].device, pool_sums))
             start = end
         return sums_of_pools
-
-
-def added(a: Tensor, b: Tensor) -> Tensor:
-    """Add two outputs of a kernel, as int64 or float64.
-
-    Args:
-        a: the output on some rows.
-        b: the output on other rows.
-
-    Raises:
-        ValueError: the shapes differ, which broadcasting would hide.
-    """
-    if a.shape != b.shape:
-        raise ValueError(f"the kernel returned shape {tuple(a.shape)} for some rows and {tuple(b.shape)} for others")
-    wide = torch.float64 if a.is_floating_point() else torch.int64
-    return a.to(wide) + b.to(wide)
 
 
 def plan_batch(

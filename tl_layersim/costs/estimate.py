@@ -26,7 +26,7 @@ from ..analyzers.analyzer import Analyzer
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, excerpt, in_words
-from ..core.sums import TEXT_ORDER, Sums, analyzer_of, first_block_size, most_nodes
+from ..core.sums import TEXT_ORDER, Sums, analyzer_of, as_sum, first_block_size, most_nodes
 from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
 from ..data.data import Data
@@ -552,8 +552,7 @@ class MeteredBatch:
         fields = dict(Sums.of({name: value for name, value in output.items() if not value.is_meta}).fields)
         for name, value in output.items():
             if value.is_meta:
-                dtype = torch.float64 if value.dtype.is_floating_point else torch.int64
-                fields[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+                fields[name] = as_sum(value)
         return Sums(fields)
 
     def calibrate(self) -> float:
