@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.integer_hash import mixed
 from ..core.sums import added
 from .view import Kernel, Reduced, View, in_full_precision, select_sites, tokens_alone
 
@@ -155,17 +156,6 @@ def samples_of(view: View, whole_rows: bool) -> Samples:
     return Samples(row, rank, hashes[number], origin)
 
 
-def mixed(values: Tensor) -> Tensor:
-    """Hash each integer (the finaliser of SplitMix64).
-
-    Args:
-        values: int64.
-    """
-    values = (values ^ ((values >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    values = (values ^ ((values >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return values ^ ((values >> 31) & 0x1FFFFFFFF)
-
-
 @dataclass(frozen=True)
 class _Pool:
     """The samples drawn from one pool of texts.
@@ -290,6 +280,18 @@ class BatchPlan:
             sums_of_pools.append(in_full_precision(pool_sides[0].device, pool_sums))
             start = end
         return sums_of_pools
+
+
+def view_of_tokens(tokens: Tensor, sequence: Tensor, row: Tensor, text: Tensor | None = None) -> View:
+    """A view of tokens for `plan_batch`, without activations. Positions are not known, and are those of `sequence`.
+
+    Args:
+        tokens: see `View`; all further arguments are the same.
+        sequence: see `View`.
+        row: see `View`.
+        text: see `View`.
+    """
+    return View(torch.empty(0, len(tokens), 0), tokens, sequence, sequence, row=row, text=text)
 
 
 def plan_batch(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
+from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch, view_of_tokens
 from ..activations.text_order import bytes_of_neighbour_products
 from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
@@ -620,8 +620,7 @@ class _Pool:
         rows = kernel.texts(positions_of_row)
         row = torch.arange(rows).repeat_interleave(positions_of_row)
         ids = torch.randint(vocabulary, (len(row),), generator=torch.Generator().manual_seed(0))
-        view_without_activations = View(torch.empty(0, len(row), 0), ids, row, row, row=row)
-        [pool] = plan_batch(view_without_activations, (0, rows), rows, None, {"": kernel}).pools[""]
+        [pool] = plan_batch(view_of_tokens(ids, row, row), (0, rows), rows, None, {"": kernel}).pools[""]
         # A pool may have more rows than the batch: its samples are those of the batch again and again.
         samples_of_batch = len(batch.tokens) if kernel.whole_rows else counted
         return cls(kernel, rows, pool.samples, pool.draws, pool.index % samples_of_batch)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import first_tensor, gradients
-from ..activations.row_pools import AnyKernel, plan_batch
+from ..activations.row_pools import AnyKernel, plan_batch, view_of_tokens
 from ..activations.view import SiteBuffer, View, reduce
 from ..core.sums import added, as_sum, push
 from ..sources.nnsight import TraceReader
@@ -93,7 +93,7 @@ def known_view(batch: dict[str, Any]) -> View:
     # Without texts, each row is one.
     text = torch.cat([item["kept"].get("text", item["kept"]["row"]) for item in batch["passes"]])
     rows = torch.cat(sequence)
-    return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row, text=text)
+    return view_of_tokens(tokens, rows, row, text)
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
