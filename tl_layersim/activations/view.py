@@ -378,7 +378,7 @@ class SiteBuffer:
             unembed: see `View`.
             calls: see `View`.
         """
-        fields = {}
+        fields: dict[str, Any] = {}
         for name, values in token_fields.items():
             fields[name] = values.to(self.device_of_tokens)
         return View(**self.fields(), **fields, unembed=unembed, calls=tuple(calls))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..activations.row_pools import AnyKernel
-from ..activations.view import Kernel, Reduced
+from ..activations.view import Kernel, Reduced, kept_of
 from ..architectures.blocks import encoder_and_decoder
 from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import site_map
