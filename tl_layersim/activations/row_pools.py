@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.integer_hash import mixed
+from ..core.sums import added
 from .view import Kernel, Reduced, View, in_full_precision, select_sites, tokens_alone
 
 if TYPE_CHECKING:
@@ -154,17 +156,6 @@ def samples_of(view: View, whole_rows: bool) -> Samples:
     return Samples(row, rank, hashes[number], origin)
 
 
-def mixed(values: Tensor) -> Tensor:
-    """Hash each integer (the finaliser of SplitMix64).
-
-    Args:
-        values: int64.
-    """
-    values = (values ^ ((values >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    values = (values ^ ((values >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return values ^ ((values >> 31) & 0x1FFFFFFFF)
-
-
 @dataclass(frozen=True)
 class _Pool:
     """The samples drawn from one pool of texts.
@@ -249,10 +240,12 @@ class BatchPlan:
                 if name in pool_outputs:
                     pool_outputs[name].append(output)
                     continue
+                outputs_of_leaves: dict[int, dict[str, Tensor]] = {}
                 for key, value in output.items():
                     leaf, _, field_name = key.partition("/")
-                    sums = leaves[int(leaf)][name]
-                    sums[field_name] = value if field_name not in sums else added(sums[field_name], value)
+                    outputs_of_leaves.setdefault(int(leaf), {})[field_name] = value
+                for number, leaf_output in outputs_of_leaves.items():
+                    leaves[number][name] = added(leaves[number][name], leaf_output, name)
         if any(bool(count.any()) for count in counts):
             return [(counts, {})]
         for name, kernel_outputs in pool_outputs.items():
@@ -289,20 +282,16 @@ class BatchPlan:
         return sums_of_pools
 
 
-def added(a: Tensor, b: Tensor) -> Tensor:
-    """Add two outputs of a kernel, as int64 or float64.
+def view_of_tokens(tokens: Tensor, sequence: Tensor, row: Tensor, text: Tensor | None = None) -> View:
+    """A view of tokens for `plan_batch`, without activations. Positions are not known, and are those of `sequence`.
 
     Args:
-        a: the output on some rows.
-        b: the output on other rows.
-
-    Raises:
-        ValueError: the shapes differ, which broadcasting would hide.
+        tokens: see `View`; all further arguments are the same.
+        sequence: see `View`.
+        row: see `View`.
+        text: see `View`.
     """
-    if a.shape != b.shape:
-        raise ValueError(f"the kernel returned shape {tuple(a.shape)} for some rows and {tuple(b.shape)} for others")
-    wide = torch.float64 if a.is_floating_point() else torch.int64
-    return a.to(wide) + b.to(wide)
+    return View(torch.empty(0, len(tokens), 0), tokens, sequence, sequence, row=row, text=text)
 
 
 def plan_batch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -158,6 +158,16 @@ def tokens_alone(batch: Batch) -> View:
         column=batch.sources[1][at],
         labels=None if batch.labels is None else batch.labels[at],
     )
+
+
+def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The flat indices of a batch's counted positions, and the fields by token that a `SiteBuffer` does not know."""
+    token_fields = tokens_alone(batch).token_fields()
+    # The buffer knows rows and positions.
+    del token_fields["sequence"]
+    del token_fields["position"]
+    counted_positions = batch.counted.reshape(-1).nonzero()[:, 0]
+    return counted_positions, token_fields
 
 
 def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
@@ -352,9 +362,30 @@ class SiteBuffer:
         """Width of each site."""
         return tuple(self._widths)
 
+    @property
+    def device_of_tokens(self) -> torch.device:
+        """The device of data by token: that of the activations.
+
+        Beside activations without values, tokens keep theirs: minibatches and targets depend on them.
+        """
+        return torch.device("cpu") if self.activations.is_meta else self.activations.device
+
+    def view(self, token_fields: Mapping[str, Tensor], unembed: Unembed | None = None, calls: Sequence[BlockCall] = ()) -> View:
+        """The filled buffer as a `View`.
+
+        Args:
+            token_fields: further fields of the view, `sample`, on any device.
+            unembed: see `View`.
+            calls: see `View`.
+        """
+        fields: dict[str, Any] = {}
+        for name, values in token_fields.items():
+            fields[name] = values.to(self.device_of_tokens)
+        return View(**self.fields(), **fields, unembed=unembed, calls=tuple(calls))
+
     def fields(self) -> dict[str, Any]:
         """Arguments for `View`: activations, names and widths of sites, and row and position of each sample."""
-        samples = self.samples.to(self.activations.device)
+        samples = self.samples.to(self.device_of_tokens)
         return {
             "activations": self.activations,
             "sites": self.sites,

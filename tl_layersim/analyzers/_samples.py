@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.row_pools import SAMPLES_OF_POOL, SAMPLES_OF_ROW, Samples, mixed
+from ..activations.row_pools import SAMPLES_OF_POOL, SAMPLES_OF_ROW, Samples
 from ..activations.view import View, row_ends
 from ..core import LayersimError, Sums
+from ..core.integer_hash import mixed
 from ..data.labels import NO_LABEL
 from ..data.texts import LEAST_TEXTS
 from ..lens.statistics import read_vectors

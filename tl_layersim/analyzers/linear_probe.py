@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View, targets, tokens_alone
 from ..core import LayersimError, Result, Sums, ValuesAlias, axes, result_class, typed, warn
 from ..core.arguments import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
+from ..core.integer_hash import mixed
 from ..core.result_declarations import texts_of_part
 from ..core.wording import amount, brief
 from ..data.batches import Batch

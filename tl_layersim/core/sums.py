@@ -36,6 +36,45 @@ def analyzer_of(name: str) -> str:
     return name.removeprefix(POOL).removeprefix(SIZES)
 
 
+def as_sum(value: Tensor) -> Tensor:
+    """A tensor in the type in which sums are added: int64 or float64.
+
+    Args:
+        value: a tensor that a kernel returned.
+    """
+    return value.to(torch.float64 if value.is_floating_point() else torch.int64)
+
+
+def added(a: Mapping[str, Tensor], b: Mapping[str, Tensor], kernel: str = "") -> dict[str, Tensor]:
+    """Add two outputs of a kernel field by field, as int64 or float64. A field that only one of them has is kept.
+
+    A plain function: it is serialised by value and also runs on a server.
+
+    Args:
+        a: the output on some rows.
+        b: the output on other rows.
+        kernel: name of the kernel, for the message.
+
+    Raises:
+        LayersimError: a field has two shapes, which broadcasting would hide.
+
+    Examples:
+        >>> import torch
+        >>> added({"x": torch.tensor(1)}, {"x": torch.tensor(2), "y": torch.tensor(0.5)})
+        {'x': tensor(3), 'y': tensor(0.5000)}
+    """
+    total = {**a, **b}
+    for name in a.keys() & b.keys():
+        if a[name].shape != b[name].shape:
+            owner = f"The kernel of {kernel!r}" if kernel else "A kernel"
+            raise LayersimError(
+                f"{owner} returned {name!r} of shape {tuple(a[name].shape)} for some rows and {tuple(b[name].shape)} for "
+                "others; the shapes must be equal. Sum over the token axis inside the kernel."
+            )
+        total[name] = as_sum(a[name]) + as_sum(b[name])
+    return total
+
+
 @dataclass(frozen=True, eq=False)
 class Sums:
     """Sums over rows: named CPU tensors that are added field by field. Integers become int64 and other numbers float64.
@@ -61,35 +100,14 @@ class Sums:
         Args:
             output: tensors that a kernel returned; they are moved to the CPU and converted to int64 or float64.
         """
-        fields = {}
-        for name, value in output.items():
-            dtype = torch.float64 if value.is_floating_point() else torch.int64
-            fields[name] = value.detach().cpu().to(dtype)
-        return Sums(fields)
+        return Sums({name: as_sum(value.detach().cpu()) for name, value in output.items()})
 
     def __add__(self, other: Sums) -> Sums:
         if not self.fields:
             return other
         if not other.fields:
             return self
-        self.refuse_others(other)
-        fields = {**self.fields, **other.fields}
-        for name in self.fields.keys() & other.fields.keys():
-            fields[name] = self.fields[name] + other.fields[name]
-        return Sums(fields)
-
-    def refuse_others(self, other: Sums) -> None:
-        """Raise an error if a field has another shape in `other`.
-
-        Raises:
-            ValueError: the shapes differ.
-        """
-        for name in self.fields.keys() & other.fields.keys():
-            value = self.fields[name]
-            if value.shape != other.fields[name].shape:
-                # Broadcasting would hide a kernel whose output shape depends on the batch.
-                shapes = f"{tuple(value.shape)} and {tuple(other.fields[name].shape)}"
-                raise ValueError(f"the sum {name!r} has shapes {shapes}; a kernel must return one shape for all batches")
+        return Sums(added(self.fields, other.fields))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -130,7 +148,9 @@ class DataBlock:
     sums: Mapping[str, Sums]
 
     def __add__(self, other: DataBlock) -> DataBlock:
-        sums = {name: sums_of_analyzer + other.sums[name] for name, sums_of_analyzer in self.sums.items()}
+        sums = {}
+        for name, sums_of_kernel in self.sums.items():
+            sums[name] = Sums(added(sums_of_kernel.fields, other.sums[name].fields, name))
         return DataBlock(self.texts + other.texts, self.tokens + other.tokens, sums)
 
 

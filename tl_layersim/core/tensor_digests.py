@@ -8,11 +8,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .integer_hash import mixed
+
 # Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each
 # thread stay in the cache of a processor; a GPU takes more rows at a time.
 WORDS = 1024
 ROWS_ON_CPU = 32
 ROWS_ON_GPU = 8192
+# Step between states of SplitMix64: 2^64 divided by the golden ratio, as a signed integer, which torch has.
+GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64
 
 
 def digest_of_tensor(tensor: Tensor) -> bytes:
@@ -61,15 +65,7 @@ def _sums_of_rows(flat: Tensor) -> Tensor:
 
 @cache
 def _multipliers() -> tuple[Tensor, Tensor]:
-    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers (SplitMix64)."""
-    numbers = []
-    state = 0
-    for _ in range(2 * WORDS):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-        z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        z = (z ^ (z >> 31)) | 1
-        # As signed integers, which torch has.
-        numbers.append(z - 2**64 if z >= 2**63 else z)
-    lower, upper = torch.tensor(numbers).view(2, WORDS)
+    """Two tensors of `WORDS` pseudo-random odd 64-bit numbers: the numbers of SplitMix64 with seed 0, with the last bit set."""
+    states = torch.arange(1, 2 * WORDS + 1) * GOLDEN_STEP
+    lower, upper = (mixed(states) | 1).view(2, WORDS)
     return lower, upper

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
+from ..activations.row_pools import TEXTS_OF_POOL, AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch, view_of_tokens
 from ..activations.text_order import bytes_of_neighbour_products
 from ..activations.view import View, in_full_precision, tokens_alone
 from ..analyzers.analyzer import Analyzer
@@ -27,7 +27,7 @@ from ..architectures.blocks import anatomy_of
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, RowCount, typed
 from ..core.errors import LayersimError, excerpt, in_words
-from ..core.sums import TEXT_ORDER, Sums, analyzer_of, first_block_size, most_nodes
+from ..core.sums import TEXT_ORDER, Sums, analyzer_of, as_sum, first_block_size, most_nodes
 from ..core.wording import duration_in_words
 from ..data.batches import Batch, Batches
 from ..data.data import Data
@@ -555,8 +555,7 @@ class MeteredBatch:
         fields = dict(Sums.of({name: value for name, value in output.items() if not value.is_meta}).fields)
         for name, value in output.items():
             if value.is_meta:
-                dtype = torch.float64 if value.dtype.is_floating_point else torch.int64
-                fields[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+                fields[name] = as_sum(value)
         return Sums(fields)
 
     def calibrate(self) -> float:
@@ -624,8 +623,7 @@ class _Pool:
         rows = kernel.texts(positions_of_row)
         row = torch.arange(rows).repeat_interleave(positions_of_row)
         ids = torch.randint(vocabulary, (len(row),), generator=torch.Generator().manual_seed(0))
-        view_without_activations = View(torch.empty(0, len(row), 0), ids, row, row, row=row)
-        [pool] = plan_batch(view_without_activations, (0, rows), rows, None, {"": kernel}).pools[""]
+        [pool] = plan_batch(view_of_tokens(ids, row, row), (0, rows), rows, None, {"": kernel}).pools[""]
         # A pool may have more rows than the batch: its samples are those of the batch again and again.
         samples_of_batch = len(batch.tokens) if kernel.whole_rows else counted
         return cls(kernel, rows, pool.samples, pool.draws, pool.index % samples_of_batch)

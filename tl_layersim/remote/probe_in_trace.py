@@ -14,9 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ..activations.row_pools import AnyKernel, mixed, plan_batch
-from ..activations.view import SiteBuffer, View, reduce
+from ..activations.row_pools import AnyKernel, plan_batch, view_of_tokens
+from ..activations.view import SiteBuffer, reduce
 from ..core.errors import LayersimError
+from ..core.integer_hash import mixed
 from ..core.sums import fold
 from ..data.batches import FIRST_TEXTS, next_tokens
 from ..data.labels import NO_LABEL
@@ -96,8 +97,7 @@ class PassReader:
         number = buffer.samples // width
         first_rows = counted[:FIRST_TEXTS]
         density = float(first_rows.sum()) / len(first_rows)
-        drawn = View(torch.empty(0, len(number), 0), ids, number, number, row=row)
-        plan = plan_batch(drawn, (0, len(tokens)), LEAF, density, self.kernels)
+        plan = plan_batch(view_of_tokens(ids, number, row), (0, len(tokens)), LEAF, density, self.kernels)
         stack: list[Any] = []
         add_leaves(stack, LEAF, None, plan.finish([reduce(plan.kernels_of(0), view)]), True)
         return output | {"sums": fold(stack, add_batch_sums), "dtype": str(buffer.activations.dtype)}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..activations.row_pools import AnyKernel
-from ..activations.view import Kernel, Reduced
+from ..activations.view import Kernel, Reduced, kept_of
 from ..architectures.anatomy import Anatomy
 from ..architectures.hook_points import HookPoint
 from ..architectures.site_selection import site_map
@@ -24,7 +24,7 @@ from ..core.errors import LOG, LayersimError, excerpt, shown
 from ..data.batches import Batch
 from ..sources.forward_arguments import call_on, device_of, fewest_logits, forward_arguments, smallest_arguments
 from ..sources.identity import edits_of
-from ..sources.nnsight import NNsightSource, kept_of, shippable
+from ..sources.nnsight import NNsightSource, shippable
 from ..sources.source import OnServer, PartialSums, Source, firing_order
 from ..sources.watched_forward import watch
 from ..sources.without_weights import without_values

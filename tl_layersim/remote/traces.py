@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ..activations.block_call import first_tensor, gradients
-from ..activations.row_pools import AnyKernel, plan_batch
+from ..activations.row_pools import AnyKernel, plan_batch, view_of_tokens
 from ..activations.view import SiteBuffer, View, reduce
-from ..core.errors import LayersimError
-from ..core.sums import push
+from ..core.sums import added, as_sum, push
 from ..sources.nnsight import TraceReader
 from ..sources.result_seals import sealed
 from ..sources.source import PartialSums
@@ -94,7 +93,7 @@ def known_view(batch: dict[str, Any]) -> View:
     # Without texts, each row is one.
     text = torch.cat([item["kept"].get("text", item["kept"]["row"]) for item in batch["passes"]])
     rows = torch.cat(sequence)
-    return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row, text=text)
+    return view_of_tokens(tokens, rows, row, text)
 
 
 def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
@@ -170,10 +169,7 @@ def widened(reduced: Any) -> Any:
     counts, out = reduced
     wide: dict[str, dict[str, Tensor]] = {}
     for name, sums in out.items():
-        wide[name] = {}
-        for key, value in sums.items():
-            dtype = torch.float64 if value.is_floating_point() else torch.int64
-            wide[name][key] = value.to(dtype)
+        wide[name] = {key: as_sum(value) for key, value in sums.items()}
     return counts, wide
 
 
@@ -192,19 +188,8 @@ def add_batch_sums(a: Any, b: Any) -> Any:
         return counts, {}
     total: dict[str, dict[str, Tensor]] = {}
     for name, sums_a in out_a.items():
-        sums_b = out_b[name]
         # A leaf has no sums if it has no samples, or if no pool ends in the leaf.
-        total[name] = {**sums_a, **sums_b}
-        for key in sums_a.keys() & sums_b.keys():
-            x = sums_a[key]
-            y = sums_b[key]
-            if x.shape != y.shape:
-                raise LayersimError(
-                    f"The kernel of {name!r} returned {key!r} of shape {tuple(x.shape)} for some rows and {tuple(y.shape)} for "
-                    "others; the shapes must be equal. Sum over the token axis inside the kernel."
-                )
-            wide = torch.float64 if x.is_floating_point() else torch.int64
-            total[name][key] = x.to(wide) + y.to(wide)
+        total[name] = added(sums_a, out_b[name], name)
     return counts, total
 
 

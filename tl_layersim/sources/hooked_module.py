@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call, with_own_residual
-from ..activations.view import SiteBuffer, View, tokens_alone
+from ..activations.view import SiteBuffer, View, kept_of
 from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import anatomy_of, choose_blocks, refuse_paths, with_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
@@ -171,7 +171,7 @@ class HookedSource(CanReadSites):
         sites_read: list[int] = []
         calls: list[BlockCall] = []
         runs: Counter[int] = Counter()
-        counted_positions = batch.counted.reshape(-1).nonzero()[:, 0]
+        counted_positions, token_fields = kept_of(batch)
         rows, pos = batch.counted.shape
         buffer = SiteBuffer(self.sites, counted_positions, (rows, pos), batch.pooled, batch.has_positions)
 
@@ -204,12 +204,7 @@ class HookedSource(CanReadSites):
             raise self._wrong_order(f"{len(sites_read)} of {len(points)} sites were reached")
         if self.calling and len(calls) != len(self.blocks):
             raise self._wrong_order(f"it made {len(calls)} calls of {len(self.blocks)} blocks")
-        activations = buffer.activations
-        # Beside activations without values, tokens keep theirs: minibatches and targets depend on them.
-        device = torch.device("cpu") if activations.is_meta else activations.device
-        token_fields = tokens_alone(batch).token_fields()
-        fields: dict[str, Any] = {name: value.to(device) for name, value in token_fields.items()}
-        return View(activations, sites=self.sites, widths=buffer.widths, unembed=self.unembed, calls=tuple(calls), **fields)
+        return buffer.view(token_fields, self.unembed, calls)
 
     def _call_hooks(self, calls: list[BlockCall]) -> list[RemovableHandle]:
         """Register hooks that append each block call to `calls`."""

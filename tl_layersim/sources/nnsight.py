@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..activations.block_call import first_tensor, gradients, record_call, with_leaf, with_own_residual
 from ..activations.row_pools import AnyKernel, PoolKernel, by_leaf, drawn
-from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, reduce, tokens_alone
+from ..activations.view import Kernel, Reduced, SiteBuffer, View, at_sites, kept_of, reduce
 from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import anatomy_of, choose_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, residual_points, to_positions
@@ -88,13 +88,10 @@ class TraceReader:
             read_step(step, buffer, arguments, calls if calling else None, self.differentiated)
             if step.is_block and not step.incoming:
                 block_output = step.envoy.output
-        fields: dict[str, Any] = {}
-        for name, values in token_fields.items():
-            fields[name] = values.to(buffer.activations.device)
         lens = self.unembed
         if self.on_server and lens is not None:
             lens = None if block_output is None else remote_lens(lens, first_tensor(block_output))
-        return View(**buffer.fields(), **fields, unembed=lens, calls=tuple(calls))
+        return buffer.view(token_fields, lens, calls)
 
 
 def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
@@ -352,15 +349,6 @@ def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
     for kernel in kernels.values():
         nnsight.register(own_function(kernel).__module__.split(".")[0])
     return dict(kernels)
-
-
-def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The flat indices of the positions in `batch.counted`, and a dict of tensors with one value per token."""
-    token_fields = tokens_alone(batch).token_fields()
-    del token_fields["sequence"]
-    del token_fields["position"]
-    counted_positions = batch.counted.reshape(-1).nonzero()[:, 0]
-    return counted_positions, token_fields
 
 
 def _trace_options(model: Any, remote: bool | str) -> dict[str, Any]:

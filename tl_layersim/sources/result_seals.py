@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations.row_pools import mixed
+from ..core.integer_hash import mixed
 
 # Checksums are smaller than this number.
 MODULUS = 2**61 - 1

@@ -743,12 +743,11 @@ class Recorder:
             tokens = input_tokens.expand(shape)
             if not buffer.pooled:
                 following = next_tokens(tokens, forward_pass.attended.to(tokens.device))
-        return View(
-            **buffer.fields(),
-            tokens=tokens.to(samples.device).reshape(-1)[samples],
-            next_token=following.to(samples.device).reshape(-1)[samples],
-            unembed=self._lens(),
-        )
+        token_fields = {
+            "tokens": tokens.to(samples.device).reshape(-1)[samples],
+            "next_token": following.to(samples.device).reshape(-1)[samples],
+        }
+        return buffer.view(token_fields, self._lens())
 
 
 def _is_tokens(value: Any) -> TypeGuard[Tensor]:
