@@ -1,5 +1,9 @@
 """The names that users import from here, each with its module; `__init__.py` reads them from here."""
 
+from .anatomy import Anatomy as Anatomy
+from .anatomy import Stack as Stack
+from .blocks import anatomy_of as anatomy_of
+from .blocks import choose_blocks as choose_blocks
 from .blocks import find_stacks as find_stacks
 from .blocks import layer_names as layer_names
 from .hook_points import HookPoint as HookPoint

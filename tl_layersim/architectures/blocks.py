@@ -26,7 +26,19 @@ NORMS_BETWEEN = ", and the decoder's norm follows it before the next block (conf
 
 
 def anatomy_of(module: torch.nn.Module) -> Anatomy:
-    """What lies where in a model, from its modules and its configuration. No blocks are chosen yet, see `choose_blocks`."""
+    """What lies where in a model, from its modules and its configuration, before it runs.
+
+    No blocks are chosen yet, see `choose_blocks`.
+
+    Args:
+        module: a TransformerLens, Hugging Face or other torch model.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> anatomy = anatomy_of(lsim.demo_model())
+        >>> anatomy.kind, [len(stack.blocks) for stack in anatomy.stacks]
+        ('one stack', [8])
+    """
     sides = _encoder_and_decoder(module)
     kind: Literal["encoder-decoder", "towers", "stages", "one stack"] = "one stack"
     if sides:
@@ -105,6 +117,12 @@ def choose_blocks(module: torch.nn.Module, anatomy: Anatomy, layers: Sequence[st
 
     Raises:
         LayersimError: a path does not exist, is named twice or is out of order; or no path is named and the layout is unknown.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> model = lsim.demo_model()
+        >>> choose_blocks(model, anatomy_of(model), ["model.layers.0", "model.layers.1"]).blocks
+        ('model.layers.0', 'model.layers.1')
     """
     if layers is None:
         blocks = () if anatomy.kind == "towers" else anatomy.blocks_of()

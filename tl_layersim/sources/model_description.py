@@ -428,10 +428,13 @@ def describe_transformer_lens(model: Any) -> ModelDescription:
         raise LayersimError(
             f"{cfg.model_name} lacks the hook point {missing[0]} of the residual stream. Pass the Hugging Face model itself."
         )
-    wrapped = model.original_model if type(model).__name__ == "TransformerBridge" else None
-    wrapped_anatomy = None if wrapped is None else choose_blocks(wrapped, anatomy_of(wrapped), None)
-    # A bridge has the inputs of its Hugging Face model.
-    inputs = {} if wrapped_anatomy is None else data_fields(wrapped, wrapped_anatomy)
+    wrapped_anatomy: Anatomy | None = None
+    inputs: dict[str, Any] = {}
+    if type(model).__name__ == "TransformerBridge":
+        wrapped = model.original_model
+        wrapped_anatomy = choose_blocks(wrapped, anatomy_of(wrapped), None)
+        # A bridge has the inputs of its Hugging Face model.
+        inputs = data_fields(wrapped, wrapped_anatomy)
     # Settings of a load, which do not change the architecture.
     left_out = ("model_name", "device", "dtype", "tokenizer_name")
     settings = {name: value for name, value in cfg.to_dict().items() if name not in left_out}

@@ -31,7 +31,7 @@ from .identity import edits_of
 from .model_description import describe, processor_of
 from .out_of_memory import refusing_out_of_memory
 from .result_seals import are_two_norms, is_shape, sealed, ticket_of
-from .source import CanReadSites, OnServer, Source
+from .source import CanReadSites, Source
 
 
 @dataclass
@@ -176,12 +176,12 @@ class NNsightSource(CanReadSites):
         self.envoy = model
         self.where = _trace_options(model, remote)
         self._remote = remote
-        self._in_this_process = remote in (False, "local")
-        if not getattr(model, "dispatched", True) and self._in_this_process:
+        self.in_this_process = remote in (False, "local")
+        if not getattr(model, "dispatched", True) and self.in_this_process:
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
         self.module: torch.nn.Module = model._module
-        if self._in_this_process:
+        if self.in_this_process:
             refuse_no_weights(self.module)
         self.anatomy = choose_blocks(self.module, anatomy or anatomy_of(self.module), layers)
         source = type(model).__name__
@@ -262,7 +262,7 @@ class NNsightSource(CanReadSites):
     def reader(self) -> TraceReader:
         # Edits do not apply to a block that is called again.
         differentiated = self.calling and is_edited(self.envoy)
-        return TraceReader(self.envoy, self.sites, self.steps(), self.lens, isinstance(self, OnServer), differentiated)
+        return TraceReader(self.envoy, self.sites, self.steps(), self.lens, not self.in_this_process, differentiated)
 
     def count_positions(self, batch: Batch) -> int:
         args, options = forward_arguments(self.module, batch, self._model)
@@ -305,7 +305,7 @@ class NNsightSource(CanReadSites):
         attended = row.attention[0]
         args, options = forward_arguments(self.module, row, self._model)
         last_block = self.blocks[-1]
-        on_server = isinstance(self, OnServer)
+        on_server = not self.in_this_process
 
         def run(where: dict[str, Any]) -> Tensor:
             return _trace_gap(self.envoy, last_block, lens, on_server, args, where | options, attended)
@@ -314,7 +314,7 @@ class NNsightSource(CanReadSites):
             return self.request(run, are_two_norms)
 
     def collect(self, batch: Batch) -> View:
-        if not self._in_this_process:
+        if not self.in_this_process:
             return Source.collect(self, batch)
         # Outside a trace the modules of this process are in place of envoys.
         lens = lens_of(self.module, self._model.head)

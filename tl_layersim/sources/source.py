@@ -437,11 +437,13 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     Attributes:
         anatomy: what lies where in the model, and which of its blocks are read: those of one stack in an encoder-decoder.
+        in_this_process: whether forward passes run in this process, and not on a server.
         residual: the hook points of the residual layers.
         reading: the hook points that forward passes read.
     """
 
     anatomy: Anatomy
+    in_this_process: bool = True
     residual: SitesRead
     reading: SitesRead
     _rows: int | None = None  # largest number of rows in a forward pass; None as long as every batch fits
@@ -771,7 +773,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def on_synthetic_row(self, run: Callable[[Batch], T]) -> T | None:
         """Run a function on a synthetic row; None if the model does not take it, or is on a server."""
-        if isinstance(self, OnServer):
+        if not self.in_this_process:
             return None
         try:
             with torch.no_grad(), kernels_alone(), self.evaluating():
@@ -808,7 +810,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         Args:
             row: the row of the pass.
         """
-        if not self._heads or isinstance(self, OnServer):
+        if not self._heads or not self.in_this_process:
             return
         with torch.no_grad(), kernels_alone(), self.evaluating():
             recorded = record_forward(self.module, lambda: self.call(row))
@@ -923,7 +925,7 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
 
     def anatomy_with_sublayers(self) -> Anatomy:
         """The anatomy, with what a forward pass shows if blocks are missing in the table of layouts."""
-        if self.anatomy.watched is None and self.anatomy.unknown_blocks and not isinstance(self, OnServer):
+        if self.anatomy.watched is None and self.anatomy.unknown_blocks and self.in_this_process:
             self.anatomy = replace(self.anatomy, watched=self.watched_anatomy)
         return self.anatomy
 
