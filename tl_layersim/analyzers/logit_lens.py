@@ -420,15 +420,9 @@ class LogitLens(LensAnalyzer):
         count = int(sums["count"])
         targets = int(sums["targets"])
         self.check_sums(sums, run, targets)
-        of_ranks: dict[str, Tensor] = {}
-        if self.ranks is not None:
-            if isinstance(self.ranks, Tensor):
-                warn_of_unused(self.ranks, run.provenance, "ranks")
-            of_ranks = {
-                "rank": sums["rank"].double() / count,
-                "reciprocal_rank": sums["reciprocal rank"] / count,
-                "ranked_probability": sums["rank prob"] / count,
-            }
+        if isinstance(self.ranks, Tensor):
+            warn_of_unused(self.ranks, run.provenance, "ranks")
+        has_ranks = self.ranks is not None
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
         return LogitLensResult(
@@ -444,7 +438,9 @@ class LogitLens(LensAnalyzer):
             step_share_if_closer=_prepend_nan(sums["steps closer"].double() / sums["closer"]),
             lost_share=sums["lost"].double() / targets,
             monotone_share=sums["rising"].double() / targets,
-            **of_ranks,
+            rank=sums["rank"].double() / count if has_ranks else NOT_MEASURED,
+            reciprocal_rank=sums["reciprocal rank"] / count if has_ranks else NOT_MEASURED,
+            ranked_probability=sums["rank prob"] / count if has_ranks else NOT_MEASURED,
             ks=cast(tuple[int, ...], self.top_k),
             positions=count,
             targets=targets,
