@@ -422,9 +422,10 @@ class LogitLens(LensAnalyzer):
         self.check_sums(sums, run, targets)
         if isinstance(self.ranks, Tensor):
             warn_of_unused(self.ranks, run.provenance, "ranks")
-        has_ranks = self.ranks is not None
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
+        unknown = torch.full_like(cross_entropy, math.nan)
+        has_ranks = self.ranks is not None
         return LogitLensResult(
             values=cross_entropy,
             perplexity=cross_entropy.exp(),
@@ -438,9 +439,9 @@ class LogitLens(LensAnalyzer):
             step_share_if_closer=_prepend_nan(sums["steps closer"].double() / sums["closer"]),
             lost_share=sums["lost"].double() / targets,
             monotone_share=sums["rising"].double() / targets,
-            rank=sums["rank"].double() / count if has_ranks else NOT_MEASURED,
-            reciprocal_rank=sums["reciprocal rank"] / count if has_ranks else NOT_MEASURED,
-            ranked_probability=sums["rank prob"] / count if has_ranks else NOT_MEASURED,
+            rank=sums["rank"].double() / count if has_ranks else unknown,
+            reciprocal_rank=sums["reciprocal rank"] / count if has_ranks else unknown,
+            ranked_probability=sums["rank prob"] / count if has_ranks else unknown,
             ks=cast(tuple[int, ...], self.top_k),
             positions=count,
             targets=targets,
