@@ -17,6 +17,7 @@ from .analyzers.exit_curve import ExitCurve as ExitCurve
 from .analyzers.intervention_effect import InterventionEffect as InterventionEffect
 from .analyzers.linear_predictivity import LinearPredictivity as LinearPredictivity
 from .analyzers.linear_probe import LinearProbe as LinearProbe
+from .analyzers.logit_attribution import LogitAttribution as LogitAttribution
 from .analyzers.logit_lens import LogitLens as LogitLens
 from .analyzers.mutual_knn import MutualKNN as MutualKNN
 from .analyzers.neural_collapse import NeuralCollapse as NeuralCollapse

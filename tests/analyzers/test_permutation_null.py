@@ -131,7 +131,7 @@ class TestWithoutPermutations:
 
     def test_permutations_without_their_numbers_are_refused(self):
         values, _ = similarities()
-        with pytest.raises(lsim.LayersimError, match=r"observed.*\(\).*\(3, 3\)"):
+        with pytest.raises(lsim.LayersimError, match=r"`observed`.*`permutations` is 20"):
             CalibratedMatrix(
                 values=values, layers=layer_names(2), column_layers=layer_names(2), provenance=provenance(), permutations=20
             )

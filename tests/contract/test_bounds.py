@@ -80,13 +80,14 @@ RANGES = {
         (-1, 1): "selectivity",
         (0, inf): "confusion",
     },
+    "logit_attribution": {(-inf, inf): "values by_block logit"},
     "logit_lens": {
         (0, inf): "values kl_to_final entropy",
-        (1, inf): "perplexity",
-        (
-            0,
-            1,
-        ): "accuracy top_k_accuracy target_probability agreement step_share step_share_if_closer lost_share monotone_share",
+        (1, inf): "perplexity rank",
+        (0, 1): (
+            "accuracy top_k_accuracy target_probability agreement step_share step_share_if_closer lost_share monotone_share "
+            "reciprocal_rank ranked_probability"
+        ),
     },
     "mutual_knn": {(0, 1): "values chance"},
     "neural_collapse": {(0, inf): "values equinorm within between samples", (0, 2): "nc2", (0, 4): "nc3"},

@@ -68,6 +68,21 @@ def test_cosine_warns_where_first_tokens_move_its_mean(first, by):
     assert "mean that" not in " ".join(right.provenance.warnings)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_warning_names_the_largest_activations_and_their_position(place):
+    """At the embedding, where the length of each token is known."""
+    model, tokens = with_large(first=50.0), rows(60).roll(place, dims=1)
+    found = lsim.analyze(model, lsim.Data(tokens), lsim.Cosine())["cosine"]
+    [said] = [text for text in found.provenance.warnings if "mean that Cosine subtracts" in text]
+    x = model.model.embed_tokens.weight[tokens].detach().double()
+    length = (x - x.mean((0, 1))).square().sum(-1)
+    shift = (x - x.mean((0, 1)))[:, : place + 1].sum((0, 1)).norm() / x[:, place + 1 :, 0].numel()
+    others = (length[:, place + 1 :].mean() - shift**2).sqrt()
+    ratio = float(length[:, place].mean().sqrt() / others)
+    assert f"embedding, those at position {place} of a row are {ratio:.3g} times" in said
+    assert f"skip_first={place + 1} " in said
+
+
 def test_massive_tokens_inside_of_rows_are_not_called_first_ones():
     said = warned(lsim.analyze(with_large(third=300.0), rows(), MEASURES))
     assert "inspect" in said["cka"]

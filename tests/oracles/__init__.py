@@ -16,6 +16,7 @@ from .exchanged_texts import exchanged_values, p_value, positions_in_common
 from .exit_curve import oracle_exit_curve
 from .intervention_effect import effect, oracle_intervention_effect
 from .linear_probe import ROWS_OF, held_out_rows, oracle_linear_probe, ridge_scores
+from .logit_attribution import oracle_logit_attribution
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
 from .rsa import oracle_mutual_knn, oracle_rsa

@@ -13,7 +13,7 @@ from ..running.options import called
 from .helpers import QUICK, here, local
 
 pytestmark = pytest.mark.filterwarnings("ignore:The relative change is not:UserWarning")
-EVERYTHING = [lsim.SkipEffect(), lsim.Contribution(), lsim.LogitLens(), *QUICK]
+EVERYTHING = [lsim.SkipEffect(), lsim.Contribution(), lsim.LogitLens(ranks=7), lsim.LogitAttribution(), *QUICK]
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,24 @@ def test_an_analyzer_that_fails_is_reported_by_results(count):
     assert isinstance(error.value.__cause__, RuntimeError)
 
 
+def test_a_pass_that_ends_early_is_said_with_the_last_site():
+    model, tokens = bridge(tiny_llama()), random_tokens(2, 9)
+    with torch.no_grad(), lsim.attach(model, COSINE) as probe:
+        model.run_with_cache(tokens, stop_at_layer=2)
+    with pytest.raises(lsim.LayersimError, match=r"ended after blocks\.1\.hook_resid_post.*\b4 sites.*at=") as refused:
+        probe.results()
+    assert "stop_at_layer" in str(refused.value)
+    reached = [f"blocks.0.hook_resid_{end}" for end in ("pre", "post")]
+    with torch.no_grad(), lsim.attach(model, COSINE, at=reached) as probe:
+        model.run_with_cache(tokens, stop_at_layer=1)
+    assert probe.results()["cosine"].layers == tuple(reached)
+    with torch.no_grad(), lsim.attach(model, COSINE) as probe:
+        model(tokens)
+        probe.reset()
+        with pytest.raises(lsim.LayersimError, match="no forward pass ran"):
+            probe.results()
+
+
 def test_activations_of_two_axes_are_refused_by_results():
     model = OwnBlocks()
     layers = [f"parts.{i}" for i in range(3)]

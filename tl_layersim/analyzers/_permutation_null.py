@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core import LayerMatrix, axes
+from ..core import LayerMatrix, LayersimError, axes
 from ..core.result_declarations import JOINT, NOT_MEASURED, result_class
 from ..sources.model_description import ModelDescription
 
@@ -115,6 +115,13 @@ class CalibratedMatrix(LayerMatrix):
     max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     split_half: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     noise_ceiling: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
+
+    def __post_init__(self) -> None:
+        for name in ("observed", "calibrated", "p_values", "null_mean", "null_threshold"):
+            # A file may lack them.
+            if self.permutations and getattr(self, name) is NOT_MEASURED:
+                raise LayersimError(f"`{name}` is missing, but `permutations` is {self.permutations}; it must be given.")
+        super().__post_init__()
 
     def with_halves(self, first: Any, second: Any) -> Any:
         halves = torch.stack([first.values.flatten(), second.values.flatten()])

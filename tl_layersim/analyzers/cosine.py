@@ -428,12 +428,14 @@ def moved_mean(sums: Sums, run: Run) -> str:
     if int(count.sum()) < LEAST_TOKENS:
         return ""
     moved = []
+    # Root mean square of the centred tokens at each of the first positions (`site place`).
+    length = (power / count).sqrt()
     for start in range(1, MEAN_PLACES + 1):
         later_tokens = count[start:].sum()
         # All centred tokens sum to 0.
         shift = total[:, :start].sum(1).norm(dim=-1) / later_tokens
         spread = (power[:, start:].sum(1) / later_tokens - shift.square()).clamp(min=0).sqrt()
-        size = (power[:, :start] / count[:start]).amax(1).sqrt()
+        size = length[:, :start].nan_to_num(nan=0.0).amax(1)
         moved.append(torch.stack([shift / spread, size / spread]))
     shifts, sizes = torch.stack(moved, 1).nan_to_num(nan=0.0, posinf=0.0)
     # Numbers of first tokens at which the shift has reached three quarters of its largest value.
@@ -443,14 +445,16 @@ def moved_mean(sums: Sums, run: Run) -> str:
         return ""
     needed = max(int((shifts[:, site] >= 0.75 * largest[site]).int().argmax()) + 1 for site in moved_sites)
     site = max(moved_sites, key=lambda number: float(largest[number]))
+    longest = int(length[site, :needed].nan_to_num(nan=0.0).argmax())
     remedy = f"skip_first={needed} leaves out these tokens."
     if run.provenance.options.get("positions", "all") != "all":
         remedy = f"Leave the first {needed} out of positions=."
+    ratio = float(sizes[needed - 1, site])
     return (
         f"The first tokens of rows decide the mean that Cosine subtracts at {len(moved_sites)} "
-        f"site{'s' * (len(moved_sites) > 1)}. At "
-        f"{site_in_words(run.layers[site])}, they are up to {float(sizes[needed - 1, site]):.3g} times as long as the others, "
-        f"and move the mean by {float(largest[site]):.2g} times the length of the others. {remedy}"
+        f"site{'s' * (len(moved_sites) > 1)}. At {site_in_words(run.layers[site])}, those at position {longest} of a row are "
+        f"{ratio:.3g} times as long as the others, and the mean moves by {float(largest[site]):.2g} times the length of the "
+        f"others. {remedy}"
     )
 
 

@@ -21,11 +21,11 @@ from ..core.result_declarations import NOT_MEASURED, last_entry
 from ..core.site_names import site_in_words
 from ..core.wording import brief
 from ..data.batches import Batch
-from ..data.labels import NO_LABEL, is_none, label_key, number_tensor, warn_of_unused
+from ..data.labels import NO_LABEL, is_none, label_key, warn_of_unused
 from ..data.positions import PositionRule
 from ..lens.exit_heads import ExitHeads, as_heads
-from ..lens.single_tokens import TOKENS_IN_WORDS, refuse_rows, token_ids
-from ..lens.statistics import bad_logits, read_lens, read_positions, read_vectors
+from ..lens.single_tokens import as_tokens, has_rows, refuse_rows, token_ids
+from ..lens.statistics import bad_logits, ids_at, read_lens, read_positions, read_vectors
 from ..sources.activation_checks import need_known_norm, refuse_bad_logits
 from ..sources.model_description import ModelDescription
 from .analyzer import JIANG, LabelledAnalyzer, Run, need_head, need_tokens
@@ -394,11 +394,8 @@ class LogitLens(LensAnalyzer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.ranks, str | int | float | list | tuple | None):
-            object.__setattr__(self, "ranks", number_tensor(self.ranks, "ranks", TOKENS_IN_WORDS))
-        # A list of tokens has one for each numbered row of the data.
-        is_list = isinstance(self.ranks, list | tuple) or (isinstance(self.ranks, Tensor) and self.ranks.dim() > 0)
-        object.__setattr__(self, "prompts", is_list)
+        object.__setattr__(self, "ranks", as_tokens(self.ranks, "ranks"))
+        object.__setattr__(self, "prompts", has_rows(self.ranks))
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
@@ -412,10 +409,7 @@ class LogitLens(LensAnalyzer):
         return mean_kernel if self.center == "dataset" else None
 
     def settled(self, model: ModelDescription, positions: PositionRule | None) -> Analyzer:
-        if self.ranks is None:
-            return self
-        ids = token_ids(self.ranks, model, "ranks")
-        return replace(self, ranks=ids if ids.dim() else int(ids))
+        return replace(self, ranks=token_ids(self.ranks, model, "ranks"))
 
     def check_batch(self, batch: Batch, model: ModelDescription) -> None:
         super().check_batch(batch, model)
@@ -431,17 +425,12 @@ class LogitLens(LensAnalyzer):
         count = int(sums["count"])
         targets = int(sums["targets"])
         self.check_sums(sums, run, targets)
-        of_ranks: dict[str, Tensor] = {}
-        if self.ranks is not None:
-            if isinstance(self.ranks, Tensor):
-                warn_of_unused(self.ranks, run.provenance, "ranks")
-            of_ranks = {
-                "rank": sums["rank"].double() / count,
-                "reciprocal_rank": sums["reciprocal rank"] / count,
-                "ranked_probability": sums["rank prob"] / count,
-            }
+        if isinstance(self.ranks, Tensor):
+            warn_of_unused(self.ranks, run.provenance, "ranks")
         # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
+        unknown = torch.full_like(cross_entropy, math.nan)
+        has_ranks = self.ranks is not None
         return LogitLensResult(
             values=cross_entropy,
             perplexity=cross_entropy.exp(),
@@ -455,7 +444,9 @@ class LogitLens(LensAnalyzer):
             step_share_if_closer=_prepend_nan(sums["steps closer"].double() / sums["closer"]),
             lost_share=sums["lost"].double() / targets,
             monotone_share=sums["rising"].double() / targets,
-            **of_ranks,
+            rank=sums["rank"].double() / count if has_ranks else unknown,
+            reciprocal_rank=sums["reciprocal rank"] / count if has_ranks else unknown,
+            ranked_probability=sums["rank prob"] / count if has_ranks else unknown,
             ks=cast(tuple[int, ...], self.top_k),
             positions=count,
             targets=targets,
@@ -495,11 +486,7 @@ def lens_kernel(
     """
     index = read_positions(view)
     target = targets(view, labels, index)
-    ids: Tensor | None = None
-    if isinstance(ranks, int):
-        ids = torch.full_like(target, ranks)
-    elif ranks is not None:
-        ids = targets(view, ranks, index)
+    ids = None if ranks is None else ids_at(view, ranks, index)
     # Before the lens, whose logits are the most memory.
     closer = _closer_to_last(view, mean)
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads, ids)

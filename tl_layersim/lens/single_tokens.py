@@ -17,8 +17,28 @@ from ..sources.model_description import ModelDescription
 TOKENS_IN_WORDS = "the text of one token, a token id, or a list of these with one for each row"
 
 
-def token_ids(tokens: Any, model: ModelDescription, argument: str) -> Tensor:
-    """Token ids of text or numbers: a scalar for one token, `row` for one token for each row.
+def as_tokens(tokens: Any, argument: str) -> Any:
+    """The option of an analyzer that names tokens, with arrays as tensors; text, numbers, lists and None as they are.
+
+    Args:
+        tokens: the option as the user gave it.
+        argument: its name, for the message.
+
+    Raises:
+        LayersimError: the value is of another kind.
+    """
+    if isinstance(tokens, str | int | float | list | tuple | None):
+        return tokens
+    return number_tensor(tokens, argument, TOKENS_IN_WORDS)
+
+
+def has_rows(tokens: Any) -> bool:
+    """Whether an option names a token for each row of the data, and not one token for all rows."""
+    return isinstance(tokens, list | tuple) or (isinstance(tokens, Tensor) and tokens.dim() > 0)
+
+
+def token_ids(tokens: Any, model: ModelDescription, argument: str) -> int | Tensor | None:
+    """Token ids of text or numbers: an int for one token, `row` for one token for each row; None for None.
 
     Args:
         tokens: text, a token id, or a list, an array or a tensor of these.
@@ -28,8 +48,10 @@ def token_ids(tokens: Any, model: ModelDescription, argument: str) -> Tensor:
     Raises:
         LayersimError: a text is not exactly one token, the model has no tokenizer, or the value is of another kind.
     """
+    if tokens is None:
+        return None
     if isinstance(tokens, str):
-        return torch.tensor(_id_of_text(tokens, model, argument))
+        return _id_of_text(tokens, model, argument)
     items = list(tokens) if isinstance(tokens, list | tuple) else []
     if any(isinstance(item, str) for item in items):
         ids = [_id_of_text(item, model, argument) if isinstance(item, str) else item for item in items]
@@ -44,15 +66,15 @@ def token_ids(tokens: Any, model: ModelDescription, argument: str) -> Tensor:
         raise LayersimError(
             f"`{argument}` has the id {int(ids_of_numbers.max())}; the ids of {model.name} are 0 to {model.vocabulary - 1}."
         )
-    return ids_of_numbers.long()
+    return ids_of_numbers.long() if ids_of_numbers.dim() else int(ids_of_numbers)
 
 
 def token_id(token: Any, model: ModelDescription, argument: str) -> int:
     """The id of one token; see `token_ids`."""
-    ids = token_ids(token, model, argument)
-    if ids.dim():
+    token_as_id = token_ids(token, model, argument)
+    if not isinstance(token_as_id, int):
         raise LayersimError(f"`{argument}` is {brief(token)}; it must be the text of one token, or a token id.")
-    return int(ids)
+    return token_as_id
 
 
 def refuse_rows(ids: Tensor, batch: Batch, argument: str) -> None:

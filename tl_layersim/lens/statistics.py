@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..activations.view import View, padded_rows, row_ends
+from ..activations.view import View, padded_rows, row_ends, targets
 from ..architectures.unembed import LayerHeads, Unembed, layer_logits
 from ..core.cross_entropy import LEAST, block_size, need_classes, on_float64_device
 from ..core.errors import LayersimError
@@ -44,6 +44,19 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
         return torch.stack([view.unembed.pool(*padded_rows(view, layer)) for layer in x])
     index = read_positions(view)
     return x if index is None else x[:, index]
+
+
+def ids_at(view: View, tokens: int | Tensor, index: Tensor | None = None) -> Tensor:
+    """The id of a given token at each token of a view, or at those in `index`.
+
+    Args:
+        view: the view of one batch.
+        tokens: the id, or `row`, an id for each row of the data.
+        index: indices of tokens; None for all.
+    """
+    if isinstance(tokens, Tensor):
+        return targets(view, tokens, index)
+    return torch.full_like(view.tokens if index is None else index, tokens)
 
 
 def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:

@@ -198,16 +198,14 @@ def prediction_grid(
     top_words = []
     for ids_of_blocks in statistics["top"].transpose(0, 1).tolist():
         top_words.append(tuple(tuple(map(word, ids)) for ids in ids_of_blocks))
-    of_target: dict[str, Tensor] = {}
-    if target_id is not None:
-        of_target = {
-            "target_rank": statistics["target_rank"].double().T,
-            "target_probability": statistics["target_probability"].double().T,
-        }
+    probability = statistics["probability"].double().T
+    unknown = torch.full_like(probability, math.nan)
+    has_target = target_id is not None
     return PredictionGrid(
-        **of_target,
+        target_rank=statistics["target_rank"].double().T if has_target else unknown,
+        target_probability=statistics["target_probability"].double().T if has_target else unknown,
         target="" if target_id is None else word(target_id),
-        values=statistics["probability"].double().T,
+        values=probability,
         saturation_layer=statistics["saturation"].double(),
         entropy=statistics["entropy"].double().T,
         top_probability=statistics["top_probability"].double().transpose(0, 1),

@@ -231,6 +231,13 @@ class LoopProbe(Probe):
     def _sums(self) -> SumTree:
         if self._error:
             raise self._error
+        if self._forwards == 0 and self._recorder is not None and self._recorder.last_read is not None:
+            last = self._recorder.names[self._recorder.last_read]
+            raise LayersimError(
+                f"The probe measured nothing: forward passes inside its `with` block ended after {last}, before the last of "
+                f"{len(self._recorder.names)} sites. Run the model to its end, without stop_at_layer, or attach to the sites "
+                "that are reached (at=)."
+            )
         if self._forwards == 0:
             raise LayersimError(
                 "The probe measured nothing: no forward pass ran inside its `with` block. Call model(tokens), not "

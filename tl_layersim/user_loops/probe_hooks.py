@@ -405,6 +405,8 @@ class Recorder:
         self.stopped = False
         # Whether the warning that a block did not run was issued.
         self.missed = False
+        # The site that was read last by a pass that has not read all; None after a complete pass.
+        self.last_read: int | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -656,6 +658,7 @@ class Recorder:
             frame.forward_pass = frame.forward_pass or self._start_pass(site, innermost, places)
             frame.forward_pass.buffer.put(site, multiplied(places, point.multiplier), point.part)
             frame.forward_pass.sites_read.append(site)
+            self.last_read = site
             if site == self.output_site and self.compare:
                 frame.last_residual = hidden[0].detach()
         forward_pass = frame.forward_pass
@@ -663,6 +666,7 @@ class Recorder:
             self.order = tuple(forward_pass.sites_read)
             innermost.complete = frame.complete = True
             frame.forward_pass = None
+            self.last_read = None
             if frame.level < 0:
                 frame.tokens = None
                 frame.attention = None
