@@ -20,6 +20,7 @@ from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
 from .rsa import oracle_mutual_knn, oracle_rsa
 from .saturation import oracle_saturation
+from .similarity import kernel_alignment, oracle_similarity
 from .skip_effect import oracle_skip_effect
 from .task_metrics import classification_metrics, oracle_task_metrics
 from .trajectory import line_shape_score, oracle_trajectory, turning_angles

@@ -485,9 +485,9 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 
 @typed
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MinibatchAnalyzer(SampleAnalyzer):
-    """Base class of analyzers that compare layers by sample-by-sample matrices of minibatches.
+    """Base class of analyzers that compare layers on minibatches of samples, drawn from pools of texts.
 
     Args:
         minibatch: see `CKA`, as for all options.
@@ -498,18 +498,12 @@ class MinibatchAnalyzer(SampleAnalyzer):
     """
 
     compares: ClassVar[bool] = True
-    symmetric: ClassVar[bool] = True
 
     minibatch: PositiveInt = 256
     unit: Literal["text", "row", "token"] = "text"
     seed: Seed = 0
     max_memory_gb: Limit = 4.0
     permutations: PermutationCount = 0
-
-    @property
-    @abstractmethod
-    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
-        """Two functions: from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
 
     @property
     def least(self) -> int:
@@ -535,21 +529,6 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def pool_need(self, density: float) -> int:
         return pool_texts(self.minibatch, 1 if self.whole_rows else density)
 
-    def kernel(self, first: Sums) -> AnyKernel:
-        matrix, relate = self.formula
-        options: dict[str, Any] = {"unit": self.unit, "permutations": self.permutations, "seed": self.seed}
-        return self._pool_kernel(partial(pool_sums, matrix=matrix, relate=relate, **options))
-
-    def exchange(self) -> Exchange | None:
-        matrix, relate = self.formula
-        statistics = partial(pair_statistics, matrix=matrix, unit=self.unit, seed=self.seed)
-        return Exchange(
-            self._pool_kernel(statistics),
-            partial(minibatch_similarities, permutations=self.permutations),
-            self._statistics_bytes,
-            partial(minibatch_relations, relate=relate),
-        )
-
     def _pool_kernel(self, sums: Any) -> PoolKernel:
         draw = partial(
             draw_pool,
@@ -561,22 +540,17 @@ class MinibatchAnalyzer(SampleAnalyzer):
         )
         return PoolKernel(self.read, self.whole_rows, self.minibatch, draw, sums)
 
-    def _statistics_bytes(self, texts: int, density: float, layers: int) -> int:
-        pools = -(-texts // self.pool_need(density))
-        kernel = self._pool_kernel(None)
-        drawn = kernel.samples_in(texts // pools, density)
-        n = min(self.minibatch, drawn)
-        if n < self.least:
-            return 0
-        # Upper triangles in float32; the text of each sample and their number, of each minibatch, and the number of texts.
-        triangles = 4 * layers * n * (n + 1) // 2
-        null = triangles + 16 if self.permutations else 0
-        return pools * (drawn // n * (triangles + 8 * n + 8) + 8 + null)
-
     def similarities(
-        self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
+        self,
+        sums: Sums,
+        run: Run,
+        values: Tensor,
+        null_scale: Tensor,
+        inputs: tuple[Tensor, Tensor] | None = None,
+        *,
+        symmetric: bool = True,
     ) -> dict[str, Any]:
-        """Fields of the result that `CKA`, `RSA` and `MutualKNN` have in common, by name. Warns if minibatches have few texts.
+        """Fields of a `MinibatchMatrix`, by name. Warns if minibatches have few texts.
 
         Args:
             sums: sums over all pools.
@@ -585,6 +559,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             null_scale: divisor of the null's summed products.
             inputs: similarity of each layer with the embedding, for the rows and for the columns, to be regressed out; None not
                 to.
+            symmetric: whether two layers of one model have one value in either order.
         """
         minibatches = 1
         texts = float(run.provenance.texts)
@@ -606,7 +581,10 @@ class MinibatchAnalyzer(SampleAnalyzer):
             if inputs is not None:
                 observed = without_inputs(observed, *inputs)
                 permuted = without_inputs(permuted, *inputs)
-            null = null_fields(observed.where(~values.isnan(), math.nan), permuted, one_model=is_one_model(run.models))
+            # A pair that is undefined in one permutation has no null distribution.
+            defined = ~values.isnan() & ~permuted.isnan().any(0)
+            observed = observed.where(defined, math.nan)
+            null = null_fields(observed, permuted, one_model=is_one_model(run.models), symmetric=symmetric)
         elif self.permutations:
             warn(
                 f"`permutations` is {self.permutations}, but {type(self).__name__} has no permutation null: permutations "
@@ -640,7 +618,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
         reason = ""
         remedy = ""
         if unit != "token":
-            reason = f" from 4 {unit}s, because pairs of tokens from one {unit} are left out"
+            reason = f" from 4 {unit}s, because tokens of one {unit} depend on each other"
             remedy = f' Pass more {unit}s, or unit="token", which treats tokens of one text as independent.'
         data = f"{amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}"
         if run.provenance.texts < run.provenance.sequences:
@@ -648,3 +626,43 @@ class MinibatchAnalyzer(SampleAnalyzer):
         raise LayersimError(
             f"{type(self).__name__} needs {self.least} {self.sample_word}{reason}; the data has {data}.{remedy}"
         )
+
+
+@typed
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampleMatrixAnalyzer(MinibatchAnalyzer):
+    """Base class of analyzers that compare layers by sample-by-sample matrices of minibatches."""
+
+    symmetric: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
+        """Two functions: from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
+
+    def kernel(self, first: Sums) -> AnyKernel:
+        matrix, relate = self.formula
+        options: dict[str, Any] = {"unit": self.unit, "permutations": self.permutations, "seed": self.seed}
+        return self._pool_kernel(partial(pool_sums, matrix=matrix, relate=relate, **options))
+
+    def exchange(self) -> Exchange | None:
+        matrix, relate = self.formula
+        statistics = partial(pair_statistics, matrix=matrix, unit=self.unit, seed=self.seed)
+        return Exchange(
+            self._pool_kernel(statistics),
+            partial(minibatch_similarities, permutations=self.permutations),
+            self._statistics_bytes,
+            partial(minibatch_relations, relate=relate),
+        )
+
+    def _statistics_bytes(self, texts: int, density: float, layers: int) -> int:
+        pools = -(-texts // self.pool_need(density))
+        kernel = self._pool_kernel(None)
+        drawn = kernel.samples_in(texts // pools, density)
+        n = min(self.minibatch, drawn)
+        if n < self.least:
+            return 0
+        # Upper triangles in float32; the text of each sample and their number, of each minibatch, and the number of texts.
+        triangles = 4 * layers * n * (n + 1) // 2
+        null = triangles + 16 if self.permutations else 0
+        return pools * (drawn // n * (triangles + 8 * n + 8) + 8 + null)

@@ -24,10 +24,10 @@ from ..core import LayersimError, Sums, axes, result_class, typed, warn
 from ..sources.model_description import ModelDescription
 from ._pairwise import (
     MatrixFunction,
-    MinibatchAnalyzer,
     MinibatchMatrix,
     PairRelation,
     RelationFunction,
+    SampleMatrixAnalyzer,
     arccos_distance,
     relation_of_matrices,
 )
@@ -122,7 +122,7 @@ class CKAResult(MinibatchMatrix):
 
 @typed
 @dataclass(frozen=True)
-class CKA(MinibatchAnalyzer):
+class CKA(SampleMatrixAnalyzer):
     r"""Linear CKA between all pairs of layers, within a model or between two models.
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$

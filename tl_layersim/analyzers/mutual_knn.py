@@ -14,10 +14,10 @@ from ..core import Sums, axes, result_class, typed
 from ..core.arguments import PositiveInt
 from ._pairwise import (
     MatrixFunction,
-    MinibatchAnalyzer,
     MinibatchMatrix,
     PairRelation,
     RelationFunction,
+    SampleMatrixAnalyzer,
     dissimilarities,
     relation_of_matrices,
 )
@@ -60,7 +60,7 @@ class MutualKNNResult(MinibatchMatrix):
 
 @typed
 @dataclass(frozen=True)
-class MutualKNN(MinibatchAnalyzer):
+class MutualKNN(SampleMatrixAnalyzer):
     r"""Mutual nearest neighbours: the fraction of k nearest neighbours that a sample shares between two layers.
 
     $$m_{\mathrm{NN}}(l, l') = \frac{1}{N} \sum_i \frac{|S_k^l(i) \cap S_k^{l'}(i)|}{k}$$

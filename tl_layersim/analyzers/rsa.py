@@ -14,10 +14,10 @@ from torch import Tensor
 from ..core import Sums, axes, result_class, typed
 from ._pairwise import (
     MatrixFunction,
-    MinibatchAnalyzer,
     MinibatchMatrix,
     PairRelation,
     RelationFunction,
+    SampleMatrixAnalyzer,
     average_ranks,
     dissimilarities,
     relation_of_matrices,
@@ -54,7 +54,7 @@ class RSAResult(MinibatchMatrix):
 
 @typed
 @dataclass(frozen=True)
-class RSA(MinibatchAnalyzer):
+class RSA(SampleMatrixAnalyzer):
     r"""Representational similarity analysis: correlation of the dissimilarities between samples, for all pairs of layers.
 
     $$\mathrm{RSA}(l, l') = \mathrm{corr}_{i < j}\big(d(x_i^l, x_j^l),\; d(x_i^{l'}, x_j^{l'})\big)$$

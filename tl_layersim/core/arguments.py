@@ -139,6 +139,7 @@ def _type_in_words(expected: str) -> str:
     expected = re.sub(r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]", tensor_in_words, expected)
     expected = re.sub(r"(?:typing\.)?Annotated\[.*?beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
     # Names of modules are removed from types.
+    expected = re.sub(r"(?:\w+\.)*Callable\[\.\.\., Any\]", "a function", expected)
     expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
