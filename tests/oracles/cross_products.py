@@ -90,6 +90,14 @@ def ridge_r2(x: np.ndarray, y: np.ndarray, test: np.ndarray, ridge: float) -> fl
     return float(1 - ((y[test] - predicted) ** 2).sum() / ((y[test] - y[test].mean(0)) ** 2).sum())
 
 
+def in_sample_r2(x: np.ndarray, y: np.ndarray) -> float:
+    """Kornblith et al. 2019, table 1: the share of y that lies in the span of the columns of x, both centred."""
+    x = x - x.mean(0)
+    y = y - y.mean(0)
+    basis, _ = np.linalg.qr(x)
+    return float(np.linalg.norm(basis.T @ y) ** 2 / np.linalg.norm(y) ** 2)
+
+
 def oracle_linear_predictivity(
     batches: list[np.ndarray],
     others: list[np.ndarray] | None = None,

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from ..core import Sums, axes, result_class, typed, warn
 from ..core.arguments import Fraction
-from ._moments import Covariances, CrossProductAnalyzer, Sites
+from ._moments import SMALLEST_EIGENVALUE, Covariances, CrossProductAnalyzer, Sites
 from ._pairwise import arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run
 
-# Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
-SMALLEST_EIGENVALUE = 1e-12
 # Below this number of samples for each dimension, a warning states what unrelated sites would read.
 FEW_SAMPLES_PER_DIMENSION = 10
 
