@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .block_coupling import alignment, coupling_matrix, miscoupling, oracle_block_coupling, own_jacobian, random_frames
-from .cka import arccos_distance, cka_by_tuples, hsic_0, hsic_1, hsic_by_tuples, hsic_of_rows, oracle_cka
+from .cka import arccos_distance, cka_by_tuples, hsic_0, hsic_1, hsic_by_tuples, hsic_of_rows, oracle_cka, rbf_cka
 from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, no_null, say, softmax, tokens_of
 from .contribution import oracle_contribution, sublayer_outputs
 from .cosine import oracle_cosine

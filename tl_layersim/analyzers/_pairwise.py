@@ -46,15 +46,7 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
     """
     x = x.double()
     if kind == "euclidean":
-        # Distances do not change with the mean, which would use up digits.
-        x = x - x.mean(1, keepdim=True)
-        norm = x.square().sum(-1)
-        gram = torch.bmm(x, x.transpose(1, 2))
-        norm_sums = norm[:, :, None] + norm[:, None, :]
-        squared = norm_sums - 2 * gram
-        # Below this, the difference is rounding error: the samples are equal.
-        distance = squared.where(squared > 64 * torch.finfo(x.dtype).eps * norm_sums, 0).sqrt()
-        return _without_diagonal(distance)
+        return _without_diagonal(squared_distances(x).sqrt())
     mean = torch.zeros_like(x[..., :1])
     if kind == "correlation":
         width = x.new_tensor(widths or [x.shape[-1]] * len(x))[:, None, None]
@@ -65,6 +57,23 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
     unit = unit_vectors(x)[0] * has_direction[..., None]
     dissimilarity = 1 - torch.bmm(unit, unit.transpose(1, 2))
     return _without_diagonal(dissimilarity.where(dissimilarity > 64 * torch.finfo(x.dtype).eps, 0))
+
+
+def squared_distances(x: Tensor) -> Tensor:
+    """Squared Euclidean distances between samples, `layer n n` in float64; exactly 0 for samples that are equal up to rounding.
+
+    Args:
+        x: `layer n d_model`.
+    """
+    # Distances do not change with the mean, which would use up digits.
+    x = x.double()
+    x = x - x.mean(1, keepdim=True)
+    norm = x.square().sum(-1)
+    gram = torch.bmm(x, x.transpose(1, 2))
+    norm_sums = norm[:, :, None] + norm[:, None, :]
+    squared = norm_sums - 2 * gram
+    # Below this, the difference is rounding error: the samples are equal.
+    return squared.where(squared > 64 * torch.finfo(x.dtype).eps * norm_sums, 0)
 
 
 def _without_diagonal(matrix: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ class LinearPredictivity(CrossProductAnalyzer):
     the cross-products of the held-out samples, in one pass and without keeping activations.
 
     With `test_fraction=0` all samples are fitted, and R2 is of the same samples; with `ridge=0` the fit is of least squares.
-    With both, and an orthonormal basis $Q_X$ of the columns of the centred X, the R2 of Y predicted from X, in `values`, and of X from Y,
-    in `reverse`, are then
+    With both, and an orthonormal basis $Q_X$ of the columns of the centred X, the R2 of Y predicted from X, in `values`, and of
+    X from Y, in `reverse`, are
 
     $$R^2_{\mathrm{LR}}(Y, X) = \frac{\lVert Q_X' Y \rVert_F^2}{\lVert Y \rVert_F^2}, \qquad
     R^2_{\mathrm{LR}}(X, Y) = \frac{\lVert Q_Y' X \rVert_F^2}{\lVert X \rVert_F^2}$$
