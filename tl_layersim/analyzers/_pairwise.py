@@ -42,14 +42,17 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
         x: `layer n d_model`.
         widths: widths of the layers; narrower layers are padded with zeros. Empty if all layers have one width.
         kind: "correlation" is 1 minus the Pearson correlation over dimensions, "cosine" 1 minus the cosine, "euclidean" the
-            distance. A vector without direction has correlation or cosine 0 with all others.
+            distance, "squared_euclidean" the squared distance divided by the width. A vector without direction has correlation
+            or cosine 0 with all others.
     """
     x = x.double()
+    width = x.new_tensor(widths or [x.shape[-1]] * len(x))[:, None, None]
     if kind == "euclidean":
         return _without_diagonal(squared_distances(x).sqrt())
+    if kind == "squared_euclidean":
+        return _without_diagonal(squared_distances(x) / width)
     mean = torch.zeros_like(x[..., :1])
     if kind == "correlation":
-        width = x.new_tensor(widths or [x.shape[-1]] * len(x))[:, None, None]
         mean = x.sum(-1, keepdim=True) / width
         inside = torch.arange(x.shape[-1], device=x.device) < width
         x = (x - mean) * inside

@@ -167,8 +167,8 @@ class CKA(SampleMatrixAnalyzer):
             with position, in the same way at all layers. 0 for no null. Not for the exact estimator, which has no minibatches.
 
     Source:
-        Kornblith et al. 2019 (arXiv 1905.00414), whose code for the RBF kernel also counts the distance of each sample to itself
-        in the median; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023, appendix C.1, whose printed S_ij lacks the
+        Kornblith et al. 2019 (arXiv 1905.00414), whose code for the RBF kernel counts the distance of each sample to itself in
+        the median too; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023, appendix C.1, whose printed S_ij lacks the
         square root. `biased` is equation 3 of Jiang, Zhou and Zhu 2024. The null is that of `CalibratedMatrix`.
 
     Examples:
