@@ -18,7 +18,7 @@ from .intervention_effect import effect, oracle_intervention_effect
 from .linear_probe import ROWS_OF, held_out_rows, oracle_linear_probe, ridge_scores
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
-from .rsa import oracle_mutual_knn, oracle_rsa
+from .rsa import cknna, cycle_knn, jaccard_of_neighbours, neighbours, oracle_mutual_knn, oracle_rsa
 from .saturation import oracle_saturation
 from .similarity import kernel_alignment, oracle_similarity
 from .skip_effect import oracle_skip_effect

@@ -132,3 +132,30 @@ def oracle_mutual_knn(
         samples += n
         chance += sum(k / count for count in others_of)
     return {"values": shared / samples, "chance": np.array(chance / samples)} | no_null(height, width)
+
+
+def jaccard_of_neighbours(of_x: list[set[int]], of_y: list[set[int]]) -> float:
+    return float(np.mean([len(a & b) / len(a | b) for a, b in zip(of_x, of_y, strict=True)]))
+
+
+def cycle_knn(of_x: list[set[int]], of_y: list[set[int]]) -> float:
+    """Fraction of samples to which a step at y and a step at x may lead back."""
+    return float(np.mean([any(i in of_x[j] for j in of_y[i]) for i in range(len(of_x))]))
+
+
+def cknna(x: np.ndarray, y: np.ndarray, k: int, text: np.ndarray) -> float:
+    """HSIC (Song et al. 2012, equation 5) of cosines of samples that are neighbours in both, over that of each with itself."""
+    n = len(x)
+    of_x, of_y = neighbours(x, k, "cosine", text), neighbours(y, k, "cosine", text)
+
+    def hsic(a: np.ndarray, of_a: list[set[int]], b: np.ndarray, of_b: list[set[int]]) -> float:
+        left, right = np.zeros((n, n)), np.zeros((n, n))
+        for i in range(n):
+            for j in of_a[i] & of_b[i]:
+                left[i, j] = 1 - apart(a[i], a[j], "cosine")
+                right[i, j] = 1 - apart(b[i], b[j], "cosine")
+        one = np.ones(n)
+        third = 2 / (n - 2) * (one @ left @ right @ one)
+        return float(np.trace(left @ right) + left.sum() * right.sum() / ((n - 1) * (n - 2)) - third)
+
+    return hsic(x, of_x, y, of_y) / np.sqrt(hsic(x, of_x, x, of_x) * hsic(y, of_y, y, of_y))

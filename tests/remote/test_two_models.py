@@ -23,6 +23,9 @@ from ..views import worst
         lsim.CKA(level="sequence"),
         lsim.RSA(minibatch=16, permutations=40),
         lsim.MutualKNN(k=3, minibatch=16, permutations=40),
+        lsim.MutualKNN(k=3, minibatch=16, overlap="cknna", permutations=40),
+        lsim.CKA(minibatch=16, rbf_bandwidth=0.5, permutations=40),
+        lsim.RSA(minibatch=16, unit="token", compare="whitened_cosine", permutations=40),
     ],
 )
 def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):

@@ -102,11 +102,17 @@ def average_ranks(values: Tensor) -> Tensor:
     return torch.empty_like(first).scatter_(1, order, (first + last) / 2)
 
 
+# Takes the matrices of one layer, `matrix n n`, and those of several layers, `layer matrix n n`; returns the unnormalised
+# similarity of the one with each of the others, `layer`.
+PairFunction = Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class PairRelation:
     """Relations between the samples of a minibatch: one vector for each layer, such as a flattened centred Gram matrix.
 
-    The inner product of two vectors, weighted by `signs`, is the unnormalised similarity of their layers.
+    The inner product of two vectors, weighted by `signs`, is the unnormalised similarity of their layers, unless there is a
+    function `pair`, which takes the matrices.
 
     Attributes:
         terms: `layer term`, float64, the entries of the vectors.
@@ -116,6 +122,8 @@ class PairRelation:
             for.
         diagonal_signs: signs of the terms on the diagonal of `by_text`, which pair a text with itself.
         ratios: whether the similarities of each minibatch are summed too, divided by those of each layer with itself.
+        pair: function that compares two layers, for similarities that are no inner product; None to take inner products.
+        matrices: `layer matrix n n`, the sample-by-sample matrices that `pair` takes.
     """
 
     terms: Tensor
@@ -124,6 +132,8 @@ class PairRelation:
     by_text: Tensor | None = None
     diagonal_signs: Tensor | None = None
     ratios: bool = False
+    pair: PairFunction | None = None
+    matrices: Tensor | None = None
 
 
 # Takes the matrix of each layer, `layer n n`; the text of each sample, or None if no two are of one text; the number of texts;
@@ -303,7 +313,10 @@ def minibatch_similarities(a: MinibatchRelations, b: MinibatchRelations, *, perm
     for x, y in zip(a_relations.get("grid", ()), b_relations.get("grid", ()), strict=True):
         orders = draw_orders(permutations, int(statistics["height"]), int(statistics["key"]))
         null = _similarities(x, y)
-        null["permuted"] = permuted_products(x, y, orders)[:permutations]
+        if x.pair is None:
+            null["permuted"] = permuted_products(x, y, orders)[:permutations]
+        else:
+            null["permuted"] = permuted_pairs(x, y, orders, permutations)
         for name, value in null.items():
             total[f"null {name}"] = value
         total["null samples"] = statistics["grid samples"]
@@ -334,6 +347,8 @@ def products(x: PairRelation, y: PairRelation, texts: int, samples: int) -> dict
 
 
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
+    if x.pair is not None:
+        return _similarities_by_function(x, y)
     device = x.terms.device
     x_terms = x.terms
     y_terms = y.terms.to(device)
@@ -354,6 +369,45 @@ def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
         for name, number in relation.numbers.items():
             out[name.format(side)] = number
     return out
+
+
+def _similarities_by_function(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
+    assert x.pair is not None
+    assert x.matrices is not None
+    assert y.matrices is not None
+    y_matrices = y.matrices.to(x.matrices.device)
+    out = {"xy": torch.stack([x.pair(layer, y_matrices) for layer in x.matrices])}
+    for side, relation in (("x", x), ("y", y)):
+        out[side * 2] = torch.cat([x.pair(layer, layer[None]) for layer in relation.matrices])
+        for name, number in relation.numbers.items():
+            out[name.format(side)] = number
+    return out
+
+
+def permuted_pairs(x: PairRelation, y: PairRelation, orders: Tensor, permutations: int) -> Tensor:
+    """Similarities by the function of a relation, with the texts of the second model permuted (`permutation row column`).
+
+    The permutations are those of `permuted_products`.
+
+    Args:
+        x: relation of the first model, on a grid `text position` of samples.
+        y: relation of the second model.
+        orders: random orders of the texts, `order text`.
+        permutations: number of permutations.
+    """
+    assert x.pair is not None
+    assert x.matrices is not None
+    assert y.matrices is not None
+    texts = orders.shape[1]
+    sample = torch.arange(y.matrices.shape[-1]).view(texts, -1)
+    place = torch.arange(texts)
+    shifted_orders = orders[:, (place[:, None] + place) % texts].flatten(0, 1)
+    values = []
+    for order in shifted_orders[:permutations]:
+        index = sample[order].flatten().to(y.matrices.device)
+        permuted = y.matrices[:, :, index][..., index].to(x.matrices.device)
+        values.append(torch.stack([x.pair(layer, permuted) for layer in x.matrices]))
+    return torch.stack(values)
 
 
 def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
