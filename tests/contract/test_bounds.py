@@ -90,7 +90,7 @@ RANGES = {
     },
     "mutual_knn": {(0, 1): "values chance"},
     "neural_collapse": {(0, inf): "values equinorm within between samples", (0, 2): "nc2", (0, 4): "nc3"},
-    "procrustes": {(0, 1): "values", (0, pi / 2): "angle"},
+    "procrustes": {(0, 1): "values", (0, pi / 2): "angle", (0, inf): "euclidean"},
     "rsa": {(-1, 1): "values"},
     "similarity": {(-inf, inf): "values observed null_mean null_threshold"},
     "saturation": {(0, inf): "values", (0, 1): "cumulative early_share", (-1, 1): "cosine_to_last correlation"},

@@ -10,7 +10,7 @@ from .cka import arccos_distance, cka_by_tuples, hsic_0, hsic_1, hsic_by_tuples,
 from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, no_null, say, softmax, tokens_of
 from .contribution import oracle_contribution, sublayer_outputs
 from .cosine import oracle_cosine
-from .cross_products import in_sample_r2, oracle_cca, oracle_linear_predictivity, oracle_procrustes
+from .cross_products import in_sample_r2, oracle_cca, oracle_linear_predictivity, oracle_procrustes, permutation_similarity
 from .effective_rank import oracle_effective_rank
 from .exchanged_texts import exchanged_values, p_value, positions_in_common
 from .exit_curve import oracle_exit_curve

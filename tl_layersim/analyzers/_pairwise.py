@@ -513,6 +513,15 @@ def arccos_distance(result: LayerMatrix) -> float:
     return float(equal_depth.clamp(-1, 1).arccos().square().sum().sqrt())
 
 
+def angles(result: LayerMatrix) -> Tensor:
+    """The arccos of each similarity, in radians (`row column`); values outside [-1, 1] are clipped.
+
+    Args:
+        result: a result whose values are cosines.
+    """
+    return result.values.clamp(-1, 1).arccos()
+
+
 @result_class
 class MinibatchMatrix(CalibratedMatrix):
     """Similarities of all pairs of layers, computed from minibatches of samples, with their permutation null.

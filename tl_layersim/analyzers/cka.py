@@ -29,6 +29,7 @@ from ._pairwise import (
     PairRelation,
     RelationFunction,
     SampleMatrixAnalyzer,
+    angles,
     arccos_distance,
     relation_of_matrices,
     squared_distances,
@@ -98,6 +99,18 @@ class CKAResult(MinibatchMatrix):
     )
 
     distance_name: ClassVar[str] = "CKA distance (radians)"
+
+    @property
+    def angle(self) -> Tensor:
+        """`row column`, arccos of CKA in radians, clipped to [-1, 1]: the angle between centred Gram matrices.
+
+        It is a metric with one sample of each text in a minibatch, and for the biased estimator. Leaving out pairs of one text
+        makes it one only approximately.
+
+        Source:
+            Williams et al. 2021 (arXiv 2110.14739); Szekely and Rizzo 2014 for the inner product of the unbiased estimator.
+        """
+        return angles(self)
 
     def distance(self) -> float:
         r"""Distance between two models of equal depth, summed over pairs of layers at the same depth.

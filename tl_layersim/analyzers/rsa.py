@@ -18,6 +18,7 @@ from ._pairwise import (
     PairRelation,
     RelationFunction,
     SampleMatrixAnalyzer,
+    angles,
     average_ranks,
     dissimilarities,
     relation_of_matrices,
@@ -50,6 +51,14 @@ class RSAResult(MinibatchMatrix):
         "and far, 0 for unrelated layers (Kriegeskorte, Mur and Bandettini 2008).",
         within=(-1, 1),
     )
+
+    @property
+    def angle(self) -> Tensor:
+        """`row column`, arccos of the correlation, in radians: the angle between vectors of dissimilarities, which is a metric.
+
+        With compare="rho_a" and ties it is none, because a layer has an angle above 0 with itself.
+        """
+        return angles(self)
 
 
 @typed
