@@ -281,7 +281,7 @@ def least_squares_weights(covariance: Tensor, cross: Tensor, mean: Tensor, sampl
     # Eigenvalues are ascending.
     defined[: max(len(defined) - (samples - 1), 0)] = False
     vectors = vectors[:, defined]
-    standardised_weights = vectors @ ((vectors.T @ (cross * scale[:, None])) / eigenvalues[defined][:, None])
+    standardised_weights: Tensor = vectors @ ((vectors.T @ (cross * scale[:, None])) / eigenvalues[defined][:, None])
     return standardised_weights * scale[:, None]
 
 

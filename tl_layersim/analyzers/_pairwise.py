@@ -377,8 +377,8 @@ def _similarities_by_function(x: PairRelation, y: PairRelation) -> dict[str, Ten
     assert y.matrices is not None
     y_matrices = y.matrices.to(x.matrices.device)
     out = {"xy": torch.stack([x.pair(layer, y_matrices) for layer in x.matrices])}
-    for side, relation in (("x", x), ("y", y)):
-        out[side * 2] = torch.cat([x.pair(layer, layer[None]) for layer in relation.matrices])
+    for side, relation, matrices in (("x", x, x.matrices), ("y", y, y_matrices)):
+        out[side * 2] = torch.cat([x.pair(layer, layer[None]) for layer in matrices])
         for name, number in relation.numbers.items():
             out[name.format(side)] = number
     return out

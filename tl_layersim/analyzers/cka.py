@@ -380,7 +380,8 @@ def rbf_matrices(x: Tensor, widths: tuple[int, ...] = (), *, bandwidth: float) -
         bandwidth: bandwidth as a fraction of the median distance between two different samples.
     """
     squared = squared_distances(x)
-    first, second = torch.triu_indices(*squared.shape[1:], 1, device=x.device)
+    n = x.shape[1]
+    first, second = torch.triu_indices(n, n, 1, device=x.device)
     distances = squared[:, first, second].sort(1).values.sqrt()
     pairs = distances.shape[1]
     median = (distances[:, (pairs - 1) // 2] + distances[:, pairs // 2]) / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -175,7 +175,7 @@ class MutualKNN(SampleMatrixAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> MutualKNNResult:
         self.need_rows("samples" in sums.fields, run)
-        fields = {"k": self.k, "overlap": self.overlap, "chance": torch.tensor(math.nan, dtype=torch.float64)}
+        fields: dict[str, Any] = {"k": self.k, "overlap": self.overlap, "chance": torch.tensor(math.nan, dtype=torch.float64)}
         null_samples = sums.fields.get("null samples", sums["samples"])
         if self.overlap == "cknna":
             values = sums["xy"] / _norms(sums["xx"], sums["yy"])
