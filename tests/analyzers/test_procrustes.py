@@ -124,6 +124,14 @@ def test_the_distance_without_scaling_is_in_units_of_the_activations():
     assert float(found.euclidean) == pytest.approx(2 * spread, rel=1e-6)
 
 
+def test_a_result_of_an_earlier_version_has_no_distance_without_scaling():
+    found = from_views(lsim.Procrustes(permutations=19), [view(residuals(0, tokens=30), rows=30)])
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "euclidean"}
+    earlier = type(found)(**fields)
+    assert earlier.euclidean.shape == found.values.shape
+    assert bool(earlier.euclidean.isnan().all())
+
+
 def test_fewer_samples_than_dimensions_are_spoken_of():
     with pytest.warns(lsim.LayersimWarning, match=r"Procrustes rests on 7 tokens of 8 dimensions"):
         found = from_views(lsim.Procrustes(), [view(residuals(0, tokens=7))])

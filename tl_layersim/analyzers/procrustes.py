@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core import Sums, axes, result_class, typed
 from ._moments import Covariances, CrossProductAnalyzer, warn_of_few_samples
 from ._pairwise import arccos_distance
-from ._permutation_null import CalibratedMatrix
+from ._permutation_null import NOT_MEASURED, CalibratedMatrix
 from .analyzer import Run, Weight
 
 
@@ -58,9 +58,16 @@ class ProcrustesResult(CalibratedMatrix):
         label="Procrustes distance",
         title="Procrustes distance between sites, without scaling",
         caption="Root mean squared distance between samples at two sites after the best rotation (Williams et al. 2021).",
+        default=NOT_MEASURED,
         within=(0, math.inf),
     )
     samples: int
+
+    def __post_init__(self) -> None:
+        # Files of earlier versions have no distances.
+        if self.euclidean is NOT_MEASURED:
+            object.__setattr__(self, "euclidean", torch.full_like(self.values, math.nan))
+        super().__post_init__()
 
     distance_name: ClassVar[str] = "Procrustes distance (radians)"
 
