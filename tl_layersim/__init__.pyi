@@ -24,6 +24,7 @@ from .analyzers.neural_collapse import NeuralCollapse as NeuralCollapse
 from .analyzers.procrustes import Procrustes as Procrustes
 from .analyzers.rsa import RSA as RSA
 from .analyzers.saturation import Saturation as Saturation
+from .analyzers.similarity import Similarity as Similarity
 from .analyzers.skip_effect import SkipEffect as SkipEffect
 from .analyzers.task_metrics import TaskMetrics as TaskMetrics
 from .analyzers.trajectory import Trajectory as Trajectory

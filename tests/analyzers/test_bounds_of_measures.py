@@ -50,7 +50,7 @@ EXPECTED = {
     "CCAResult": NULL
     | dict.fromkeys(("values", "squared", "svcca", "pwcca", "column_pwcca"), FRACTION)
     | dict.fromkeys(("dimensions", "column_dimensions", "directions", "column_directions")),
-    "ProcrustesResult": NULL | {"values": FRACTION, "angle": (0, math.pi / 2)},
+    "ProcrustesResult": NULL | {"values": FRACTION, "angle": (0, math.pi / 2), "euclidean": POSITIVE},
     "EffectiveRankResult": {
         "values": RATIO,
         "eigenvalue_rank": RATIO,

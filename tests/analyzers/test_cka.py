@@ -53,6 +53,38 @@ def test_between_two_models_of_other_width_and_depth(estimator):
         np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("estimator", ["minibatch", "biased"])
+@pytest.mark.parametrize("bandwidth", [0.2, 1])
+def test_an_rbf_kernel_equals_its_oracle(bandwidth, estimator, rows):
+    xs = [residuals(seed, layers=2, tokens=15) for seed in range(2)]
+    ys = [residuals(seed + 9, layers=3, tokens=15, width=5) + x[:1, :, :5] for seed, x in enumerate(xs)]
+    found = between(lsim.CKA(estimator=estimator, rbf_bandwidth=bandwidth), xs, ys, rows=rows)
+    text = np.arange(15) // rows
+    for row in range(2):
+        for column in range(3):
+            sides = [[x[row] for x in xs], [y[column] for y in ys]]
+            expected = oracles.rbf_cka(*sides, bandwidth, estimator == "biased", text)
+            assert float(found.values[row, column]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_wide_rbf_kernel_is_the_linear_one():
+    """exp(-d^2 / 2 s^2) is 1 - d^2 / 2 s^2 for a large s, and squared distances give the centred inner products."""
+    data = [samples(residuals(0, tokens=30))]
+    wide = from_views(lsim.CKA(rbf_bandwidth=1e3), data)
+    np.testing.assert_allclose(wide.values, from_views(lsim.CKA(), data).values, atol=1e-5)
+
+
+def test_an_rbf_kernel_needs_distances_and_gram_matrices():
+    x = residuals(0, tokens=20)
+    x[1, :15] = 1.0
+    with pytest.warns(lsim.LayersimWarning, match=r"blocks\.0\.hook_resid_post"):
+        found = from_views(lsim.CKA(rbf_bandwidth=1.0), [samples(x)])
+    assert bool(found.values[1].isnan().all())
+    with pytest.raises(lsim.LayersimError, match=r"`rbf_bandwidth`.* 0\.5"):
+        lsim.CKA(estimator="exact", rbf_bandwidth=0.5)
+
+
 @pytest.mark.parametrize("estimator", ["minibatch", "exact"])
 def test_pairs_of_one_row_are_left_out(estimator):
     xs = [residuals(seed, tokens=18) for seed in range(2)]

@@ -23,8 +23,8 @@ TEXTS = {"equal": EQUAL, "unequal": UNEQUAL, "one short": ONE_SHORT}
 SITES, WIDTH = 3, 5
 # All tokens are in one minibatch.
 ALL = 64
-# Random orders; fewer for a measure that decomposes each of them.
-PERMUTATIONS = {"Procrustes": 400}
+# Random orders; fewer for measures that compute each of them.
+PERMUTATIONS = {"Procrustes": 400, "Similarity": 400}
 MOST_PERMUTATIONS = 3000
 
 
@@ -49,11 +49,16 @@ def procrustes(x: np.ndarray, y: np.ndarray, text: np.ndarray) -> float:
     return float(oracles.oracle_procrustes([x[None]], [y[None]])["values"][0, 0])
 
 
+def alignment(x: np.ndarray, y: np.ndarray, text: np.ndarray) -> float:
+    return oracles.kernel_alignment(x, y)
+
+
 MEASURES = {
     "CKA": (lambda **more: lsim.CKA(minibatch=ALL, **more), oracles.cka_by_tuples),
     "RSA": (lambda **more: lsim.RSA(minibatch=ALL, **more), rsa),
     "MutualKNN": (lambda **more: lsim.MutualKNN(k=2, minibatch=ALL, **more), mutual_knn),
     "Procrustes": (lambda **more: lsim.Procrustes(**more), procrustes),
+    "Similarity": (lambda **more: lsim.Similarity(oracles.kernel_alignment, minibatch=ALL, **more), alignment),
 }
 warned = pytest.mark.filterwarnings("ignore")
 
@@ -110,7 +115,7 @@ def test_cka_is_the_ratio_of_means_over_tuples_of_distinct_texts(kind, estimator
 
 
 @warned
-@pytest.mark.light("CKA-unequal", "RSA-one short", "MutualKNN-unequal", "Procrustes-unequal")
+@pytest.mark.light("CKA-unequal", "RSA-one short", "MutualKNN-unequal", "Procrustes-unequal", "Similarity-unequal")
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("name", MEASURES)
 def test_the_null_is_that_of_all_orders_of_the_texts(name, kind):

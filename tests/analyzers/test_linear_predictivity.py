@@ -14,7 +14,7 @@ import tl_layersim as lsim
 
 from .. import oracles
 from ..inputs.views import from_views, residuals, view
-from ..models.tiny_models import tiny_llama
+from ..models.tiny_models import random_tokens, tiny_llama
 from .helpers import between, map_of_condition, rotation
 
 
@@ -83,6 +83,54 @@ def test_r2_is_of_held_out_rows_and_so_not_optimistic():
     # The prediction is the training mean.
     assert float(large.values) == pytest.approx(0, abs=0.1)
     assert float(large.values) < 0
+
+
+@pytest.mark.parametrize("widths", [(8, 8), (8, 3), (3, 8)])
+def test_in_sample_least_squares_is_the_r2_of_kornblith(widths):
+    xs = [residuals(seed, tokens=30, width=widths[0]) for seed in range(2)]
+    ys = [residuals(seed + 9, layers=3, tokens=30, width=widths[1]) + x[:3, :, :1] for seed, x in enumerate(xs)]
+    found = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), xs, ys)
+    x, y = np.concatenate(xs, 1), np.concatenate(ys, 1)
+    expected = [[oracles.in_sample_r2(row, column) for column in y] for row in x]
+    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+    expected = [[oracles.in_sample_r2(column, row) for column in y] for row in x]
+    np.testing.assert_allclose(found.reverse, expected, atol=1e-9)
+    assert (found.samples, found.held_out_samples) == (60, 0)
+
+
+def test_in_sample_r2_is_that_of_scikit_learn_and_the_result_says_so():
+    x = residuals(0, tokens=50)
+    found = from_views(lsim.LinearPredictivity(ridge=0, test_fraction=0), [view(x)])
+    predicted = LinearRegression().fit(x[0], x[3]).predict(x[0])
+    assert float(found.values[0, 3]) == pytest.approx(r2_score(x[3], predicted, multioutput="variance_weighted"), abs=1e-9)
+    assert found.headline()["in-sample R2(embedding, last)"] == float(found.values[0, 3])
+    assert "held-out R2(embedding, last)" in one(x).headline()
+
+
+def test_least_squares_takes_the_directions_that_exist():
+    """More dimensions than samples, and a dimension that is a sum of others: in-sample all is predicted."""
+    x = residuals(0, layers=1, tokens=6, width=20)
+    y = residuals(1, layers=1, tokens=6, width=20)
+    found = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), [x], [y])
+    assert float(found.values) == pytest.approx(1, abs=1e-9)
+    x = residuals(0, layers=1, tokens=60, width=5)
+    x[..., 4] = x[..., 0] + x[..., 1]
+    y = residuals(1, layers=1, tokens=60, width=3) + x[..., :3]
+    found = between(lsim.LinearPredictivity(ridge=0, test_fraction=0), [x], [y])
+    assert float(found.values) == pytest.approx(oracles.in_sample_r2(x[0, :, :4], y[0]), abs=1e-9)
+
+
+def test_the_null_of_in_sample_r2_has_the_value_of_unrelated_samples():
+    data = lsim.Data(list(random_tokens(64, 6)), batch_size=16)
+    found = lsim.analyze(
+        tiny_llama(),
+        data,
+        lsim.LinearPredictivity(ridge=0, test_fraction=0, level="sequence", permutations=19),
+        at=["blocks.0.hook_resid_pre", "blocks.2.hook_resid_post"],
+    )["linear_predictivity"]
+    width = tiny_llama().config.hidden_size
+    assert float(found.null_mean[0, 1]) == pytest.approx(width / 63, abs=0.05)
+    assert float(found.p_values[0, 1]) == 0.05
 
 
 def test_a_known_r2():
@@ -162,10 +210,10 @@ def test_a_ridge_within_rounding_is_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"ridge": 0}, "`ridge`.* 0"),
+        ({"ridge": -0.1}, "`ridge`.* -0.1"),
         ({"ridge": float("nan")}, "`ridge`.* nan"),
         ({"ridge": float("inf")}, "`ridge`.* inf"),
-        ({"test_fraction": 0}, "`test_fraction`.* 0"),
+        ({"test_fraction": -0.1}, "`test_fraction`.* -0.1"),
         ({"test_fraction": 1.0}, "`test_fraction`.* 1.0"),
         ({"test_fraction": 20}, "`test_fraction`.* 20"),
     ],
@@ -197,7 +245,7 @@ def test_the_headline():
     result = one(x)
     expected = oracles.oracle_linear_predictivity([x], rows=rows_of(90))["values"]
     assert result.headline() == {
-        "R2(embedding, last)": pytest.approx(expected[0, 5]),
-        "R2(middle layer, last)": pytest.approx(expected[3, 5]),
-        "R2(last but one, last)": pytest.approx(expected[4, 5]),
+        "held-out R2(embedding, last)": pytest.approx(expected[0, 5]),
+        "held-out R2(middle layer, last)": pytest.approx(expected[3, 5]),
+        "held-out R2(last but one, last)": pytest.approx(expected[4, 5]),
     }

@@ -12,10 +12,10 @@ from tl_layersim.analyzers.logit_attribution import LogitAttributionResult
 from .. import oracles
 from ..engine.test_encoder_decoders import rows as rows_of_pairs
 from ..engine.test_run_positions import causal_classifier
-from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
-from ..user_loops.test_attach_stacks import t5
 from ..inputs.views import from_views, residuals, view, with_sublayers
+from ..models.tiny_models import family, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from ..models.wrapped_models import bridge, lively
+from ..user_loops.test_attach_stacks import t5
 
 
 def attributed(model, data, *tokens, **options) -> LogitAttributionResult:

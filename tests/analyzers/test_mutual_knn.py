@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -14,7 +15,9 @@ from tl_layersim.analyzers.mutual_knn import nearest_neighbours
 from tl_layersim.core import Sums
 
 from .. import oracles
-from ..inputs.views import from_views, layer_run, residuals, samples
+from ..inputs.populations import data_of_rows
+from ..inputs.views import from_views, layer_run, residuals, samples, view
+from ..models.token_bank import opened
 
 
 def between(analyzer, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
@@ -32,6 +35,59 @@ def test_it_equals_its_oracle(metric, k):
         np.testing.assert_allclose(getattr(found, field), expected[field], atol=1e-12)
     # Of four samples, all others are the three nearest.
     assert (found.samples, found.minibatches, found.k) == ((36, 3, 1) if k == 1 else (32, 2, 3))
+
+
+def by_neighbours(overlap, x, y, k, text):
+    if overlap == "cknna":
+        return oracles.cknna(x, y, k, text)
+    measure = oracles.jaccard_of_neighbours if overlap == "jaccard" else oracles.cycle_knn
+    return measure(oracles.neighbours(x, k, "cosine", text), oracles.neighbours(y, k, "cosine", text))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("overlap", ["jaccard", "cycle", "cknna"])
+def test_other_overlaps_equal_their_oracles(overlap, rows):
+    x, y = residuals(0, layers=2, tokens=16), residuals(1, layers=3, tokens=16, width=5) + residuals(0, tokens=16)[:1, :, :5]
+    analyzer = lsim.MutualKNN(k=4, overlap=overlap)
+    views = [view(z, rows=16 // rows) for z in (x, y)]
+    sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, *views)[1]["k"])
+    found = analyzer.compute(sums, layer_run(2, 3))
+    text = np.arange(16) // rows
+    expected = [[by_neighbours(overlap, row, column, 4, text) for column in y] for row in x]
+    # Cosines are rounded to float32.
+    np.testing.assert_allclose(found.values, expected, atol=1e-6 if overlap == "cknna" else 1e-12)
+    assert bool(found.chance.isnan())
+    assert found.overlap == overlap
+
+
+def test_cycles_are_looked_up_at_the_column_site_first():
+    x = residuals(0, layers=3, tokens=30)
+    found = from_views(lsim.MutualKNN(k=3, overlap="cycle", permutations=19), [samples(x)])
+    assert float((found.values - found.values.T).abs().max()) > 0.01
+    assert not lsim.MutualKNN(overlap="cycle").needs.symmetric
+    assert lsim.MutualKNN(overlap="jaccard").needs.symmetric
+
+
+@pytest.mark.parametrize("overlap", ["jaccard", "cycle", "cknna"])
+def test_the_null_of_other_overlaps_is_that_of_exchanged_texts(overlap):
+    """Five texts of two tokens have 120 orders, over all of which the mean is known."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(10, 4)), rng.normal(size=(10, 4))
+    bank = torch.as_tensor(np.stack([x, y], 1))
+    rows = [[2]] * 5
+    analyzer = lsim.MutualKNN(k=3, overlap=overlap, permutations=400, minibatch=64)
+    [found] = lsim.analyze(opened(bank), data_of_rows(rows, "groups"), analyzer).values()
+    grid = oracles.positions_in_common(rows)
+    measure = functools.partial(by_neighbours, overlap)
+    observed, values = oracles.exchanged_values(lambda a, b, text: measure(a, b, 3, text), x, y, grid)
+    assert float(found.observed[0, 1]) == pytest.approx(observed, abs=1e-6)
+    assert float(found.null_mean[0, 1]) == pytest.approx(values.mean(), abs=5 * values.std() / 400**0.5)
+
+
+def test_the_headline_names_the_overlap():
+    found = from_views(lsim.MutualKNN(k=3, overlap="jaccard"), [samples(residuals(0, tokens=20))])
+    assert "Jaccard index of neighbours(embedding, last)" in found.headline()
+    assert "expected for neighbours at random" not in found.headline()
 
 
 def test_it_equals_scikit_learn():
@@ -111,6 +167,8 @@ def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all(
         ({"k": 100, "minibatch": 64}, "`minibatch`.* 64; .* 102"),
         ({"k": 1, "minibatch": 3}, "`minibatch`.* 3; .* 4"),
         ({"permutations": 3}, "`permutations`.* 3"),
+        ({"overlap": "cknna", "k": 1}, "`k`.* 1"),
+        ({"overlap": "cknna", "metric": "euclidean"}, "`metric`.* 'euclidean'"),
     ],
 )
 def test_wrong_options_are_refused(options, text):

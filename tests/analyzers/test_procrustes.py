@@ -84,6 +84,54 @@ def test_the_angle_satisfies_the_triangle_inequality():
         assert angle[0, 2] <= angle[0, 1] + angle[1, 2] + 1e-12
 
 
+@pytest.mark.parametrize("analyzer", [lsim.CKA(), lsim.CKA(estimator="biased"), lsim.RSA(compare="pearson"), lsim.CCA()])
+@pytest.mark.filterwarnings("ignore:(CKA|CCA) rests:tl_layersim.LayersimWarning")
+def test_the_angles_of_other_measures_are_metrics_too(analyzer):
+    x = residuals(0, layers=6, tokens=40)
+    found = from_views(analyzer, [view(x, rows=40)])
+    angle = found.angle.numpy()
+    np.testing.assert_allclose(np.cos(angle), found.values, atol=1e-12)
+    assert (angle[:, None, :] <= angle[:, :, None] + angle[None, :, :].transpose(0, 2, 1) + 1e-9).all()
+
+
+def test_dimensions_in_another_order_are_equal_by_permutation_and_rotations_are_not():
+    x = residuals(0, layers=1, tokens=30, width=5)
+    order = np.random.default_rng(0).permutation(5)
+    moved = 3 * x[..., order] + 7
+    by_permutation = lsim.Procrustes(alignment="permutation")
+    assert float(between(by_permutation, [x], [moved]).values) == pytest.approx(1, abs=1e-9)
+    turned = x @ rotation(5)
+    assert float(between(by_permutation, [x], [turned]).values) < 0.95
+    assert float(between(lsim.Procrustes(), [x], [turned]).values) == pytest.approx(1, abs=1e-9)
+
+
+def test_permutation_procrustes_equals_its_oracle():
+    xs, ys = residuals(0, layers=3, tokens=30, width=5), residuals(9, layers=2, tokens=30, width=5) + residuals(0, 1, 30, 5)
+    found = between(lsim.Procrustes(alignment="permutation"), [xs], [ys])
+    expected = [[oracles.permutation_similarity(x, y) for y in ys] for x in xs]
+    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+    np.testing.assert_allclose(found.angle, np.arccos(expected), atol=1e-9)
+    within = from_views(lsim.Procrustes(alignment="permutation"), [view(xs)])
+    expected = [[1 if a == b else oracles.permutation_similarity(xs[a], xs[b]) for b in range(3)] for a in range(3)]
+    np.testing.assert_allclose(within.values, expected, atol=1e-9)
+
+
+def test_the_distance_without_scaling_is_in_units_of_the_activations():
+    x = residuals(0, layers=1, tokens=30)
+    found = between(lsim.Procrustes(), [x], [3 * x @ rotation(8) + 5])
+    # Twice as far from the mean.
+    spread = np.sqrt(((x[0] - x[0].mean(0)) ** 2).sum(1).mean())
+    assert float(found.euclidean) == pytest.approx(2 * spread, rel=1e-6)
+
+
+def test_a_result_of_an_earlier_version_has_no_distance_without_scaling():
+    found = from_views(lsim.Procrustes(permutations=19), [view(residuals(0, tokens=30), rows=30)])
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "euclidean"}
+    earlier = type(found)(**fields)
+    assert earlier.euclidean.shape == found.values.shape
+    assert bool(earlier.euclidean.isnan().all())
+
+
 def test_fewer_samples_than_dimensions_are_spoken_of():
     with pytest.warns(lsim.LayersimWarning, match=r"Procrustes rests on 7 tokens of 8 dimensions"):
         found = from_views(lsim.Procrustes(), [view(residuals(0, tokens=7))])

@@ -9,7 +9,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.activations.view import reduce
 from tl_layersim.analyzers._pairwise import average_ranks, dissimilarities
-from tl_layersim.analyzers.rsa import centred_dissimilarities
+from tl_layersim.analyzers.rsa import scaled_dissimilarities
 from tl_layersim.core import Sums
 
 from .. import oracles
@@ -17,7 +17,16 @@ from ..inputs.views import from_views, layer_run, residuals, samples, view
 from ..models.tiny_models import random_tokens, tiny_llama
 from ..oracles.rsa import apart
 
-KINDS = ["correlation", "cosine", "euclidean"]
+KINDS = ["correlation", "cosine", "euclidean", "squared_euclidean"]
+# By their names in rsatoolbox.
+COMPARISONS = {
+    "spearman": "spearman",
+    "pearson": "corr",
+    "cosine": "cosine",
+    "rho_a": "rho-a",
+    "whitened_cosine": "cosine_cov",
+    "whitened_pearson": "corr_cov",
+}
 
 
 def between(analyzer, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
@@ -26,17 +35,17 @@ def between(analyzer, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("compare", ["spearman", "pearson"])
+@pytest.mark.parametrize("compare", COMPARISONS)
 def test_it_equals_its_oracle(kind, compare):
     """Minibatches of several sizes, weighted by their pairs."""
     data = [residuals(seed, layers=3, tokens=n) for seed, n in enumerate((12, 20, 5))]
-    expected = oracles.oracle_rsa(data, kind=kind, ranked=compare == "spearman")
+    expected = oracles.oracle_rsa(data, kind=kind, compare=compare)
     found = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x) for x in data])
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-9)
     assert (found.samples, found.minibatches) == (37, 3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:3])
 def test_it_equals_scipy(kind):
     spatial, stats = pytest.importorskip("scipy.spatial.distance"), pytest.importorskip("scipy.stats")
     x = residuals(0, layers=2, tokens=15)
@@ -47,15 +56,43 @@ def test_it_equals_scipy(kind):
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
-def test_it_equals_rsatoolbox():
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_it_equals_rsatoolbox(compare):
     rsatoolbox = pytest.importorskip("rsatoolbox")
     x = residuals(0, layers=2, tokens=15)
-    for kind in ("correlation", "euclidean"):
-        rdms = rsatoolbox.rdm.calc_rdm([rsatoolbox.data.Dataset(layer) for layer in x], method=kind)
-        expected = rsatoolbox.rdm.compare(rdms[0], rdms[1], method="spearman").item()
-        # Its Euclidean dissimilarity is squared, which ranks do not see.
-        found = from_views(lsim.RSA(dissimilarity=kind), [samples(x)])
-        assert float(found.values[0, 1]) == pytest.approx(expected, abs=1e-9)
+    # Equal dissimilarities, which only rho_a counts.
+    x[:, 10:] = x[:, 5:10]
+    for kind, method in (("correlation", "correlation"), ("squared_euclidean", "euclidean")):
+        rdms = rsatoolbox.rdm.calc_rdm([rsatoolbox.data.Dataset(layer) for layer in x], method=method)
+        # Dissimilarities that differ by rounding alone are ties here.
+        rdms.dissimilarities = rdms.dissimilarities.round(9)
+        expected = rsatoolbox.rdm.compare(rdms[0], rdms[1], method=COMPARISONS[compare]).item()
+        found = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [samples(x)])
+        assert float(found.values[0, 1]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_whitened_squared_distances_are_biased_cka():
+    """Diedrichsen et al. 2021."""
+    x = residuals(0, layers=3, tokens=20)
+    whitened = from_views(lsim.RSA(dissimilarity="squared_euclidean", compare="whitened_cosine"), [samples(x)])
+    np.testing.assert_allclose(whitened.values, oracles.oracle_cka([x], biased=True)["values"], atol=1e-6)
+
+
+def test_rho_a_of_ties_is_below_one_and_has_a_null():
+    x = np.repeat(residuals(0, layers=2, tokens=6), 2, axis=1)
+    found = from_views(lsim.RSA(compare="rho_a", permutations=19), [samples(x)])
+    expected = oracles.oracle_rsa([x], compare="rho_a")["values"]
+    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+    np.testing.assert_allclose(found.observed, expected, atol=1e-9)
+    assert float(found.values[0, 0]) < 0.999
+
+
+def test_comparisons_that_do_not_fit_are_refused():
+    with pytest.raises(lsim.LayersimError, match=r"`compare`.*whitened"):
+        from_views(lsim.RSA(compare="whitened_cosine"), [view(residuals(0, tokens=20), rows=5)])
+    from_views(lsim.RSA(compare="whitened_cosine", unit="token"), [view(residuals(0, tokens=20), rows=5)])
+    with pytest.raises(lsim.LayersimError, match=r"`deconfound`.*rho_a"):
+        lsim.RSA(compare="rho_a", deconfound="input")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,10 +144,10 @@ def test_vectors_without_direction_are_like_no_other():
     assert dissimilarities(x, (), kind="cosine")[0][0].tolist() == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("ranked", [True, False])
-def test_equal_dissimilarities_have_no_relation(ranked):
+@pytest.mark.parametrize("compare", ["spearman", "pearson", "rho_a"])
+def test_equal_dissimilarities_have_no_relation(compare):
     matrix = torch.full((1, 7, 7), 0.1)
-    relation = centred_dissimilarities(matrix, None, 7, False, ranked=ranked)
+    relation = scaled_dissimilarities(matrix, None, 7, False, compare=compare)
     assert torch.equal(relation.terms, torch.zeros(1, 49, dtype=torch.float64))
 
 
@@ -136,6 +173,7 @@ INVARIANT = {
     "correlation": {"scale", "constant", "norms"},
     "cosine": {"scale", "rotation", "norms"},
     "euclidean": {"scale", "rotation", "translation", "constant"},
+    "squared_euclidean": {"scale", "rotation", "translation", "constant"},
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import nnsight
 import numpy as np
@@ -28,7 +29,17 @@ from ..inputs.views import edited, from_views, in_pools, residuals, view_for, vi
 from ..models.tiny_models import random_tokens, tiny_llama
 from ..running.runs import measured
 
-ANALYZERS = sorted(find_analyzers().items())
+
+@dataclass(frozen=True, eq=False)
+class KernelAlignment(lsim.Similarity):
+    """`Similarity` with a function, as no name selects it."""
+
+    __doc__ = lsim.Similarity.__doc__
+
+    function: Any = oracles.kernel_alignment
+
+
+ANALYZERS = [*sorted(find_analyzers().items()), ("similarity", KernelAlignment)]
 each_analyzer = pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
 
 
@@ -209,7 +220,7 @@ def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
 @pytest.mark.heavy("a process of its own")
 def test_kernels_run_where_this_package_is_not_installed(tmp_path):
     kernels_and_views = {}
-    for name, cls in ANALYZERS:
+    for name, cls in find_analyzers().items():
         analyzer, views = cls(), views_of(cls, view_for(cls, residuals(tokens=20)))
         first_kernel = analyzer.first_kernel()
         first = Sums() if first_kernel is None else Sums.of(first_kernel(*views))

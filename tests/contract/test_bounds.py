@@ -91,8 +91,9 @@ RANGES = {
     },
     "mutual_knn": {(0, 1): "values chance"},
     "neural_collapse": {(0, inf): "values equinorm within between samples", (0, 2): "nc2", (0, 4): "nc3"},
-    "procrustes": {(0, 1): "values", (0, pi / 2): "angle"},
+    "procrustes": {(0, 1): "values", (0, pi / 2): "angle", (0, inf): "euclidean"},
     "rsa": {(-1, 1): "values"},
+    "similarity": {(-inf, inf): "values observed null_mean null_threshold"},
     "saturation": {(0, inf): "values", (0, 1): "cumulative early_share", (-1, 1): "cosine_to_last correlation"},
     "skip_effect": {
         (0, inf): "values largest later later_largest",
@@ -119,4 +120,4 @@ def test_bounds_are_the_range_of_the_quantity(name):
     [result] = [cls for cls in below(lsim.Result) if cls.__name__.lower() == f"{name.replace('_', '')}result"]
     expected = {field: bounds for bounds, fields in RANGES[name].items() for field in fields.split()}
     found = {field: one.within for field, one in declarations(result).items() if one.within is not None}
-    assert found == expected | {field: bounds for field, bounds in CALIBRATED.items() if field in found}
+    assert found == {field: bounds for field, bounds in CALIBRATED.items() if field in found} | expected

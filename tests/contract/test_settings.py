@@ -16,6 +16,8 @@ from tl_layersim.engine.fit_linear_probes import LogisticProbe
 LIMITS = ("clip", "max_memory_gb")
 # Settings of one objective.
 OBJECTIVES = {"beta": "cosine-reg", "kl": "multi-head"}
+# Settings that are functions.
+FUNCTIONS = {"Similarity": {"function": max}}
 
 
 def numbers_of(cls) -> dict[str, set[type]]:
@@ -42,7 +44,7 @@ CASES = [(name, field, kinds) for name, cls in SETTINGS.items() for field, kinds
 def test_a_number_out_of_bounds_is_refused_by_name(name, field, kinds):
     cls = SETTINGS[name]
     needed = [one.name for one in fields(cls) if one.init and one.default is MISSING]
-    required = {one: 1 if one in numbers_of(cls) else "" for one in needed}
+    required = {one: 1 if one in numbers_of(cls) else "" for one in needed} | FUNCTIONS.get(name, {})
     objective = {"objective": OBJECTIVES[field]} if name == "AlignedTraining" and field in OBJECTIVES else {}
     refused: list[float] = [-5]
     if float in kinds:

@@ -111,7 +111,7 @@ class TestGrid:
         assert float(tables["distance"].sel(row_model="x0", column_model="y1")) == float(grid.values[0, 3])
         assert tables["by_site"].dims == ("row_model", "column_model", "site")
         assert (tables["distance"].attrs["long_name"], tables["distance"].attrs["units"]) == ("CKA distance", "radians")
-        assert tables["by_site"].attrs["long_name"] == "Linear CKA"
+        assert tables["by_site"].attrs["long_name"] == "CKA"
         found = lsim.many.compare_groups(tables["distance"], grid.groups)
         xarray.testing.assert_equal(found, lsim.many.compare_groups(grid))
 

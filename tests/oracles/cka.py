@@ -73,6 +73,28 @@ def cka_by_tuples(x: np.ndarray, y: np.ndarray, text: np.ndarray) -> float:
     return hsic_by_tuples(k, m, text) / float(np.sqrt(hsic_by_tuples(k, k, text) * hsic_by_tuples(m, m, text)))
 
 
+def rbf_kernel(x: np.ndarray, bandwidth: float) -> np.ndarray:
+    """exp(-|a - b|^2 / 2 s^2), with s a fraction of the median distance between two samples."""
+    count = len(x)
+    distances = np.array([[np.linalg.norm(a - b) for b in x] for a in x])
+    median = np.median([distances[i, j] for i in range(count) for j in range(i + 1, count)])
+    return np.exp(-(distances**2) / (2 * (bandwidth * median) ** 2))
+
+
+def rbf_cka(xs: list[np.ndarray], ys: list[np.ndarray], bandwidth: float, biased: bool, text: np.ndarray) -> float:
+    """CKA with an RBF kernel of two sites, from the mean HSIC over minibatches of one size, `sample d_model` each."""
+
+    def mean_hsic(left: list[np.ndarray], right: list[np.ndarray]) -> float:
+        values = []
+        for x, y in zip(left, right, strict=True):
+            k = rbf_kernel(x, bandwidth)
+            m = rbf_kernel(y, bandwidth)
+            values.append(hsic_0(k, m) if biased else hsic_of_rows(k, m, text)[0])
+        return float(np.mean(values))
+
+    return mean_hsic(xs, ys) / np.sqrt(mean_hsic(xs, xs) * mean_hsic(ys, ys))
+
+
 def oracle_cka(
     batches: list[np.ndarray],
     others: list[np.ndarray] | None = None,

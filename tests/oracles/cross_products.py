@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -27,13 +28,31 @@ def procrustes_similarity(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.linalg.svd((x / np.linalg.norm(x)).T @ (y / np.linalg.norm(y)), compute_uv=False).sum())
 
 
+def permutation_similarity(x: np.ndarray, y: np.ndarray) -> float:
+    """The largest trace over all orders of the dimensions of y, one order after another; equal widths."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    cross = (x / np.linalg.norm(x)).T @ (y / np.linalg.norm(y))
+    width = range(len(cross))
+    return max(float(sum(cross[i, order[i]] for i in width)) for order in itertools.permutations(width))
+
+
+def procrustes_distance(x: np.ndarray, y: np.ndarray) -> float:
+    """Root mean squared distance of the centred samples after the best rotation of the second site, which is applied."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    width = max(x.shape[1], y.shape[1])
+    x, y = (np.pad(z, ((0, 0), (0, width - z.shape[1]))) for z in (x, y))
+    u, _, vh = np.linalg.svd(y.T @ x)
+    return float(np.linalg.norm(x - y @ u @ vh) / np.sqrt(len(x)))
+
+
 def oracle_procrustes(batches: list[np.ndarray], others: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
     x = together(batches)
     y = x if others is None else together(others)
     values = np.minimum(of_all_pairs(x, y, procrustes_similarity), 1)
     if others is None:
         np.fill_diagonal(values, 1)
-    return {"values": values, "angle": np.arccos(values)} | no_null(len(x), len(y))
+    distances = of_all_pairs(x, y, procrustes_distance)
+    return {"values": values, "angle": np.arccos(values), "euclidean": distances} | no_null(len(x), len(y))
 
 
 def principal(x: np.ndarray, fraction: float = 1.0) -> np.ndarray:
@@ -88,6 +107,14 @@ def ridge_r2(x: np.ndarray, y: np.ndarray, test: np.ndarray, ridge: float) -> fl
     weight = np.linalg.solve(covariance + ridge * np.eye(x.shape[1]), x[~test].T @ answers / len(answers))
     predicted = x[test] @ weight + y[~test].mean(0)
     return float(1 - ((y[test] - predicted) ** 2).sum() / ((y[test] - y[test].mean(0)) ** 2).sum())
+
+
+def in_sample_r2(x: np.ndarray, y: np.ndarray) -> float:
+    """Kornblith et al. 2019, table 1: the share of y that lies in the span of the columns of x, both centred."""
+    x = x - x.mean(0)
+    y = y - y.mean(0)
+    basis, _ = np.linalg.qr(x)
+    return float(np.linalg.norm(basis.T @ y) ** 2 / np.linalg.norm(y) ** 2)
 
 
 def oracle_linear_predictivity(

@@ -10,6 +10,8 @@ from .common import no_null
 def apart(a: np.ndarray, b: np.ndarray, kind: str) -> float:
     if kind == "euclidean":
         return float(np.sqrt(np.sum((a - b) ** 2)))
+    if kind == "squared_euclidean":
+        return float(np.sum((a - b) ** 2)) / len(a)
     if kind == "correlation":
         a, b = a - a.mean(), b - b.mean()
     return 1 - float(a @ b / np.sqrt((a @ a) * (b @ b)))
@@ -30,11 +32,48 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+def rho_a(a: np.ndarray, b: np.ndarray) -> float:
+    """Schuett et al. 2023: Spearman's correlation with the variance that ranks without ties have."""
+    n = len(a)
+    return float(12 * (ranks(a) @ ranks(b)) / (n**3 - n) - 3 * (n + 1) / (n - 1))
+
+
+def whitened_cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Diedrichsen et al. 2021: the cosine under the inverse covariance of dissimilarities of independent samples of variance 1.
+
+    Two dissimilarities have the covariance (c_i' c_j)^2, with the contrasts c of their pairs.
+    """
+    n = int((1 + np.sqrt(1 + 8 * len(a))) / 2)
+    contrasts = []
+    for i in range(n):
+        for j in range(i + 1, n):
+            contrast = np.zeros(n)
+            contrast[i], contrast[j] = 1, -1
+            contrasts.append(contrast)
+    covariance = (np.array(contrasts) @ np.array(contrasts).T) ** 2
+    precision = np.linalg.inv(covariance)
+    return float(a @ precision @ b / np.sqrt((a @ precision @ a) * (b @ precision @ b)))
+
+
+COMPARISONS = {
+    "spearman": lambda a, b: correlation(ranks(a), ranks(b)),
+    "pearson": correlation,
+    "cosine": cosine,
+    "rho_a": rho_a,
+    "whitened_cosine": whitened_cosine,
+    "whitened_pearson": lambda a, b: whitened_cosine(a - a.mean(), b - b.mean()),
+}
+
+
 def oracle_rsa(
     batches: list[np.ndarray],
     others: list[np.ndarray] | None = None,
     kind: str = "correlation",
-    ranked: bool = True,
+    compare: str = "spearman",
     rows: int = 1,
     text: list[np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
@@ -50,10 +89,8 @@ def oracle_rsa(
             continue
         apart_rows = [row[i] != row[j] for i in range(len(row)) for j in range(i + 1, len(row))]
         both = [[condensed(layer, kind)[apart_rows] for layer in x] for x in (one, other)]
-        if ranked:
-            both = [[ranks(layer) for layer in layers] for layers in both]
         weight = len(both[0][0])
-        values = values + weight * np.array([[correlation(a, b) for b in both[1]] for a in both[0]])
+        values = values + weight * np.array([[COMPARISONS[compare](a, b) for b in both[1]] for a in both[0]])
         weights += weight
     return {"values": values / weights} | no_null(len(batches[0]), len(others[0]))
 
@@ -95,3 +132,30 @@ def oracle_mutual_knn(
         samples += n
         chance += sum(k / count for count in others_of)
     return {"values": shared / samples, "chance": np.array(chance / samples)} | no_null(height, width)
+
+
+def jaccard_of_neighbours(of_x: list[set[int]], of_y: list[set[int]]) -> float:
+    return float(np.mean([len(a & b) / len(a | b) for a, b in zip(of_x, of_y, strict=True)]))
+
+
+def cycle_knn(of_x: list[set[int]], of_y: list[set[int]]) -> float:
+    """Fraction of samples to which a step at y and a step at x may lead back."""
+    return float(np.mean([any(i in of_x[j] for j in of_y[i]) for i in range(len(of_x))]))
+
+
+def cknna(x: np.ndarray, y: np.ndarray, k: int, text: np.ndarray) -> float:
+    """HSIC (Song et al. 2012, equation 5) of cosines of samples that are neighbours in both, over that of each with itself."""
+    n = len(x)
+    of_x, of_y = neighbours(x, k, "cosine", text), neighbours(y, k, "cosine", text)
+
+    def hsic(a: np.ndarray, of_a: list[set[int]], b: np.ndarray, of_b: list[set[int]]) -> float:
+        left, right = np.zeros((n, n)), np.zeros((n, n))
+        for i in range(n):
+            for j in of_a[i] & of_b[i]:
+                left[i, j] = 1 - apart(a[i], a[j], "cosine")
+                right[i, j] = 1 - apart(b[i], b[j], "cosine")
+        one = np.ones(n)
+        third = 2 / (n - 2) * (one @ left @ right @ one)
+        return float(np.trace(left @ right) + left.sum() * right.sum() / ((n - 1) * (n - 2)) - third)
+
+    return hsic(x, of_x, y, of_y) / np.sqrt(hsic(x, of_x, x, of_x) * hsic(y, of_y, y, of_y))

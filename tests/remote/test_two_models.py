@@ -23,6 +23,9 @@ from ..running.options import called
         lsim.CKA(level="sequence"),
         lsim.RSA(minibatch=16, permutations=40),
         lsim.MutualKNN(k=3, minibatch=16, permutations=40),
+        lsim.MutualKNN(k=3, minibatch=16, overlap="cknna", permutations=40),
+        lsim.CKA(minibatch=16, rbf_bandwidth=0.5, permutations=40),
+        lsim.RSA(minibatch=16, unit="token", compare="whitened_cosine", permutations=40),
     ],
 )
 def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):
@@ -137,3 +140,8 @@ def test_what_will_cross_is_what_crosses(small):
     rows_alone = lsim.CKA(minibatch=16, level="sequence").exchange()
     _, out = opened.run(batch, {"cka": rows_alone.kernel})
     assert rows_alone.size(12, 20.0, 4) == sum(value.numel() * value.element_size() for value in out["cka"].values())
+
+
+def test_a_function_of_the_user_is_refused_on_a_server(small):
+    with pytest.raises(lsim.LayersimError, match="Similarity"):
+        lsim.analyze(lsim.open_model(small.model(), remote=small.url), rows(12, 20), lsim.Similarity(lambda x, y: 1.0))

@@ -107,3 +107,51 @@ class TestAdapter:
         x = torch.ones(3, requires_grad=True)
         adapter(x).sum().backward()
         assert x.grad is not None
+
+
+ADAPTERS = {
+    "linear": lambda: lsim.stitching.Adapter("linear", torch.randn(4, 6, dtype=torch.float64)),
+    "affine": lambda: lsim.stitching.Adapter("affine", torch.randn(4, 6).double(), torch.randn(4).double()),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_as_a_linear_module_is_exact(kind):
+    adapter = ADAPTERS[kind]()
+    hidden = torch.randn(3, 5, 6, dtype=torch.float64)
+    linear = adapter.to_linear()
+    assert type(linear) is torch.nn.Linear
+    assert torch.equal(linear(hidden), adapter(hidden))
+    assert (linear.bias is None) == (adapter.bias is None)
+    # A copy: training it does not change the adapter.
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert bool(adapter.weight.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_directions_that_are_written_and_read(kind):
+    adapter = ADAPTERS[kind]()
+    hidden = torch.randn(6, dtype=torch.float64)
+    # Decoder directions of an SAE.
+    written = torch.randn(7, 6, dtype=torch.float64)
+    moved = adapter.transfer(written)
+    torch.testing.assert_close(adapter(hidden) + moved, adapter(hidden + written))
+    # Probes of the back model.
+    probes = torch.randn(7, 4, dtype=torch.float64)
+    offset = 0 if adapter.bias is None else probes @ adapter.bias
+    torch.testing.assert_close(adapter.transfer(probes, role="read") @ hidden + offset, probes @ adapter(hidden))
+
+
+def test_what_an_adapter_cannot_move_is_refused():
+    normed = lsim.stitching.Adapter("affine-norm", torch.eye(4), torch.zeros(4))
+    for call in (normed.to_linear, lambda: normed.transfer(torch.ones(4))):
+        with pytest.raises(lsim.LayersimError, match=r"`kind`.*'affine-norm'"):
+            call()
+    identity = lsim.stitching.Adapter("identity")
+    with pytest.raises(lsim.LayersimError, match=r"`kind`.*'identity'"):
+        identity.to_linear()
+    vectors = torch.randn(2, 4)
+    assert torch.equal(identity.transfer(vectors), vectors)
+    with pytest.raises(lsim.LayersimError, match=r"`vectors`.* 5.* 6"):
+        ADAPTERS["linear"]().transfer(torch.ones(5))

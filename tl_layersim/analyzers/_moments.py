@@ -31,6 +31,8 @@ from .needs import Needs
 EPS = torch.finfo(torch.float64).eps
 # A spread below this multiple of the rounding error of its sums is none.
 ROUNDING = 1e4 * EPS
+# Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
+SMALLEST_EIGENVALUE = 1e-12
 # Below this number of held-out texts a warning is given: with 20 texts, the standard error of an accuracy of .7 is .10.
 FEW_HELD_OUT_TEXTS = 20
 # Samples of a pool whose texts are exchanged: 16 texts of tokens, or 256 texts of one sample.
@@ -252,6 +254,35 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
     scale = variance.where(has_spread, torch.inf).rsqrt()
     penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)
     standardised_weights = torch.cholesky_solve(cross * scale[:, None], torch.linalg.cholesky(penalised))
+    return standardised_weights * scale[:, None]
+
+
+def least_squares_weights(covariance: Tensor, cross: Tensor, mean: Tensor, samples: int) -> Tensor:
+    """Coefficients of a regression without a penalty, those of least norm on standardised dimensions.
+
+    Principal directions of the standardised predictors whose variance is below `SMALLEST_EIGENVALUE` of the largest one, or
+    within the rounding error of the sums, predict nothing.
+
+    Args:
+        covariance: `width width`, covariance of the predicting dimensions.
+        cross: `... width target`, covariances of the predicting dimensions with the targets.
+        mean: `width`, mean of the predicting dimensions.
+        samples: number of samples, n, which span n - 1 directions about their mean.
+
+    Returns:
+        Weights for the dimensions before standardisation, of the shape of `cross`.
+    """
+    variance = covariance.diagonal()
+    power = variance + mean.square()
+    has_spread = variance > ROUNDING * power
+    rounding_error = 100 * EPS * (power / variance).where(has_spread, 0).max()
+    scale = variance.where(has_spread, torch.inf).rsqrt()
+    eigenvalues, vectors = torch.linalg.eigh(covariance * scale * scale[:, None])
+    defined = eigenvalues > torch.maximum(SMALLEST_EIGENVALUE * eigenvalues[-1], rounding_error)
+    # Eigenvalues are ascending.
+    defined[: max(len(defined) - (samples - 1), 0)] = False
+    vectors = vectors[:, defined]
+    standardised_weights: Tensor = vectors @ ((vectors.T @ (cross * scale[:, None])) / eigenvalues[defined][:, None])
     return standardised_weights * scale[:, None]
 
 

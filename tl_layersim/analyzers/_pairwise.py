@@ -43,22 +43,17 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
         x: `layer n d_model`.
         widths: widths of the layers; narrower layers are padded with zeros. Empty if all layers have one width.
         kind: "correlation" is 1 minus the Pearson correlation over dimensions, "cosine" 1 minus the cosine, "euclidean" the
-            distance. A vector without direction has correlation or cosine 0 with all others.
+            distance, "squared_euclidean" the squared distance divided by the width. A vector without direction has correlation
+            or cosine 0 with all others.
     """
     x = x.double()
+    width = x.new_tensor(widths or [x.shape[-1]] * len(x))[:, None, None]
     if kind == "euclidean":
-        # Distances do not change with the mean, which would use up digits.
-        x = x - x.mean(1, keepdim=True)
-        norm = x.square().sum(-1)
-        gram = torch.bmm(x, x.transpose(1, 2))
-        norm_sums = norm[:, :, None] + norm[:, None, :]
-        squared = norm_sums - 2 * gram
-        # Below this, the difference is rounding error: the samples are equal.
-        distance = squared.where(squared > 64 * torch.finfo(x.dtype).eps * norm_sums, 0).sqrt()
-        return _without_diagonal(distance)
+        return _without_diagonal(squared_distances(x).sqrt())
+    if kind == "squared_euclidean":
+        return _without_diagonal(squared_distances(x) / width)
     mean = torch.zeros_like(x[..., :1])
     if kind == "correlation":
-        width = x.new_tensor(widths or [x.shape[-1]] * len(x))[:, None, None]
         mean = x.sum(-1, keepdim=True) / width
         inside = torch.arange(x.shape[-1], device=x.device) < width
         x = (x - mean) * inside
@@ -66,6 +61,23 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
     unit = unit_vectors(x)[0] * has_direction[..., None]
     dissimilarity = 1 - torch.bmm(unit, unit.transpose(1, 2))
     return _without_diagonal(dissimilarity.where(dissimilarity > 64 * torch.finfo(x.dtype).eps, 0))
+
+
+def squared_distances(x: Tensor) -> Tensor:
+    """Squared Euclidean distances between samples, `layer n n` in float64; exactly 0 for samples that are equal up to rounding.
+
+    Args:
+        x: `layer n d_model`.
+    """
+    # Distances do not change with the mean, which would use up digits.
+    x = x.double()
+    x = x - x.mean(1, keepdim=True)
+    norm = x.square().sum(-1)
+    gram = torch.bmm(x, x.transpose(1, 2))
+    norm_sums = norm[:, :, None] + norm[:, None, :]
+    squared = norm_sums - 2 * gram
+    # Below this, the difference is rounding error: the samples are equal.
+    return squared.where(squared > 64 * torch.finfo(x.dtype).eps * norm_sums, 0)
 
 
 def _without_diagonal(matrix: Tensor) -> Tensor:
@@ -91,11 +103,17 @@ def average_ranks(values: Tensor) -> Tensor:
     return torch.empty_like(first).scatter_(1, order, (first + last) / 2)
 
 
+# Takes the matrices of one layer, `matrix n n`, and those of several layers, `layer matrix n n`; returns the unnormalised
+# similarity of the one with each of the others, `layer`.
+PairFunction = Callable[[Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class PairRelation:
     """Relations between the samples of a minibatch: one vector for each layer, such as a flattened centred Gram matrix.
 
-    The inner product of two vectors, weighted by `signs`, is the unnormalised similarity of their layers.
+    The inner product of two vectors, weighted by `signs`, is the unnormalised similarity of their layers, unless there is a
+    function `pair`, which takes the matrices.
 
     Attributes:
         terms: `layer term`, float64, the entries of the vectors.
@@ -105,6 +123,8 @@ class PairRelation:
             for.
         diagonal_signs: signs of the terms on the diagonal of `by_text`, which pair a text with itself.
         ratios: whether the similarities of each minibatch are summed too, divided by those of each layer with itself.
+        pair: function that compares two layers, for similarities that are no inner product; None to take inner products.
+        matrices: `layer matrix n n`, the sample-by-sample matrices that `pair` takes.
     """
 
     terms: Tensor
@@ -113,6 +133,8 @@ class PairRelation:
     by_text: Tensor | None = None
     diagonal_signs: Tensor | None = None
     ratios: bool = False
+    pair: PairFunction | None = None
+    matrices: Tensor | None = None
 
 
 # Takes the matrix of each layer, `layer n n`; the text of each sample, or None if no two are of one text; the number of texts;
@@ -292,7 +314,10 @@ def minibatch_similarities(a: MinibatchRelations, b: MinibatchRelations, *, perm
     for x, y in zip(a_relations.get("grid", ()), b_relations.get("grid", ()), strict=True):
         orders = draw_orders(permutations, int(statistics["height"]), int(statistics["key"]))
         null = _similarities(x, y)
-        null["permuted"] = permuted_products(x, y, orders)[:permutations]
+        if x.pair is None:
+            null["permuted"] = permuted_products(x, y, orders)[:permutations]
+        else:
+            null["permuted"] = permuted_pairs(x, y, orders, permutations)
         for name, value in null.items():
             total[f"null {name}"] = value
         total["null samples"] = statistics["grid samples"]
@@ -323,6 +348,8 @@ def products(x: PairRelation, y: PairRelation, texts: int, samples: int) -> dict
 
 
 def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
+    if x.pair is not None:
+        return _similarities_by_function(x, y)
     device = x.terms.device
     x_terms = x.terms
     y_terms = y.terms.to(device)
@@ -343,6 +370,45 @@ def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
         for name, number in relation.numbers.items():
             out[name.format(side)] = number
     return out
+
+
+def _similarities_by_function(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
+    assert x.pair is not None
+    assert x.matrices is not None
+    assert y.matrices is not None
+    y_matrices = y.matrices.to(x.matrices.device)
+    out = {"xy": torch.stack([x.pair(layer, y_matrices) for layer in x.matrices])}
+    for side, relation, matrices in (("x", x, x.matrices), ("y", y, y_matrices)):
+        out[side * 2] = torch.cat([x.pair(layer, layer[None]) for layer in matrices])
+        for name, number in relation.numbers.items():
+            out[name.format(side)] = number
+    return out
+
+
+def permuted_pairs(x: PairRelation, y: PairRelation, orders: Tensor, permutations: int) -> Tensor:
+    """Similarities by the function of a relation, with the texts of the second model permuted (`permutation row column`).
+
+    The permutations are those of `permuted_products`.
+
+    Args:
+        x: relation of the first model, on a grid `text position` of samples.
+        y: relation of the second model.
+        orders: random orders of the texts, `order text`.
+        permutations: number of permutations.
+    """
+    assert x.pair is not None
+    assert x.matrices is not None
+    assert y.matrices is not None
+    texts = orders.shape[1]
+    sample = torch.arange(y.matrices.shape[-1]).view(texts, -1)
+    place = torch.arange(texts)
+    shifted_orders = orders[:, (place[:, None] + place) % texts].flatten(0, 1)
+    values = []
+    for order in shifted_orders[:permutations]:
+        index = sample[order].flatten().to(y.matrices.device)
+        permuted = y.matrices[:, :, index][..., index].to(x.matrices.device)
+        values.append(torch.stack([x.pair(layer, permuted) for layer in x.matrices]))
+    return torch.stack(values)
 
 
 def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
@@ -448,6 +514,15 @@ def arccos_distance(result: LayerMatrix) -> float:
     return float(equal_depth.clamp(-1, 1).arccos().square().sum().sqrt())
 
 
+def angles(result: LayerMatrix) -> Tensor:
+    """The arccos of each similarity, in radians (`row column`); values outside [-1, 1] are clipped.
+
+    Args:
+        result: a result whose values are cosines.
+    """
+    return result.values.clamp(-1, 1).arccos()
+
+
 @result_class
 class MinibatchMatrix(CalibratedMatrix):
     """Similarities of all pairs of layers, computed from minibatches of samples, with their permutation null.
@@ -486,9 +561,9 @@ def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 
 @typed
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MinibatchAnalyzer(SampleAnalyzer):
-    """Base class of analyzers that compare layers by sample-by-sample matrices of minibatches.
+    """Base class of analyzers that compare layers on minibatches of samples, drawn from pools of texts.
 
     Args:
         minibatch: see `CKA`, as for all options.
@@ -506,12 +581,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, models="one_or_two", symmetric=True)
-
-    @property
-    @abstractmethod
-    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
-        """Two functions: from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
+        return replace(super().needs, models="one_or_two")
 
     @property
     def least(self) -> int:
@@ -537,21 +607,6 @@ class MinibatchAnalyzer(SampleAnalyzer):
     def pool_need(self, density: float) -> int:
         return pool_texts(self.minibatch, 1 if self.needs.whole_rows else density)
 
-    def kernel(self, first: Sums) -> AnyKernel:
-        matrix, relate = self.formula
-        options: dict[str, Any] = {"unit": self.unit, "permutations": self.permutations, "seed": self.seed}
-        return self._pool_kernel(partial(pool_sums, matrix=matrix, relate=relate, **options))
-
-    def exchange(self) -> Exchange | None:
-        matrix, relate = self.formula
-        statistics = partial(pair_statistics, matrix=matrix, unit=self.unit, seed=self.seed)
-        return Exchange(
-            self._pool_kernel(statistics),
-            partial(minibatch_similarities, permutations=self.permutations),
-            self._statistics_bytes,
-            partial(minibatch_relations, relate=relate),
-        )
-
     def _pool_kernel(self, sums: Any) -> PoolKernel:
         draw = partial(
             draw_pool,
@@ -563,22 +618,17 @@ class MinibatchAnalyzer(SampleAnalyzer):
         )
         return PoolKernel(self.read, self.needs.whole_rows, self.minibatch, draw, sums)
 
-    def _statistics_bytes(self, texts: int, density: float, layers: int) -> int:
-        pools = -(-texts // self.pool_need(density))
-        kernel = self._pool_kernel(None)
-        drawn = kernel.samples_in(texts // pools, density)
-        n = min(self.minibatch, drawn)
-        if n < self.least:
-            return 0
-        # Upper triangles in float32; the text of each sample and their number, of each minibatch, and the number of texts.
-        triangles = 4 * layers * n * (n + 1) // 2
-        null = triangles + 16 if self.permutations else 0
-        return pools * (drawn // n * (triangles + 8 * n + 8) + 8 + null)
-
     def similarities(
-        self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
+        self,
+        sums: Sums,
+        run: Run,
+        values: Tensor,
+        null_scale: Tensor,
+        inputs: tuple[Tensor, Tensor] | None = None,
+        *,
+        symmetric: bool = True,
     ) -> dict[str, Any]:
-        """Fields of the result that `CKA`, `RSA` and `MutualKNN` have in common, by name. Warns if minibatches have few texts.
+        """Fields of a `MinibatchMatrix`, by name. Warns if minibatches have few texts.
 
         Args:
             sums: sums over all pools.
@@ -587,6 +637,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
             null_scale: divisor of the null's summed products.
             inputs: similarity of each layer with the embedding, for the rows and for the columns, to be regressed out; None not
                 to.
+            symmetric: whether two layers of one model have one value in either order.
         """
         minibatches = 1
         texts = float(run.provenance.texts)
@@ -608,7 +659,10 @@ class MinibatchAnalyzer(SampleAnalyzer):
             if inputs is not None:
                 observed = without_inputs(observed, *inputs)
                 permuted = without_inputs(permuted, *inputs)
-            null = null_fields(observed.where(~values.isnan(), math.nan), permuted, one_model=is_one_model(run.models))
+            # A pair that is undefined in one permutation has no null distribution.
+            defined = ~values.isnan() & ~permuted.isnan().any(0)
+            observed = observed.where(defined, math.nan)
+            null = null_fields(observed, permuted, one_model=is_one_model(run.models), symmetric=symmetric)
         elif self.permutations:
             warn(
                 f"`permutations` is {self.permutations}, but {type(self).__name__} has no permutation null: permutations "
@@ -642,7 +696,7 @@ class MinibatchAnalyzer(SampleAnalyzer):
         reason = ""
         remedy = ""
         if unit != "token":
-            reason = f" from 4 {unit}s, because pairs of tokens from one {unit} are left out"
+            reason = f" from 4 {unit}s, because tokens of one {unit} depend on each other"
             remedy = f' Pass more {unit}s, or unit="token", which treats tokens of one text as independent.'
         data = f"{amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}"
         if run.provenance.texts < run.provenance.sequences:
@@ -650,3 +704,45 @@ class MinibatchAnalyzer(SampleAnalyzer):
         raise LayersimError(
             f"{type(self).__name__} needs {self.least} {self.sample_word}{reason}; the data has {data}.{remedy}"
         )
+
+
+@typed
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampleMatrixAnalyzer(MinibatchAnalyzer):
+    """Base class of analyzers that compare layers by sample-by-sample matrices of minibatches."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, symmetric=True)
+
+    @property
+    @abstractmethod
+    def formula(self) -> tuple[MatrixFunction, RelationFunction]:
+        """Two functions: from samples to sample-by-sample matrices, and from these to a `PairRelation`. See `pool_sums`."""
+
+    def kernel(self, first: Sums) -> AnyKernel:
+        matrix, relate = self.formula
+        options: dict[str, Any] = {"unit": self.unit, "permutations": self.permutations, "seed": self.seed}
+        return self._pool_kernel(partial(pool_sums, matrix=matrix, relate=relate, **options))
+
+    def exchange(self) -> Exchange | None:
+        matrix, relate = self.formula
+        statistics = partial(pair_statistics, matrix=matrix, unit=self.unit, seed=self.seed)
+        return Exchange(
+            self._pool_kernel(statistics),
+            partial(minibatch_similarities, permutations=self.permutations),
+            self._statistics_bytes,
+            partial(minibatch_relations, relate=relate),
+        )
+
+    def _statistics_bytes(self, texts: int, density: float, layers: int) -> int:
+        pools = -(-texts // self.pool_need(density))
+        kernel = self._pool_kernel(None)
+        drawn = kernel.samples_in(texts // pools, density)
+        n = min(self.minibatch, drawn)
+        if n < self.least:
+            return 0
+        # Upper triangles in float32; the text of each sample and their number, of each minibatch, and the number of texts.
+        triangles = 4 * layers * n * (n + 1) // 2
+        null = triangles + 16 if self.permutations else 0
+        return pools * (drawn // n * (triangles + 8 * n + 8) + 8 + null)

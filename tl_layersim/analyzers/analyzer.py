@@ -6,7 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import combinations_with_replacement, product
@@ -21,7 +21,7 @@ from ..architectures.layouts import NO_HEAD
 from ..architectures.output_heads import CLASSES_WITH_HEAD
 from ..architectures.unembed import Head
 from ..core import LayersimError, Provenance, Result, Sums, typed, warn
-from ..core.code_digests import ObjectTexts, ValueNames
+from ..core.code_digests import ObjectTexts, ValueNames, named_function
 from ..core.registry import Registry
 from ..core.sums import need_memory
 from ..core.tensor_digests import digest_of_tensor
@@ -234,7 +234,7 @@ class Analyzer(ABC):
         """
 
     def options(self) -> dict[str, Any]:
-        """The options as plain data, for the result's provenance. Tensors and heads are replaced by a digest.
+        """The options as plain data, for the result's provenance. Tensors, heads and functions are replaced by a digest.
 
         Raises:
             LayersimError: an option has a type that cannot be written to a file.
@@ -275,7 +275,7 @@ class LabelledAnalyzer(Analyzer):
 
 
 @typed
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SampleAnalyzer(Analyzer):
     """Base class of analyzers with the options `level` and `pool`: a sample is the vector of a token, or of a row of tokens.
 
@@ -403,12 +403,14 @@ def _plain(option: str, value: Any) -> Any:
         return f"tensor {tuple(value.shape)} sha256 {digest_of_tensor(value).hex()[:12]}"
     if isinstance(value, ExitHeads):
         return str(value)
+    if callable(value):
+        return named_function(value)
     if isinstance(value, list | tuple):
         return [_plain(option, item) for item in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise LayersimError(
-        f"`{option}` is {brief(value)}; it must be text, a number, a tensor, None, or a list or tuple of these."
+        f"`{option}` is {brief(value)}; it must be text, a number, a tensor, a function, None, or a list or tuple of these."
     )
 
 
@@ -430,14 +432,19 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
 
 @typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
-    """Analyzers by name, from this package and from entry points of installed packages.
+    """Analyzers that a name selects, from this package and from entry points of installed packages.
+
+    Their options have defaults. `Similarity`, whose function has none, is not among them.
 
     Examples:
         >>> sorted(find_analyzers())[:2]
         ['block_coupling', 'cca']
     """
     package = __name__.rpartition(".")[0]
-    analyzers = Registry(package, Analyzer, "analyzers").all()
+    analyzers = {}
+    for name, cls in Registry(package, Analyzer, "analyzers").all().items():
+        if not any(_is_required(option) for option in fields(cls)):  # type: ignore[arg-type]  # subclasses are dataclasses
+            analyzers[name] = cls
     for entry in entry_points(group=package):
         try:
             cls = entry.load()
@@ -446,6 +453,10 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
             continue
         analyzers.setdefault(cls.name, cls)
     return analyzers
+
+
+def _is_required(option: Field[Any]) -> bool:
+    return option.default is MISSING and option.default_factory is MISSING
 
 
 def need_head(model: ModelDescription, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:

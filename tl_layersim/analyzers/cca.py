@@ -13,13 +13,11 @@ from torch import Tensor
 
 from ..core import Sums, axes, result_class, typed, warn
 from ..core.arguments import Fraction
-from ._moments import Covariances, CrossProductAnalyzer, Sites
-from ._pairwise import arccos_distance
+from ._moments import SMALLEST_EIGENVALUE, Covariances, CrossProductAnalyzer, Sites
+from ._pairwise import angles, arccos_distance
 from ._permutation_null import CalibratedMatrix
 from .analyzer import Run
 
-# Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
-SMALLEST_EIGENVALUE = 1e-12
 # Below this number of samples for each dimension, a warning states what unrelated sites would read.
 FEW_SAMPLES_PER_DIMENSION = 10
 
@@ -111,6 +109,17 @@ class CCAResult(CalibratedMatrix):
     samples: int
 
     distance_name: ClassVar[str] = "CCA distance (radians)"
+
+    @property
+    def angle(self) -> Tensor:
+        """`row column`, arccos of the mean canonical correlation, in radians.
+
+        It is a metric between sites of equally many dimensions.
+
+        Source:
+            Williams et al. 2021 (arXiv 2110.14739).
+        """
+        return angles(self)
 
     def distance(self) -> float:
         r"""Distance between two models of equal depth, summed over pairs of layers at the same depth.

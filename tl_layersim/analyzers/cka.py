@@ -1,4 +1,4 @@
-"""Linear centred kernel alignment (CKA) between residual layers of one model or of two.
+"""Centred kernel alignment (CKA) between residual layers of one model or of two, with a linear or an RBF kernel.
 
 CKA is built on the Hilbert-Schmidt independence criterion (HSIC), within minibatches or over all samples. Tokens of one text
 depend on each other, so pairs of one text add a covariance that is not there between texts. `terms_between_texts` leaves them
@@ -21,15 +21,18 @@ from ..activations.norms import beyond_rounding
 from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, View, row_ends
 from ..core import LayersimError, Sums, axes, result_class, typed, warn
+from ..core.arguments import PositiveFloat
 from ..sources.model_description import ModelDescription
 from ._pairwise import (
     MatrixFunction,
-    MinibatchAnalyzer,
     MinibatchMatrix,
     PairRelation,
     RelationFunction,
+    SampleMatrixAnalyzer,
+    angles,
     arccos_distance,
     relation_of_matrices,
+    squared_distances,
 )
 from .analyzer import Exchange, Run, compared, refuse_undefined
 from .needs import Needs
@@ -65,8 +68,8 @@ class CKAResult(MinibatchMatrix):
     values: Float64[Tensor, "row column"] = axes(
         "row",
         "column",
-        label="Linear CKA",
-        title="Linear CKA between layers",
+        label="CKA",
+        title="CKA between layers",
         caption="Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for independent "
         "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different texts, minibatches of Nguyen et "
         "al. 2021).",
@@ -98,6 +101,18 @@ class CKAResult(MinibatchMatrix):
 
     distance_name: ClassVar[str] = "CKA distance (radians)"
 
+    @property
+    def angle(self) -> Tensor:
+        """`row column`, arccos of CKA in radians, clipped to [-1, 1]: the angle between centred Gram matrices.
+
+        It is a metric with one sample of each text in a minibatch, and for the biased estimator. Leaving out pairs of one text
+        makes it one only approximately.
+
+        Source:
+            Williams et al. 2021 (arXiv 2110.14739); Szekely and Rizzo 2014 for the inner product of the unbiased estimator.
+        """
+        return angles(self)
+
     def distance(self) -> float:
         r"""Distance between two models of equal depth, summed over pairs of layers at the same depth.
 
@@ -123,8 +138,8 @@ class CKAResult(MinibatchMatrix):
 
 @typed
 @dataclass(frozen=True)
-class CKA(MinibatchAnalyzer):
-    r"""Linear CKA between all pairs of layers, within a model or between two models.
+class CKA(SampleMatrixAnalyzer):
+    r"""CKA between all pairs of layers, within a model or between two models: linear, or with an RBF kernel.
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
@@ -155,6 +170,10 @@ class CKA(MinibatchAnalyzer):
         deconfound: "input" regresses the embedding's Gram matrix out of each layer's, within each model, so that CKA no longer
             measures the similarity of the inputs (Cui et al. 2022). The embedding itself is then NaN. Not for the exact
             estimator, which has no Gram matrices.
+        rbf_bandwidth: None for linear CKA. A number takes the kernel $\exp(-|x_i - x_j|^2 / 2\sigma^2)$ in place of the inner
+            product, with the bandwidth $\sigma$ of each layer as this fraction of the median distance between two samples of
+            the minibatch; Kornblith et al. report 0.2, 0.4 and 0.8. Not for the exact estimator, which has no Gram matrices; a
+            minibatch as large as the data has all samples.
         average: what is averaged over minibatches: "hsic", whose averages are then divided; or "cka", the ratio of each
             minibatch, as in Brown et al. 2023, appendix C.1. The mean of ratios is biased, however many minibatches there are.
         max_memory_gb: limit for "exact" and for the sums of the null; a run that needs more raises an error before it starts.
@@ -162,8 +181,9 @@ class CKA(MinibatchAnalyzer):
             with position, in the same way at all layers. 0 for no null. Not for the exact estimator, which has no minibatches.
 
     Source:
-        Kornblith et al. 2019; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023, appendix C.1, whose printed S_ij lacks
-        the square root. `biased` is equation 3 of Jiang, Zhou and Zhu 2024. The null is that of `CalibratedMatrix`.
+        Kornblith et al. 2019 (arXiv 1905.00414), whose code for the RBF kernel counts the distance of each sample to itself in
+        the median too; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023, appendix C.1, whose printed S_ij lacks the
+        square root. `biased` is equation 3 of Jiang, Zhou and Zhu 2024. The null is that of `CalibratedMatrix`.
 
     Examples:
         The CKA of a layer with itself is 1.
@@ -186,6 +206,7 @@ class CKA(MinibatchAnalyzer):
     pool: Literal["mean", "last", "first", "flat"] = "mean"  # type: ignore[assignment]  # one choice more than the base
     deconfound: Literal["input"] | None = None
     average: Literal["hsic", "cka"] = "hsic"
+    rbf_bandwidth: PositiveFloat | None = None
 
     @property
     def needs(self) -> Needs:
@@ -198,12 +219,15 @@ class CKA(MinibatchAnalyzer):
 
     @property
     def formula(self) -> tuple[MatrixFunction, RelationFunction]:
-        return gram_matrices, partial(centred_relations, biased=self.estimator == "biased", ratios=self.average == "cka")
+        matrix = gram_matrices if self.rbf_bandwidth is None else partial(rbf_matrices, bandwidth=float(self.rbf_bandwidth))
+        return matrix, partial(centred_relations, biased=self.estimator == "biased", ratios=self.average == "cka")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         of_grams = [name for name in ("permutations", "deconfound") if getattr(self, name)]
         of_minibatches = list(of_grams)
+        if self.rbf_bandwidth is not None:
+            of_minibatches.append("rbf_bandwidth")
         if self.pool == "flat":
             of_minibatches.append("pool")
         if self.average == "cka":
@@ -252,6 +276,8 @@ class CKA(MinibatchAnalyzer):
         defined_y = hsic_yy > 0
         count = int(sums["samples"])
         reason = f"all {count} {self.sample_word} are equal, like [CLS] tokens before the first attention"
+        if self.rbf_bandwidth is not None:
+            reason = f"half of the pairs of {self.sample_word} are equal, so that the median distance is 0"
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], reason)
         if exact and self.unit == "text" and run.provenance.options.get("rows_as_texts"):
             warn(
@@ -344,6 +370,30 @@ def gram_matrices(x: Tensor, widths: tuple[int, ...] = ()) -> Tensor:
         gram[:, start:end, start:] = torch.bmm(x[:, start:end], x[:, start:].transpose(1, 2))
         gram[:, end:, start:end] = gram[:, start:end, end:].transpose(1, 2)
     return gram
+
+
+def rbf_matrices(x: Tensor, widths: tuple[int, ...] = (), *, bandwidth: float) -> Tensor:
+    """RBF kernels of the samples, centred in the space of the kernel (`layer n n`, in the dtype of the samples).
+
+    The matrix of a layer is 0 if the median distance is.
+
+    Args:
+        x: `layer n d_model`, n samples.
+        widths: widths of the layers; narrower layers are padded with zeros, which change no distance.
+        bandwidth: bandwidth as a fraction of the median distance between two different samples.
+    """
+    squared = squared_distances(x)
+    n = x.shape[1]
+    first, second = torch.triu_indices(n, n, 1, device=x.device)
+    distances = squared[:, first, second].sort(1).values.sqrt()
+    pairs = distances.shape[1]
+    median = (distances[:, (pairs - 1) // 2] + distances[:, pairs // 2]) / 2
+    variance = (bandwidth * median).square()[:, None, None]
+    kernel = torch.exp(-squared / (2 * variance)).where(variance > 0, 0)
+    # Centring does not change HSIC, and makes the diagonal the squared distance of each sample from the mean.
+    row_means = kernel.mean(1, keepdim=True)
+    kernel = kernel - row_means - row_means.transpose(1, 2) + kernel.mean((1, 2), keepdim=True)
+    return kernel.to(x.dtype)
 
 
 def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:

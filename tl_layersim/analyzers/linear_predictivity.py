@@ -1,4 +1,4 @@
-"""Linear predictivity: held-out R2 of ridge regressions that predict one site's activations from another's."""
+"""Linear predictivity: R2 of linear regressions that predict one site's activations from another's, held-out or in-sample."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core import LayersimError, Sums, axes, result_class, typed
-from ..core.arguments import OpenFraction, PositiveFloat
+from ..core.arguments import FractionBelowOne, NonNegativeFloat
 from ..core.wording import amount
-from ._moments import Covariances, CrossProductAnalyzer, ridge_weights, warn_of_few_samples, warn_of_few_texts
+from ._moments import (
+    Covariances,
+    CrossProductAnalyzer,
+    least_squares_weights,
+    ridge_weights,
+    warn_of_few_samples,
+    warn_of_few_texts,
+)
 from ._permutation_null import CalibratedMatrix
 from ._samples import held_out
 from .analyzer import Run
@@ -24,14 +31,15 @@ from .needs import Needs
 
 @result_class
 class LinearPredictivityResult(CalibratedMatrix):
-    """R2 of linear predictions between sites, on held-out rows. All tensors are float64.
+    """R2 of linear predictions between sites, on held-out rows or in-sample. All tensors are float64.
 
     Attributes:
         values: `row column`, R2 of the column site predicted from the row site: 1 if perfect, 0 if no better than the mean of
             the held-out samples, below 0 if worse. NaN if all samples of a site are equal.
         reverse: `row column`, R2 of the row site predicted from the column site; within one model, `values` transposed.
         samples: number of tokens (or sequences) that the regressions are fitted on.
-        held_out_samples: number of held-out tokens (or sequences), which are predicted.
+        held_out_samples: number of held-out tokens (or sequences), which are predicted; 0 if R2 is in-sample, of the samples
+            that the regressions are fitted on.
     """
 
     measure: ClassVar[str] = "R2"
@@ -41,8 +49,8 @@ class LinearPredictivityResult(CalibratedMatrix):
         "column",
         label="R2 of the column site from the row site",
         title="Linear predictivity of the column site from the row site",
-        caption="Fraction of the variance on held-out rows that a ridge regression from the row site explains (Yamins et al. "
-        "2014; Kornblith et al. 2019, table 1).",
+        caption="Fraction of the variance that a linear regression from the row site explains, on held-out rows (Yamins et al. "
+        "2014) or, without any, on the rows of the fit (Kornblith et al. 2019, table 1).",
         within=(-math.inf, 1),
     )
     reverse: Float64[Tensor, "row column"] = axes(
@@ -50,12 +58,16 @@ class LinearPredictivityResult(CalibratedMatrix):
         "column",
         label="R2 of the row site from the column site",
         title="Linear predictivity of the row site from the column site",
-        caption="Fraction of the variance on held-out rows that a ridge regression in the other direction explains (Yamins "
-        "et al. 2014; Kornblith et al. 2019, table 1).",
+        caption="Fraction of the variance that a linear regression in the other direction explains, on held-out rows (Yamins "
+        "et al. 2014) or, without any, on the rows of the fit (Kornblith et al. 2019, table 1).",
         within=(-math.inf, 1),
     )
     samples: int
     held_out_samples: int
+
+    def headline(self) -> dict[str, float]:
+        kind = "held-out R2" if self.held_out_samples else "in-sample R2"
+        return {name.replace(self.measure, kind): number for name, number in super().headline().items()}
 
     def transposed(self) -> LinearPredictivityResult:
         """The same result with rows and columns exchanged.
@@ -74,7 +86,7 @@ class LinearPredictivityResult(CalibratedMatrix):
 @typed
 @dataclass(frozen=True, eq=False)
 class LinearPredictivity(CrossProductAnalyzer):
-    r"""R2 of ridge regressions that predict one site's activations from another's, in both directions.
+    r"""R2 of linear regressions that predict one site's activations from another's, in both directions.
 
     $$R^2 = 1 - \frac{\sum_i \lVert y_i - \bar y - \hat W'(x_i - \bar x) \rVert^2}{\sum_i \lVert y_i - \bar y_{\mathrm{held}}
     \rVert^2}, \qquad \hat W = (\Sigma_X + \mathrm{ridge} \, \mathrm{diag} \, \Sigma_X)^{-1} \Sigma_{XY}$$
@@ -87,6 +99,16 @@ class LinearPredictivity(CrossProductAnalyzer):
     Whole texts are held out, with all rows that are cut from them or have their group: rows of one text are not independent.
     The number of a text's first row decides alone, so the choice does not depend on batches. Held-out R2 follows exactly from
     the cross-products of the held-out samples, in one pass and without keeping activations.
+
+    With `test_fraction=0` all samples are fitted, and R2 is of the same samples; with `ridge=0` the fit is of least squares.
+    With both, and an orthonormal basis $Q_X$ of the columns of the centred X, the R2 of Y predicted from X, in `values`, and of
+    X from Y, in `reverse`, are
+
+    $$R^2_{\mathrm{LR}}(Y, X) = \frac{\lVert Q_X' Y \rVert_F^2}{\lVert Y \rVert_F^2}, \qquad
+    R^2_{\mathrm{LR}}(X, Y) = \frac{\lVert Q_Y' X \rVert_F^2}{\lVert X \rVert_F^2}$$
+
+    in the notation of Kornblith et al., whose first argument is predicted. In-sample, n unrelated samples of d dimensions have
+    an R2 of about d / n, and of 1 at n <= d; `permutations` measures this baseline.
 
     The measure is invariant to translation of both sites, to the scale of each dimension of the predicting site, and to
     rotation and scale of the predicted site. At a ridge near 0 it is invariant to invertible linear maps of the predicting
@@ -102,18 +124,27 @@ class LinearPredictivity(CrossProductAnalyzer):
         seed: random seed of the choice of held-out texts and of the random pairings.
         max_memory_gb: limit for the sums; a run that needs more raises an error before it starts. One model of L sites of width
             d needs 48 L (L + 1) / 2 d^2 bytes.
-        ridge: strength of the penalty relative to the variance of each dimension of the predicting site, above 0.
-        test_fraction: fraction of the texts that are held out, spread evenly over the data.
+        ridge: strength of the penalty relative to the variance of each dimension of the predicting site; 0 for least squares
+            without a penalty, where principal directions of a variance below 1e-12 of the largest one predict nothing.
+        test_fraction: fraction of the texts that are held out, spread evenly over the data; 0 for R2 in-sample.
 
     Source:
-        Yamins et al. 2014 and Schrimpf et al. 2018 for linear predictivity of neural responses; Kornblith et al. 2019, table 1,
-        for linear regression as a similarity of representations, in-sample and without a ridge there.
+        Yamins et al. 2014 and Schrimpf et al. 2018 for linear predictivity of neural responses. Kornblith et al. 2019 (arXiv
+        1905.00414), table 1, for linear regression as a similarity of representations: that is `reverse`
+        with `ridge=0, test_fraction=0`.
 
     Examples:
         >>> import tl_layersim as lsim
         >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:40], [lsim.LinearPredictivity()])["linear_predictivity"]
         >>> found.values.shape, bool(found.values[7, 8] > found.values[0, 8])
         (torch.Size([9, 9]), True)
+
+        The R2 of Kornblith et al. is that of the samples of the fit.
+
+        >>> in_sample = lsim.LinearPredictivity(ridge=0, test_fraction=0)
+        >>> fitted = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:40], in_sample)["linear_predictivity"]
+        >>> fitted.held_out_samples, bool(fitted.values[0, 8] > found.values[0, 8])
+        (0, True)
     """
 
     name: ClassVar[str] = "linear_predictivity"
@@ -121,8 +152,8 @@ class LinearPredictivity(CrossProductAnalyzer):
     # Training and held-out samples.
     groups: ClassVar[int] = 2
 
-    ridge: PositiveFloat = 0.01
-    test_fraction: OpenFraction = 0.2
+    ridge: NonNegativeFloat = 0.01
+    test_fraction: FractionBelowOne = 0.2
 
     @property
     def needs(self) -> Needs:
@@ -130,13 +161,21 @@ class LinearPredictivity(CrossProductAnalyzer):
         return replace(super().needs, symmetric=False, single_texts=True, dominance=("samples",))
 
     @property
-    def split(self) -> partial[Tensor]:
+    def split(self) -> partial[Tensor] | None:
+        if not self.test_fraction:
+            return None
         return partial(held_out, fraction=float(self.test_fraction), seed=self.seed)
 
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
-        train = Covariances(sums, "train.")
-        test = Covariances(sums, "test.")
-        count = train.samples + test.samples
+        in_sample = self.split is None
+        train_name = "" if in_sample else "train."
+        test_name = "" if in_sample else "test."
+        train = Covariances(sums, train_name)
+        test = Covariances(sums, test_name)
+        held_out_samples = 0 if in_sample else test.samples
+        count = train.samples + held_out_samples
+        if in_sample and train.samples < 2:
+            raise LayersimError(f"LinearPredictivity needs two {self.sample_word}; the data has {train.samples}.")
         if train.samples < 2 or test.samples < 2:
             raise LayersimError(
                 f"LinearPredictivity needs two training and two held-out {self.sample_word}; the data has {train.samples} "
@@ -144,7 +183,8 @@ class LinearPredictivity(CrossProductAnalyzer):
                 "whose rows stay together."
             )
         warn_of_few_samples("LinearPredictivity", train.samples, train.rows.mean.shape[-1], self.sample_word)
-        warn_of_few_texts("LinearPredictivity", int(sums["test.texts"]))
+        if not in_sample:
+            warn_of_few_texts("LinearPredictivity", int(sums["test.texts"]))
         defined_rows = train.rows.defined & test.rows.defined
         defined_columns = train.columns.defined & test.columns.defined
         defined = self.defined_pairs(run, (defined_rows, defined_columns), count)
@@ -153,14 +193,14 @@ class LinearPredictivity(CrossProductAnalyzer):
         if train.two_models:
             reverse = self._r2(train.transposed(), test.transposed(), defined_columns).T.where(defined, math.nan)
         null: dict[str, Any] = {}
-        if {"null.train.samples", "null.test.samples"} <= sums.fields.keys():
-            parts = [Covariances(sums, "null.train."), Covariances(sums, "null.test.")]
+        if {f"null.{train_name}samples", f"null.{test_name}samples"} <= sums.fields.keys():
+            parts = [Covariances(sums, f"null.{train_name}"), Covariances(sums, f"null.{test_name}")]
             null = self.null(run, defined, parts, lambda pair, _: self._r2(pair[0], pair[1], defined_rows))
         return LinearPredictivityResult(
             values=values,
             reverse=reverse,
             samples=train.samples,
-            held_out_samples=test.samples,
+            held_out_samples=held_out_samples,
             **null,
             layers=run.layers,
             column_layers=run.column_layers,
@@ -168,11 +208,11 @@ class LinearPredictivity(CrossProductAnalyzer):
         )
 
     def _r2(self, train: Covariances, test: Covariances, defined: Tensor) -> Tensor:
-        """Held-out R2 of each column site, predicted from each row site (`row column`).
+        """R2 of each column site, predicted from each row site (`row column`).
 
         Args:
             train: covariances of the training samples.
-            test: covariances of the held-out samples.
+            test: covariances of the held-out samples; in-sample, those of the training samples.
             defined: whether each row site's samples differ, so that it can predict.
         """
         out = torch.full((len(train.rows.mean), len(train.columns.mean)), math.nan, dtype=torch.float64)
@@ -181,10 +221,18 @@ class LinearPredictivity(CrossProductAnalyzer):
         shift_y = test.columns.mean - train.columns.mean
         for row in defined.nonzero()[:, 0].tolist():
             cross = train.between(row, columns)
-            weight = ridge_weights(train.rows.covariance(row), cross, train.rows.mean[row], float(self.ridge))
+            weight = self._weights(train, row, cross)
             explained = 2 * (weight * test.between(row, columns)).sum((1, 2))
             predicted = (weight * (test.rows.covariance(row) @ weight)).sum((1, 2))
             # The regression predicts the training mean at the training mean.
             shift = shift_y - (test.rows.mean[row] - train.rows.mean[row]) @ weight
             out[row] = 1 - (total - explained + predicted + shift.square().sum(1)) / total
         return out
+
+    def _weights(self, train: Covariances, row: int, cross: Tensor) -> Tensor:
+        """Coefficients that predict the column sites from one row site, in the shape of `cross` (`column width target`)."""
+        covariance = train.rows.covariance(row)
+        mean = train.rows.mean[row]
+        if self.ridge:
+            return ridge_weights(covariance, cross, mean, float(self.ridge))
+        return least_squares_weights(covariance, cross, mean, train.samples)

@@ -58,6 +58,7 @@ class Needs:
             model does not run. `Analyzer.first_kernel` says whether there is a first pass.
         one_pass: for an analyzer with a first pass, the call of its variant without a first pass.
         largest_sums: the pass with the large sums, which `Analyzer.sum_numbers` counts.
+        in_process: whether sums are computed in this process only. Models on servers then raise an error.
         dominance: what has more weight in the measure if it is large, so that the run warns if a few dominate: "samples"; and
             dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
 
@@ -88,6 +89,7 @@ class Needs:
     first_pass: FirstPassNeed = "model"
     one_pass: str = ""
     largest_sums: PassOfSums = "main"
+    in_process: bool = False
     dominance: tuple[Dominance, ...] = ()
 
     def __post_init__(self) -> None:

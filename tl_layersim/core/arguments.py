@@ -4,7 +4,7 @@ A check costs tens of microseconds per call. It belongs on public functions and 
 kernels run on servers that have neither jaxtyping nor beartype.
 
 Numbers within bounds: `PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `ThreeOrMore`, `RowCount`, `Seed`, `PermutationCount`,
-`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`. Paths: `FilePath`.
+`PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `Probability`, `OpenFraction`, `FractionBelowOne`. Paths: `FilePath`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def _type_in_words(expected: str) -> str:
     expected = re.sub(r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]", tensor_in_words, expected)
     expected = re.sub(r"(?:typing\.)?Annotated\[.*?beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
     # Names of modules are removed from types.
+    expected = re.sub(r"(?:\w+\.)*Callable\[\.\.\., Any\]", "a function", expected)
     expected = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", expected).replace("NoneType", "None").replace("SupportsIndex", "int")
     return re.sub(r"Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
@@ -284,4 +285,5 @@ NonNegativeFloat = Annotated[int | float, Is[_Within("a finite float of 0 or mor
 Limit = Annotated[int | float, Is[_Within("a float above 0, infinite for no limit", lambda x: x > 0)]]
 Fraction = Annotated[int | float, Is[_Within("a float above 0 and at most 1", lambda x: 0 < x <= 1)]]
 Probability = Annotated[int | float, Is[_Within("a float from 0 to 1", lambda x: 0 <= x <= 1)]]
+FractionBelowOne = Annotated[int | float, Is[_Within("a float of 0 or more and below 1", lambda x: 0 <= x < 1)]]
 OpenFraction = Annotated[int | float, Is[_Within("a float above 0 and below 1", lambda x: 0 < x < 1)]]

@@ -312,6 +312,35 @@ class ValueNames:
         return [module.__name__, sorted(names.items(), key=repr)]
 
 
+# End of a description of a function or an edit whose values cannot be compared with those of another run.
+UNKNOWN_CONTENTS = "whose contents are unknown"
+
+
+def named_function(function: Callable[..., Any]) -> str:
+    """Name of a function with a digest of its code and values, which is equal in every process.
+
+    If the function holds objects that have no digest, the text ends with their classes and `UNKNOWN_CONTENTS`.
+
+    Args:
+        function: a function, a method, a `functools.partial`, or an object with `__call__`.
+    """
+    names = ValueNames()
+    return with_unknown_values(names.function(function), names)
+
+
+def with_unknown_values(text: str, names: ValueNames) -> str:
+    """A description, with the values in it that cannot be compared with those of a later run.
+
+    Args:
+        text: the description.
+        names: the names that it was made with.
+    """
+    if not names.unknown:
+        return text
+    unknown_values = ", ".join(dict.fromkeys(names.unknown))
+    return f"{text} with {unknown_values}, {UNKNOWN_CONTENTS}"
+
+
 def _is_installed(module: ModuleType | None) -> bool:
     """Whether a module belongs to an installed package, which its version identifies."""
     file = getattr(module, "__file__", None) or ""

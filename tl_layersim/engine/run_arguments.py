@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..analyzers import find_analyzers
 from ..analyzers.analyzer import Analyzer
 from ..analyzers.linear_probe import ProbeOptions
+from ..core.code_digests import UNKNOWN_CONTENTS
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, in_words, shown, warn
 from ..core.file_format import refuse_unwritable
@@ -114,6 +115,37 @@ def refuse_large_heads(analyzer: Analyzer) -> None:
         raise LayersimError(
             f"`heads` of {type(analyzer).__name__} take {in_words(heads.nbytes)}; they must take at most "
             f"{in_words(LARGEST_HEADS)} in a request to a server. heads.to(torch.bfloat16) halves the size of float32 heads."
+        )
+
+
+def refuse_unknown_functions(analyzer: Analyzer, argument: str) -> None:
+    """Raise an error if an option of an analyzer is a function that a later run cannot recognise.
+
+    Args:
+        analyzer: the analyzer.
+        argument: name of the argument that holds the run's file.
+
+    Raises:
+        LayersimError: the function holds objects without a digest.
+    """
+    for option, value in analyzer.options().items():
+        if isinstance(value, str) and value.endswith(UNKNOWN_CONTENTS):
+            raise LayersimError(
+                f"`{argument}` needs analyzers that a later run can recognise, but `{option}` of {type(analyzer).__name__} is "
+                f"{value}. Write it as a function that holds only numbers, texts and tensors."
+            )
+
+
+def refuse_server(analyzer: Analyzer) -> None:
+    """Raise an error if an analyzer cannot measure a model on a server.
+
+    Raises:
+        LayersimError: names the analyzer.
+    """
+    if analyzer.needs.in_process:
+        raise LayersimError(
+            f"{type(analyzer).__name__} calls your function on activations in this process, and a server returns sums only. "
+            "Load the model here, or use another analyzer."
         )
 
 

@@ -22,7 +22,7 @@ from ..core.sums import MOST_BLOCKS, TEXT_ORDER, Tally
 from ..core.wording import duration_in_words
 from ..data.batches import Batches, RowDigests
 from ..sources.source import OnServer, Source, running
-from .run_arguments import refuse_large_heads
+from .run_arguments import refuse_large_heads, refuse_server, refuse_unknown_functions
 from .run_files import model_notes, recipe_of, tallies_snapshot
 from .run_identity import identity_of, modules_here
 from .site_plan import SitePlan
@@ -192,6 +192,9 @@ class Analysis:
             argument: see `ModelDescription.identity`.
         """
         models = [source.model for source in self.sources]
+        if argument is not None:
+            for analyzer in self.analyzers.values():
+                refuse_unknown_functions(analyzer, argument)
         return identity_of(models, modules_here(self.sources), argument) | {
             "sites": [list(source.sites) for source in self.sources],
             "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
@@ -244,6 +247,7 @@ class Analysis:
             analyzer.check_sites(*models[name])
             analyzer.check(*models[name])
             if self.is_remote:
+                refuse_server(analyzer)
                 refuse_large_heads(analyzer)
             if analyzer.needs.single_texts and self.batches.data.pack:
                 raise LayersimError(

@@ -30,7 +30,7 @@ from ..data.batches import state_of
 from ..data.data import Data
 from ..data.source_content import content_digest
 from ..engine.analyze_and_compare import BaselineArgument, analyze
-from ..engine.run_arguments import AnalyzersArgument, choose_analyzers
+from ..engine.run_arguments import AnalyzersArgument, choose_analyzers, refuse_unknown_functions
 from ..engine.run_files import recipe_of
 from ..engine.run_identity import identity_of, modules_here
 from ..engine.site_plan import DEFAULT, AtArgument
@@ -58,6 +58,8 @@ class SweepRecord:
         if folder.parent.is_dir() and not folder.exists():
             folder.mkdir(exist_ok=True)
         refuse_unwritable_folder(folder, "checkpoint")
+        for analyzer in analyzers.values():
+            refuse_unknown_functions(analyzer, "checkpoint")
         # Of a stream that `max_tokens` ends, only what the models have read counts.
         self._is_cut = data.max_tokens is not None and _is_stream(data.source)
         reading = data.record() | {"tokenizer": state_of(data.tokenizer, with_vocabulary=True)}

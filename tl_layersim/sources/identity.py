@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from ..core.code_digests import OWN_PACKAGES, ObjectTexts, ValueNames, closure_of, defined_in, forward_methods
+from ..core.code_digests import (
+    OWN_PACKAGES,
+    ObjectTexts,
+    ValueNames,
+    closure_of,
+    defined_in,
+    forward_methods,
+    with_unknown_values,
+)
 from ..core.errors import LayersimError
 from ..core.tensor_digests import digest_of_tensor
 from .hooks import every_module
@@ -82,9 +90,8 @@ KINDS_OF_HOOKS = {
     "backward hook": "_backward_hooks",
     "backward pre-hook": "_backward_pre_hooks",
 }
-# Words of the description of a change: its kind, and its end if it cannot be compared with a later run.
+# Kind of a change, in its description.
 EDIT = "nnsight edit"
-UNKNOWN_CONTENTS = "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
@@ -120,7 +127,7 @@ def hooks_on(module: torch.nn.Module) -> str:
     descriptions: list[str] = []
     for place, function in changes:
         names = ValueNames(module_names)
-        descriptions.append(_with_unknown_values(f"{place}: {names.function(function)}", names))
+        descriptions.append(with_unknown_values(f"{place}: {names.function(function)}", names))
     return "; ".join(descriptions)
 
 
@@ -164,7 +171,7 @@ def edits_of(model: Any) -> str:
                 if is_envoy:
                     names_in_edit |= {id(envoy): f"envoy {envoy.path}" for envoy in value.modules()}
         names = ValueNames(names_in_edit)
-        descriptions.append(_with_unknown_values(f"{EDIT} sha256 {names.digest(source.strip(), scopes)}", names))
+        descriptions.append(with_unknown_values(f"{EDIT} sha256 {names.digest(source.strip(), scopes)}", names))
     return "; ".join(descriptions)
 
 
@@ -260,14 +267,6 @@ def _is_wrapper(function: Any) -> bool:
     plain = getattr(function, "__func__", function)
     is_autocast = isinstance(plain, FunctionType) and any(isinstance(value, torch.autocast) for value in closure_of(plain))
     return _is_of_known_package(function) and not is_autocast
-
-
-def _with_unknown_values(change: str, names: ValueNames) -> str:
-    """The description of a change, with the values in it that cannot be compared with those of a later run."""
-    if not names.unknown:
-        return change
-    unknown_values = ", ".join(dict.fromkeys(names.unknown))
-    return f"{change} with {unknown_values}, {UNKNOWN_CONTENTS}"
 
 
 class StoredWeights:

@@ -29,12 +29,12 @@ from ..architectures.layouts import NUMBERED_FROM_PAD
 from ..architectures.output_heads import find_head, norms_between_layers, text_config
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
-from ..core.code_digests import plain_config
+from ..core.code_digests import UNKNOWN_CONTENTS, plain_config
 from ..core.errors import LayersimError, without_secrets
 from ..data.images_of_rows import PIXEL_TABLES
 from ..data.input_names import PIXELS
 from ..data.row import ModelInputs
-from .identity import UNKNOWN_CONTENTS, StoredWeights, hooks_on
+from .identity import StoredWeights, hooks_on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from ..data.padding_masks import as_mask
 from ..data.positions import Positions
 from ..engine.report_assembly import make_report
 from ..engine.run import TYPICAL_LEAVES, bytes_of, check_memory, sums_of
+from ..engine.run_arguments import refuse_server
 from ..engine.site_plan import SitePlan
 from ..remote.probe_in_trace import PROBES, PassReader, ShippedProbe
 from ..remote.traces import FormOfSums, partial_sums
@@ -489,6 +490,8 @@ class TraceProbe(Probe):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the probe as a `ShippedProbe`. nnsight pickles a probe to send it with a trace."""
+        for analyzer in self._analyzers.values():
+            refuse_server(analyzer)
         ticket = uuid.uuid4().hex
         self.sent.add(ticket)
         return ShippedProbe, (self._key, ticket, self._reader(on_server=True))

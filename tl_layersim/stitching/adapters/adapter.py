@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -73,6 +74,79 @@ class Adapter(nn.Module):
         if self.definition.adds_residual(hidden.shape[-1], len(self.weight)):
             return hidden + mapped
         return mapped
+
+    def to_linear(self) -> nn.Linear:
+        """This adapter as a `torch.nn.Linear` with copies of its weight and bias, which gives the same outputs.
+
+        Raises:
+            LayersimError: the kind is not `linear` or `affine`: a layer norm is no linear map, and `identity` has no width.
+
+        Examples:
+            >>> import torch, tl_layersim as lsim
+            >>> turn = lsim.stitching.Adapter("linear", torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
+            >>> turn.to_linear()
+            Linear(in_features=2, out_features=2, bias=False)
+        """
+        self._need_affine("to_linear()")
+        if self.weight is None:
+            raise LayersimError(f"`kind` is {self.kind!r}, which has no width; torch.nn.Identity() is the same map.")
+        d_back, d_front = self.weight.shape
+        linear = nn.Linear(d_front, d_back, bias=self.bias is not None, device=self.weight.device, dtype=self.weight.dtype)
+        with torch.no_grad():
+            linear.weight.copy_(self.weight)
+            if self.bias is not None:
+                linear.bias.copy_(self.bias)
+        return linear
+
+    @typed
+    def transfer(self, vectors: Float[Tensor, "*vectors width"], *, role: Literal["write", "read"] = "write") -> Tensor:
+        r"""Move directions of an SAE, a probe or a steering vector through the adapter.
+
+        A direction that is written, such as a row of an SAE's decoder or a steering vector, is added to the residual stream.
+        The adapter takes it from the front model to the back model, as $W v$: its output for $h + v$ is that for $h$, plus
+        $W v$.
+
+        A direction that is read, such as the weights of a probe or a row of an SAE's encoder, is multiplied with the residual
+        stream. The adapter takes it from the back model to the front model, as $W' u$, because
+        $u \cdot (W h + b) = W' u \cdot h + u \cdot b$. Add `vectors @ adapter.bias` to the offset of the probe.
+
+        To move an SAE or a probe of the front model to the back model, move what it writes through this adapter, and what it
+        reads through an adapter from the back to the front.
+
+        Args:
+            vectors: directions, `... d_front` to write, `... d_back` to read.
+            role: "write" or "read".
+
+        Returns:
+            The directions in the other model, `... d_back` to write, `... d_front` to read.
+
+        Raises:
+            LayersimError: the adapter has a layer norm, so that what it does to a direction depends on the residual; or the
+                width is wrong.
+
+        Source:
+            Chen, Merullo, Stolfo and Pavlick 2025 (arXiv 2506.06609), for SAEs moved by affine maps of two streams.
+
+        Examples:
+            >>> import torch, tl_layersim as lsim
+            >>> turn = lsim.stitching.Adapter("linear", torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
+            >>> turn.transfer(torch.tensor([1.0, 0.0])), turn.transfer(torch.tensor([1.0, 0.0]), role="read")
+            (tensor([ 0., -1.]), tensor([0., 1.]))
+        """
+        self._need_affine("transfer()")
+        if self.weight is None:
+            return vectors
+        weight = self.weight if role == "write" else self.weight.T
+        if vectors.shape[-1] != weight.shape[1]:
+            raise LayersimError(
+                f"`vectors` have width {vectors.shape[-1]}; to {role}, this adapter takes vectors of width {weight.shape[1]}."
+            )
+        return torch.nn.functional.linear(vectors.to(weight.dtype), weight)
+
+    def _need_affine(self, call: str) -> None:
+        """Raise an error if the adapter is not y = W h + b."""
+        if not self.definition.is_affine:
+            raise LayersimError(f"`kind` is {self.kind!r}; {call} needs a linear map, such as 'linear' or 'affine'.")
 
     def digest(self) -> str:
         """The first 12 hex digits of a SHA-256 over kind, weight and bias."""

@@ -26,12 +26,14 @@ class AdapterKind(ABC):
         - `has_weight`: whether there is a $W$. Without it the adapter is $\varphi$ itself, which is not fitted, and both
           residual streams must be of one width.
         - `has_bias`: whether there is a $b$. The closed form then centres features and targets.
+        - `is_affine`: whether the adapter is $y = W h [+ b]$, so that it moves directions alike at all residuals.
     """
 
     name: ClassVar[str]
 
     has_weight: ClassVar[bool] = True
     has_bias: ClassVar[bool] = True
+    is_affine: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod

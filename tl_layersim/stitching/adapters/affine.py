@@ -15,6 +15,7 @@ class Affine(AdapterKind):
     """
 
     name = "affine"
+    is_affine = True
 
     @staticmethod
     def features(hidden: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ class Identity(AdapterKind):
     """Identity map, $y = h$, for models whose residual streams have the same basis."""
 
     name = "identity"
+    is_affine = True
     has_weight = False
     has_bias = False
 

@@ -11,6 +11,7 @@ class Linear(AdapterKind):
     """Linear map, $y = W h$."""
 
     name = "linear"
+    is_affine = True
     has_bias = False
 
     @staticmethod
