@@ -42,7 +42,7 @@ NUMPY_TYPES = {
     "BOOL": "|b1",
 }
 # Kinds of NumPy's numbers: floats, signed and unsigned integers, bools.
-NUMBERS = "fiub"
+KINDS_OF_NUMBERS = "fiub"
 # Names of tensors of this package beside vectors in a file, such as the rows that these belong to, begin with it.
 RESERVED = "tl_layersim."
 
@@ -97,7 +97,8 @@ class NumpyArray(Array):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        shape: tuple[int, ...] = self.values.shape
+        return shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,10 +182,10 @@ def as_array(values: Any, name: str) -> Array:
     if not hasattr(values, "__array__"):
         raise _no_numbers(name, values)
     if isinstance(values, np.memmap) and is_whole_file(values):
-        path = Path(os.fspath(values.filename))  # type: ignore[type-var, arg-type]  # a path, see `is_whole_file`
+        path = Path(os.fspath(values.filename))  # type: ignore[arg-type]  # a path, see `is_whole_file`
         return FileArray(path, values.offset, values.shape, values.dtype)
     array = np.asarray(values)
-    if array.dtype.kind not in NUMBERS:
+    if array.dtype.kind not in KINDS_OF_NUMBERS:
         raise _no_numbers(name, values)
     return NumpyArray(array)
 

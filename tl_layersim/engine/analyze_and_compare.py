@@ -336,7 +336,9 @@ def compare(
     model_a: Any, model_b: Any, data: Any, analyzers: SeveralAnalyzers, **options: Unpack[SharedKeywords]
 ) -> Report: ...
 @overload
-def compare(model_a: VectorSource, model_b: VectorSource, *, analyzers: str, **options: Unpack[SharedKeywords]) -> Result: ...
+def compare(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    model_a: VectorSource, model_b: VectorSource, *, analyzers: str, **options: Unpack[SharedKeywords]
+) -> Result: ...
 @overload
 def compare(
     model_a: VectorSource, model_b: VectorSource, *, analyzers: _Computes[R_co], **options: Unpack[SharedKeywords]

@@ -153,14 +153,14 @@ class Sample:
             self.by_site[site][first : first + len(vectors)] = vectors
             return
         self.file.seek(self.offsets[site] + first * vectors.shape[1] * vectors.itemsize)
-        self.file.write(memoryview(vectors))
+        self.file.write(vectors.tobytes())
 
     def finish_file(self) -> None:
         """Write rows, positions and texts of the samples into the file."""
         assert self.file is not None
         for name, values in self.about.items():
             self.file.seek(self.offsets[RESERVED + name])
-            self.file.write(memoryview(values))
+            self.file.write(values.tobytes())
 
 
 def _layout(widths: Mapping[str, int], count: int) -> tuple[bytes, dict[str, int]]:
@@ -176,7 +176,7 @@ def _layout(widths: Mapping[str, int], count: int) -> tuple[bytes, dict[str, int
         shapes[RESERVED + name] = ("I64", [count])
     for site, width in widths.items():
         shapes[site] = ("F32", [count, width])
-    entries = {}
+    entries: dict[str, dict[str, Any]] = {}
     begin = 0
     for name, (dtype, shape) in shapes.items():
         end = begin + math.prod(shape) * (8 if dtype == "I64" else 4)

@@ -38,10 +38,10 @@ def data_of_call(data: Any, opened: Sequence[OpenedModel]) -> Data:
                     "vectors alone take no data."
                 )
         return Data.of(_data_of_vectors(sources))
-    data = Data.of(data)
+    data_of_models = Data.of(data)
     for source in sources:
-        _refuse_other_data(source, data)
-    return data
+        _refuse_other_data(source, data_of_models)
+    return data_of_models
 
 
 def readers(sources: Sequence[Source]) -> Sequence[Source]:
