@@ -158,20 +158,31 @@ def test_two_sources_of_vectors_equal_the_formula():
 def test_a_grid_of_vectors_has_the_distances_of_its_pairs():
     sources = {name: lsim.from_vectors(tables(seed=seed)) for seed, name in enumerate("abc")}
     grid = lsim.compare_grid(sources, analyzer=lsim.CKA())
-    for a in "abc":
-        for b in "abc":
-            pair = lsim.compare(sources[a], sources[b], analyzers=lsim.CKA())
-            assert abs(float(grid.values["abc".index(a), "abc".index(b)]) - pair.distance()) < 1e-9
+    for row, column in ((0, 1), (0, 2)):
+        pair = lsim.compare(sources["abc"[row]], sources["abc"[column]], analyzers=lsim.CKA())
+        assert abs(float(grid.values[row, column]) - pair.distance()) < 1e-9
+
+
+def test_a_probe_reads_the_labels_of_the_vectors():
+    by_site = tables()
+    # The class is the sign of a dimension of the last site.
+    labels = (by_site["layer 10"][:, 0] > 0).long()
+    probe = lsim.linear_probe(lsim.from_vectors(by_site, labels=labels))
+    assert probe.labels == (0, 1)
+    assert float(probe.accuracy[-1]) > float(probe.accuracy[0]) + 0.1
+    with pytest.raises(lsim.LayersimError, match="`data` is None"):
+        lsim.linear_probe(torch.nn.Identity())
 
 
 def test_sites_may_have_different_widths():
     x = tables()["layer 3"]
-    narrow = lsim.from_vectors({"wide": x, "narrow": x[:, :5]})
+    narrow = lsim.from_vectors({"wide": x, "narrow": x[:, :5]}, name="two widths")
     found = lsim.analyze(narrow, analyzers=lsim.CKA(estimator="exact"))["cka"]
     # Columns of zeros change no Gram matrix.
     padded = torch.nn.functional.pad(x[:, :5], (0, WIDTH - 5))
     expected = oracles.oracle_cka([torch.stack([x, padded]).double().numpy()], exact=True)
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-7)
+    assert found.provenance.model == "two widths"
     for analyzer in (lsim.Cosine(), lsim.Trajectory()):
         with pytest.raises(lsim.LayersimError, match=type(analyzer).__name__):
             lsim.analyze(narrow, analyzers=analyzer)
@@ -226,6 +237,8 @@ def test_every_form_of_the_same_vectors_gives_the_same_numbers(form, tmp_path):
     np.testing.assert_array_equal(found.values, expected.values)
     # Layer 10 comes behind layer 9 in files too.
     assert found.layers == tuple(by_site)
+    names = {"safetensors": "x.safetensors", "npz": "x.npz", "folder": tmp_path.name}
+    assert found.provenance.model == names.get(form, "vectors")
     assert found.provenance.weights_hash == expected.provenance.weights_hash
 
 
@@ -272,13 +285,12 @@ def changed(by_site):
 
 
 def test_shards_have_the_numbers_of_the_whole(tmp_path):
-    vectors = lsim.from_vectors(tables((600,)))
-    whole = lsim.analyze(vectors, analyzers=[lsim.CKA(), lsim.Cosine(center="none")], intervals=True)
-    for number in range(3):
+    vectors = lsim.from_vectors(tables((512,)))
+    analyzers = [lsim.CKA(minibatch=16), lsim.Cosine(center="none")]
+    whole = lsim.analyze(vectors, analyzers=analyzers, intervals=True)
+    for number in range(2):
         path = tmp_path / f"{number}.safetensors"
-        lsim.analyze(
-            vectors, analyzers=[lsim.CKA(), lsim.Cosine(center="none")], intervals=True, shard=(number, 3), save_to=path
-        )
+        lsim.analyze(vectors, analyzers=analyzers, intervals=True, shard=(number, 2), save_to=path)
     merged = lsim.merge(tmp_path)
     for name, result in whole.items():
         np.testing.assert_array_equal(merged[name].values, result.values)

@@ -262,7 +262,9 @@ def _refuse_cut_rows(batch: Batch) -> None:
 
 
 @typed
-def from_vectors(vectors: Any, *, mask: Any = None, groups: Any = None, labels: Any = None) -> VectorSource:
+def from_vectors(
+    vectors: Any, *, mask: Any = None, groups: Any = None, labels: Any = None, name: str | None = None
+) -> VectorSource:
     """A source of vectors that you already have: activations, recordings, features of another program.
 
     `analyze`, `compare` and `compare_grid` take it in place of a model. If no model reads data beside it, leave `data` out: the
@@ -282,6 +284,7 @@ def from_vectors(vectors: Any, *, mask: Any = None, groups: Any = None, labels: 
             Without it, each row is a text, independent of the others.
         labels: `row` or `row pos`, whole numbers, -100 for no label; for `NeuralCollapse(labels="data")` and
             `LinearProbe(labels="data")`.
+        name: name of the vectors in results and figures; None for the name of the file, or "vectors".
 
     Returns:
         A source.
@@ -299,7 +302,6 @@ def from_vectors(vectors: Any, *, mask: Any = None, groups: Any = None, labels: 
         >>> cka.layers, bool((cka.values - 1).abs().max() < 1e-9)
         (('layer 3', 'layer 9'), True)
     """
-    name = "vectors"
     index = None
     if isinstance(vectors, Mapping):
         arrays = {str(site): as_array(values, f"vectors[{site!r}]") for site, values in vectors.items()}
@@ -311,7 +313,7 @@ def from_vectors(vectors: Any, *, mask: Any = None, groups: Any = None, labels: 
         )
     else:
         arrays = open_arrays(vectors, "vectors")
-        name = Path(os.fspath(vectors)).name
+        name = name or Path(os.fspath(vectors)).name
         about = {key: arrays.pop(key) for key in list(arrays) if key.startswith(RESERVED)}
         texts = about.get(f"{RESERVED}texts")
         if groups is None and texts is not None:
@@ -321,7 +323,9 @@ def from_vectors(vectors: Any, *, mask: Any = None, groups: Any = None, labels: 
     _refuse_other_shapes(arrays)
     shape = next(iter(arrays.values())).shape[:-1]
     groups = None if groups is None else list(_groups_of(groups, shape[0]))
-    return VectorSource(arrays, name, mask=_mask_of(mask, shape), groups=groups, labels=_labels_of(labels, shape), index=index)
+    return VectorSource(
+        arrays, name or "vectors", mask=_mask_of(mask, shape), groups=groups, labels=_labels_of(labels, shape), index=index
+    )
 
 
 def _refuse_other_shapes(arrays: Mapping[str, Array]) -> None:
