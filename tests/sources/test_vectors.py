@@ -286,7 +286,7 @@ def changed(by_site):
 
 def test_shards_have_the_numbers_of_the_whole(tmp_path):
     vectors = lsim.from_vectors(tables((512,)))
-    analyzers = [lsim.CKA(minibatch=16), lsim.Cosine(center="none")]
+    analyzers = [lsim.CKA(minibatch=32), lsim.EffectiveRank()]
     whole = lsim.analyze(vectors, analyzers=analyzers, intervals=True)
     for number in range(2):
         path = tmp_path / f"{number}.safetensors"
