@@ -44,6 +44,7 @@ from .engine.analyze_and_compare import analyze as analyze
 from .engine.analyze_and_compare import compare as compare
 from .engine.fit_linear_probes import LogisticProbe as LogisticProbe
 from .engine.fit_linear_probes import linear_probe as linear_probe
+from .engine.sample_vectors import vectors as vectors
 from .engine.shards import merge as merge
 from .engine.submitted_runs import load_run as load_run
 from .many.compare_grid import compare_grid as compare_grid
@@ -52,6 +53,7 @@ from .many.plot import plot as plot
 from .many.sweep import sweep as sweep
 from .remote.open_model import open_model as open_model
 from .sources.open_local import sites as sites
+from .sources.vectors import from_vectors as from_vectors
 from .stitching.stitch import stitch as stitch
 from .stitching.stitch import stitch_grid as stitch_grid
 from .training.finetune import finetune_aligned as finetune_aligned

@@ -626,6 +626,7 @@ NO_HEAD = {
         "its head reads the decoder at the place where the encoder's input has its last end-of-text token, which the decoder's "
         "own inputs do not give",
     ),
+    "VectorSource": "vectors have no model; pass the model itself",
     "ElectraForPreTraining": "its head gives one number for each token, the logit of a replaced token, and no classes",
 }
 

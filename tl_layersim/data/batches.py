@@ -25,6 +25,7 @@ from .reader import Reader, refuse_path
 from .row import ModelInputs, Row, TextOfRow
 from .texts import LEAST_TEXTS, in_texts
 from .tokenization import Text, TextRows
+from .vector_rows import VectorRows
 
 
 def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
@@ -593,7 +594,10 @@ class Batches:
                 "`data` is a generator that an earlier pass has consumed, and its rows were not kept. Pass list(data)."
             )
         kept_rows = KeptRows(self.model.tokenizer, self.model.processor)
-        self.data.keep(self._key_of_rows, kept_rows)
+        # Rows that stand for vectors are made faster than they are kept.
+        keeps_rows = not isinstance(self.data.source, VectorRows)
+        if keeps_rows:
+            self.data.keep(self._key_of_rows, kept_rows)
         self.notes.begin()
         texts = TextRows(self.data, self.model, self.notes)
         # An iterable may use the memory of a row again for the next one.
@@ -601,7 +605,8 @@ class Batches:
         for row in in_texts(rows, self.data.groups is not None, self.data.pack):
             if row.text is not None and row.text.neighbours:
                 self.notes.neighbours += 1
-            kept_rows.add(row)
+            if keeps_rows:
+                kept_rows.add(row)
             yield row
         texts.warn_of_cut()
         self.notes.once(self.notes.runs.warning(self.model))

@@ -64,6 +64,8 @@ class Reader:
         self._refuse_missing_columns(data)
         if isinstance(data, str):
             yield Text(data)
+        elif isinstance(data, Row):
+            yield data if self.labelled else replace(data, labels=None)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
             yield from self.items(data.tolist())
         elif self._is_one_image(data):

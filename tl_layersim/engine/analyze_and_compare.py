@@ -26,6 +26,7 @@ from ..remote.open_model import open_source
 from ..sources.open_local import OpenedModel, records_of, refuse_changed, untrained
 from ..sources.shared_modules import refuse_one_model
 from ..sources.source import HasModule, position_counter
+from ..sources.vectors import VectorSource
 from .report_assembly import make_report
 from .run import run
 from .run_arguments import (
@@ -43,6 +44,7 @@ from .run_identity import refuse_other_data_on_ranks, refuse_other_ranks
 from .shards import FilesArgument, merged_first, paths_of, run_shard
 from .site_plan import DEFAULT, AtArgument, chosen_rule, plan_sites
 from .submitted_runs import RemoteRun, start
+from .vectors_as_data import data_of_call, readers
 
 BaselineArgument: TypeAlias = Literal["untrained"] | None
 # Seeds of the fresh weights.
@@ -186,12 +188,24 @@ def analyze(
     first: FilesArgument | None = None,
     **options: Unpack[SharedKeywords],
 ) -> Path: ...
+@overload
+def analyze(model: VectorSource, *, analyzers: AnalyzersArgument, **options: Unpack[SharedKeywords]) -> Report: ...
+@overload
+def analyze(
+    model: VectorSource,
+    *,
+    analyzers: AnalyzersArgument,
+    shard: tuple[int, int],
+    save_to: FilePath,
+    first: FilesArgument | None = None,
+    **options: Unpack[SharedKeywords],
+) -> Path: ...
 @failing_together()
 @typed
 def analyze(
     model: Any,
-    data: Any,
-    analyzers: AnalyzersArgument,
+    data: Any = None,
+    analyzers: AnalyzersArgument | None = None,
     *,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
@@ -211,9 +225,9 @@ def analyze(
     Args:
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model, or
             any torch module; or the result of `open_model`, which also says where the model runs and which modules are its
-            blocks.
+            blocks; or vectors that you already have, see `from_vectors`.
         data: a `Data`, which says how rows are made and which positions are measured; or raw data, which is read with the
-            defaults of `Data`.
+            defaults of `Data`. Leave it out for vectors.
         analyzers: analyzers, or their names as `tl-layersim analyzers` lists them, for default options; or a mapping from names
             to analyzers, such as `{"raw": LogitLens(norm="none"), "normed": LogitLens()}`. The names are the keys of the
             report. Without a mapping, each class of analyzer can appear once.
@@ -253,9 +267,9 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
-    data = Data.of(data)
     chosen = choose_analyzers(analyzers)
     opened = [OpenedModel.of(model)]
+    data = data_of_call(data, opened)
     arguments = {"shard": shard, "save_to": save_to, "first": first, "checkpoint": checkpoint, "baseline": baseline}
     refuse_contradictions(arguments, blocking, opened[0])
     first_pass = None if first is None else merged_first(paths_of(first, "first"))
@@ -299,7 +313,8 @@ def opened_analysis(
     sources = [open_source(opened_model, either_stack=True, at=at) for opened_model in opened]
     plan = plan_sites(sources, analyzers, at, per_head)
     plan.start_reading()
-    models = [source.model for source in sources]
+    reading_sources = readers(sources)
+    models = [source.model for source in reading_sources]
     chosen = {}
     for name, analyzer_models in plan.models().items():
         chosen[name] = analyzers[name].settled(analyzer_models[0], data.positions)
@@ -308,7 +323,7 @@ def opened_analysis(
     shared = reduce(partial(shared_tokens, given=data.tokenizer is not None), with_tokenizer_first)
     labelled = any(analyzer.needs.labels == "data" for analyzer in chosen.values())
     rule = chosen_rule(data.positions, models, chosen, data.skip_first)
-    batches = Batches(data.counting(rule), with_tokenizer(shared, data.tokenizer), labelled, position_counter(sources))
+    batches = Batches(data.counting(rule), with_tokenizer(shared, data.tokenizer), labelled, position_counter(reading_sources))
     record = opened[0].record() if len(opened) == 1 else records_of(opened)
     return Analysis(plan, batches, chosen, record, intervals)
 
@@ -321,13 +336,25 @@ def compare(model_a: Any, model_b: Any, data: Any, analyzers: _Computes[R_co], *
 def compare(
     model_a: Any, model_b: Any, data: Any, analyzers: SeveralAnalyzers, **options: Unpack[SharedKeywords]
 ) -> Report: ...
+@overload
+def compare(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    model_a: VectorSource, model_b: VectorSource, *, analyzers: str, **options: Unpack[SharedKeywords]
+) -> Result: ...
+@overload
+def compare(
+    model_a: VectorSource, model_b: VectorSource, *, analyzers: _Computes[R_co], **options: Unpack[SharedKeywords]
+) -> R_co: ...
+@overload
+def compare(
+    model_a: VectorSource, model_b: VectorSource, *, analyzers: SeveralAnalyzers, **options: Unpack[SharedKeywords]
+) -> Report: ...
 @failing_together()
 @typed
 def compare(
     model_a: Any,
     model_b: Any,
-    data: Any,
-    analyzers: Any,
+    data: Any = None,
+    analyzers: Any = None,
     *,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
@@ -344,7 +371,8 @@ def compare(
             nnsight) run in one request if an analyzer has no such statistics, as `InterventionEffect`.
         model_b: the model of the result's columns.
         data: as in `analyze`, tokenised once, by the first model's tokenizer. One rule of positions holds for both models; pass
-            it if their heads read different positions.
+            it if their heads read different positions. Leave it out for two sources of vectors, whose samples are paired by
+            index. Vectors beside a model have one row for each row of its data.
         analyzers: an analyzer that compares models, or several: a list, or a mapping from names as in `analyze`.
         at: the sites to read in both models, see `analyze`.
         per_head: see `analyze`.
@@ -366,11 +394,11 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
-    data = Data.of(data)
     chosen = choose_analyzers(analyzers)
     pair = (OpenedModel.of(model_a, "model_a"), OpenedModel.of(model_b, "model_b"))
     refuse_no_comparison(chosen)
     refuse_one_model({"model_a": model_a, "model_b": model_b})
+    data = data_of_call(data, pair)
     prepare = partial(opened_analysis, data=data, analyzers=chosen, at=at, per_head=per_head, intervals=intervals)
     report = run_with_baseline(pair, data, prepare, baseline, checkpoint)
     return report if is_several(analyzers) else next(iter(report.values()))

@@ -41,6 +41,7 @@ from ..sources.source import position_counter
 from .analyze_and_compare import analyze
 from .run_arguments import with_tokenizer
 from .site_plan import DEFAULT, AtArgument
+from .vectors_as_data import data_of_call
 
 
 @dataclass
@@ -198,7 +199,7 @@ def keep_kernel(view: View, *, samples: KeptSamples, probe: ProbeOptions) -> dic
 @typed
 def linear_probe(
     model: Any,
-    data: Any,
+    data: Any = None,
     probe: LinearProbe | LogisticProbe | None = None,
     *,
     test_data: Any = None,
@@ -247,7 +248,7 @@ def linear_probe(
         (torch.Size([9]), (0, 1))
     """
     probe = probe or LinearProbe(labels="data")
-    data = Data.of(data)
+    data = data_of_call(data, [OpenedModel.of(model)])
     if isinstance(probe, LogisticProbe):
         remote = OpenedModel.of(model).remote
         _, ranks = rank_and_size()

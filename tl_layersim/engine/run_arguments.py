@@ -44,6 +44,8 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         LayersimError: a name is not known or not allowed, no analyzer is given, or a list has two analyzers of one name.
     """
     chosen: dict[str, Analyzer] = {}
+    if analyzers is None:
+        raise LayersimError("`analyzers` is None. Without data, name the argument: analyze(vectors, analyzers=[lsim.CKA()]).")
     if isinstance(analyzers, Mapping):
         for name, item in analyzers.items():
             _check_name(name, "`analyzers` has the key")

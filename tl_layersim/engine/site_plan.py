@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ..activations.norms import activation_sizes
 from ..activations.row_pools import AnyKernel, PoolKernel
 from ..activations.view import at_sites
-from ..analyzers.analyzer import Analyzer
+from ..analyzers.analyzer import Analyzer, listed
 from ..architectures.hook_points import HookPoint, distinct_points
 from ..architectures.site_selection import as_int, items_of
 from ..core.arguments import Layer
@@ -237,8 +237,8 @@ def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: boo
         else:
             statement = f"`at` is {brief(at)}{' and `per_head` is True' if per_head else ''}"
         raise LayersimError(
-            f"{statement}; the source {type(source).__name__} reads only the residual stream, as it does not inherit from "
-            "CanReadSites."
+            f"{statement}; the source {type(source).__name__} reads only its own sites ({listed(source.sites)}), as it does "
+            "not inherit from CanReadSites."
         )
     if analyzer.needs.families:
         return source.hook_points([*analyzer.needs.families, *_optional(source, analyzer)], False)

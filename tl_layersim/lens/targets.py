@@ -104,14 +104,14 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: ModelDescripti
     elif labels == "data":
         if batch.labels is None:
             raise LayersimError(
-                "`data` has no labels; labels='data' needs a column `labels` or `label` of integers. Rows have no "
-                "labels if pack=True."
+                "`data` has no labels; labels='data' needs a column `labels` or `label` of integers, or "
+                "from_vectors(labels=...). Rows have no labels if pack=True."
             )
         labels_of_batch = batch.labels
     else:
-        if labels == "next_token" and model is not None and not batch.has_tokens:
+        if labels == "next_token" and not batch.has_tokens:
             remedy = "labels='data', with a column `label`, or labels=tensor"
-            if "Detr" in model.source:
+            if model is not None and "Detr" in model.source:
                 remedy = "labels='none', or detection_by_layer(model, data)"
             raise LayersimError(
                 f"`labels` is 'next_token', but the rows have {', '.join(batch.inputs)} in place of token ids. Use {remedy}."

@@ -23,15 +23,16 @@ from ..core.result_declarations import Declaration, result_class
 from ..core.results import Report, Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount, brief
-from ..data.data import Data
 from ..engine.analyze_and_compare import BaselineArgument, SeveralAnalyzers, SharedKeywords, opened_analysis, run_with_baseline
 from ..engine.report_assembly import record_of_models
 from ..engine.run_arguments import choose_analyzers, is_several, refuse_no_comparison
 from ..engine.run_description import Analysis
 from ..engine.site_plan import DEFAULT, AtArgument
+from ..engine.vectors_as_data import data_of_call
 from ..sources.model_description import ModelDescription
 from ..sources.open_local import OpenedModel
 from ..sources.shared_modules import refuse_one_model
+from ..sources.vectors import VectorSource
 
 # Option that identifies the analyzer in a checkpoint; results do not record it.
 IDENTITY = "analyzer"
@@ -404,12 +405,18 @@ class _Grid(SharedKeywords, total=False):
 def compare_grid(models: Mapping[str, Any], data: Any, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
 @overload
 def compare_grid(models: Mapping[str, Any], data: Any, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
+@overload
+def compare_grid(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    models: Mapping[str, VectorSource], *, analyzer: Analyzer | str, **options: Unpack[_Grid]
+) -> ModelGrid: ...
+@overload
+def compare_grid(models: Mapping[str, VectorSource], *, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
 @failing_together()
 @typed
 def compare_grid(
     models: Mapping[str, Any],
-    data: Any,
-    analyzer: Any,
+    data: Any = None,
+    analyzer: Any = None,
     *,
     groups: Any = None,
     distance: Callable[[Any], Any] | None = None,
@@ -435,7 +442,7 @@ def compare_grid(
     Args:
         models: a mapping from names to models, kinds as in `analyze`; servers return statistics as in `compare`.
         data: as in `analyze`, tokenised once, by the tokenizer of the first model that has one. One rule of positions holds for
-            all models.
+            all models. Leave it out for sources of vectors.
         analyzer: an analyzer that compares models, such as `CKA()`, or its name; or several: a list, or a mapping from names as
             in `analyze`.
         groups: a mapping from names of models to groups, or a list of groups in the order of the models, for
@@ -465,7 +472,6 @@ def compare_grid(
         >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
-    data = Data.of(data)
     names = tuple(models)
     if len(names) < 2:
         raise LayersimError(f"`models` holds {amount(len(names), 'model')}; it must hold two or more, each with its own name.")
@@ -478,9 +484,11 @@ def compare_grid(
     for name, measure in chosen.items():
         for_all_pairs[name] = AllPairs(measure, names, labels, distance)
 
+    opened_models = [OpenedModel.of(models[name], f"models {name!r}") for name in names]
+    data = data_of_call(data, opened_models)
+
     def prepare(opened: Sequence[OpenedModel]) -> Analysis:
         return replace(opened_analysis(opened, data, chosen, at, per_head, intervals), analyzers=for_all_pairs)
 
-    opened_models = [OpenedModel.of(models[name], f"models {name!r}") for name in names]
     report = run_with_baseline(opened_models, data, prepare, baseline, checkpoint)
     return report if is_several(analyzer) else next(iter(report.values()))

@@ -12,3 +12,4 @@ from .source import HasModule as HasModule
 from .source import OnServer as OnServer
 from .source import PartialSums as PartialSums
 from .source import Source as Source
+from .vectors import VectorSource as VectorSource

@@ -169,7 +169,7 @@ def open_local(
     """
     if isinstance(model, Source) and not remote:
         refuse_paths(layers, unembed, "sources")
-        return model
+        return model.opened()
     if isinstance(remote, str) and not remote.strip():
         # An unset environment variable gives an empty string, which would otherwise run in this process.
         raise LayersimError(f"`remote` is {remote!r}; it must be True, the address of an NDIF server, 'local', or False.")

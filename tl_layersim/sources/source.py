@@ -107,6 +107,10 @@ class Source(ABC):
             "model must be in this process."
         )
 
+    def opened(self) -> Source:
+        """The source for one call of a public function; by default itself."""
+        return self
+
     def beside(self, others: Sequence[Source]) -> Source | None:
         """A source that runs this model and others in one trace or request.
 
