@@ -24,9 +24,9 @@ from ..core.wording import amount, brief
 from ..data.batches import Batch
 from ..data.data import Data
 from ..data.labels import whole_numbers
-from ..data.non_token_inputs import as_plain
 from ..data.padding_masks import as_mask
 from ..data.texts import groups_as_list
+from ..data.value_kinds import as_plain
 from ..data.vector_rows import VECTORS, VectorRows
 from .identity import StoredWeights
 from .model_description import ModelDescription
