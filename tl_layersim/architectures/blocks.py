@@ -14,6 +14,7 @@ from ..core.arguments import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from .layouts import BLOCKS, CROSS_ATTENTION, LAYOUTS, OF_ENCODER, OTHER_POST_NORM, POSITIONS_FIRST, TOWER_MODULES, BlockLayout
+from .module_paths import modules_by_path
 
 PRE_NORM = "raw weights, before the final norm"
 MODULES = "raw weights; what the named modules give"
@@ -118,7 +119,7 @@ def locate(
 
 def _block_list(module: torch.nn.Module) -> str | None:
     """Path of the list of blocks in a model with one stack; None if unknown."""
-    names = dict(module.named_modules())
+    names = modules_by_path(module)
     prefix = getattr(module, "base_model_prefix", "")
     bases = [prefix, "model", ""]
     # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
@@ -155,7 +156,7 @@ def lists_of_blocks(module: torch.nn.Module) -> dict[str, str]:
     path = _block_list(module)
     if path is None:
         return {}
-    names = dict(module.named_modules())
+    names = modules_by_path(module)
     lists_in_stages = [f"{stage}.blocks" for stage in blocks_in(module, path)]
     if not all(_is_filled_list(names.get(list_path)) for list_path in lists_in_stages):
         return {"": path}
@@ -321,7 +322,7 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
     Raises:
         LayersimError: the model has no module at a path, a list of modules is named as a block, or no path is given.
     """
-    names = dict(module.named_modules())
+    names = modules_by_path(module)
     for path in paths or [""]:
         is_list = argument == "layers" and isinstance(names.get(path), torch.nn.ModuleList)
         if is_list:
@@ -436,7 +437,7 @@ def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str 
     """
     if "ln_final" in layout.lacks:
         return None
-    modules = dict(module.named_modules())
+    modules = modules_by_path(module)
     # The path of what holds the list of blocks.
     parts = block.split(".")[:-2]
     for depth in range(len(parts), -1, -1):

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..core.errors import LayersimError
 from ..core.wording import with_article
 from .blocks import existing_paths, final_norm, is_post_norm, layout_of, nearest_config
 from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
+from .module_paths import modules_by_path
 from .unembed import Head, HeadModule, Tail, Unembed, head_parts, plain_linear, tensor_of
 
 OF_BOXES = "bbox_predictor"
@@ -40,7 +41,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     Raises:
         LayersimError: a named path does not exist.
     """
-    names = dict(module.named_modules())
+    names = modules_by_path(module)
     if unembed is not None:
         return _with_logit_scaling(_named_head(module, unembed, names), module)
     head = _head_in_table(module, blocks, names)
@@ -225,11 +226,22 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def forward_parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, `self` included, by name."""
+    return _parameters_of(type(module).forward)
+
+
+# Each forward pass asks for them, and the signature inside decorators takes as long to find as a small model to run.
+@functools.lru_cache(maxsize=128)
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
 def no_cache(module: torch.nn.Module) -> dict[str, bool]:
     """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
     if not hasattr(getattr(module, "config", None), "use_cache"):
         return {}
-    parameters = inspect.signature(type(module).forward).parameters
+    parameters = forward_parameters(module)
     takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {"use_cache": False} if takes_any_keyword or "use_cache" in parameters else {}
 

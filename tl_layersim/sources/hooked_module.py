@@ -20,6 +20,7 @@ from ..activations.block_call import BlockCall, record_call, with_own_residual
 from ..activations.view import SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
+from ..architectures.module_paths import modules_by_path
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Head, tensor_of, unembed_gap
@@ -263,6 +264,6 @@ class HookedSource(CanReadSites):
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)
         # Graphs of `module.compile()` have no place for hooks.
-        compiled = any(module._compiled_call_impl is not None for module in self.module.modules())
+        compiled = any(module._compiled_call_impl is not None for module in modules_by_path(self.module).values())
         with unrecorded(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             return call_on(device, self.module, args, options | keywords)

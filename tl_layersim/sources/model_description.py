@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,7 +29,8 @@ from ..architectures.blocks import (
     unsupported_blocks,
 )
 from ..architectures.layouts import NUMBERED_FROM_PAD
-from ..architectures.output_heads import find_head, norms_between_layers, text_config
+from ..architectures.module_paths import modules_by_path
+from ..architectures.output_heads import find_head, forward_parameters, norms_between_layers, text_config
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
 from ..core.code_digests import plain_config
@@ -298,7 +298,7 @@ def _merged_patches(config: Any) -> int:
 
 
 def _image_convolutions(module: torch.nn.Module) -> list[torch.nn.Module]:
-    return [part for part in module.modules() if isinstance(part, torch.nn.Conv2d | torch.nn.Conv3d)]
+    return [part for part in modules_by_path(module).values() if isinstance(part, torch.nn.Conv2d | torch.nn.Conv3d)]
 
 
 def _pixel_axes(module: torch.nn.Module, names: list[str]) -> int | None:
@@ -331,7 +331,7 @@ def _main_input(module: torch.nn.Module) -> str:
     if isinstance(name, str):
         return name
     # Without `self`.
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    parameters = list(forward_parameters(module).values())[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             return parameter.name
@@ -355,7 +355,7 @@ def _input_names(module: torch.nn.Module, block: str) -> list[str]:
         owner = module.get_submodule(".".join(path[:depth]))
         if isinstance(owner, torch.nn.ModuleList):
             continue
-        parameters = list(inspect.signature(type(owner).forward).parameters.values())[1:]
+        parameters = list(forward_parameters(owner).values())[1:]
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 names[parameter.name] = None
