@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 
+# By `id` of a model, the model and its modules by path, in a thread that is inside `modules_remembered`.
+_local = threading.local()
 
-def modules_by_path(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+
+@contextmanager
+def modules_remembered() -> Iterator[None]:
+    """A context manager in which the modules of each model are listed once. It is for code that adds and replaces no modules."""
+    earlier = getattr(_local, "models", None)
+    _local.models = {} if earlier is None else earlier
+    try:
+        yield
+    finally:
+        _local.models = earlier
+
+
+def modules_by_path(module: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
     """All submodules by path, as `dict(module.named_modules())` has them: in the same order, each under its first path.
 
     Opening a model asks for them many times, and the generators of `named_modules`, one inside the other, pass each module
@@ -18,6 +36,17 @@ def modules_by_path(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
         >>> list(modules_by_path(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())))
         ['', '0', '1']
     """
+    remembered: dict[int, tuple[torch.nn.Module, Mapping[str, torch.nn.Module]]] | None = getattr(_local, "models", None)
+    if remembered is None:
+        return _modules_by_path(module)
+    if id(module) not in remembered:
+        # With the model itself, so that no other one gets its `id`.
+        remembered[id(module)] = (module, _modules_by_path(module))
+    return remembered[id(module)][1]
+
+
+def _modules_by_path(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules; see `modules_by_path`."""
     modules: dict[str, torch.nn.Module] = {}
     seen: set[int] = set()
     # The next module to visit is the last one.
