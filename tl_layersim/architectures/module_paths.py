@@ -14,7 +14,7 @@ _local = threading.local()
 
 @contextmanager
 def modules_remembered() -> Iterator[None]:
-    """A context manager in which the modules of each model are listed once. It is for code that adds and replaces no modules."""
+    """A context manager in which the modules of each model are listed once. The code inside adds and replaces no modules."""
     earlier = getattr(_local, "models", None)
     _local.models = {} if earlier is None else earlier
     try:

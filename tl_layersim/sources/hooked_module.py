@@ -28,6 +28,7 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
+from .identity import StoredWeights, hooks_on
 from .model_description import describe, describe_transformer_lens
 from .out_of_memory import refusing_out_of_memory
 from .source import CanReadSites, tells_heads_apart
@@ -106,6 +107,12 @@ class HookedSource(CanReadSites):
     @property
     def is_settled(self) -> bool:
         return super().is_settled and self._check is None
+
+    def renew_description(self) -> None:
+        super().renew_description()
+        weights = self._model.weights
+        if isinstance(weights, StoredWeights):
+            self._model = replace(self._model, changes=hooks_on(weights.module))
 
     def _set_head(self, head: Head) -> None:
         super()._set_head(head)

@@ -277,6 +277,9 @@ class StoredWeights:
     Args:
         module: the model.
 
+    Attributes:
+        module: the model.
+
     Examples:
         >>> module = torch.nn.Linear(2, 2)
         >>> str(StoredWeights(module)) == hash_weights(module)
@@ -284,18 +287,18 @@ class StoredWeights:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self.module = module
 
     @cached_property
     def _checksum(self) -> str:
-        return hash_weights(self._module)
+        return hash_weights(self.module)
 
     def __str__(self) -> str:
         return self._checksum
 
     def again(self) -> StoredWeights:
         """A new `StoredWeights` of the same module, without the stored checksum."""
-        return StoredWeights(self._module)
+        return StoredWeights(self.module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._checksum,)

@@ -168,6 +168,8 @@ def open_local(
     """
     if isinstance(model, Source) and not remote:
         refuse_paths(layers, unembed, "sources")
+        if isinstance(model, CanReadSites):
+            model.renew_description()
         return model
     if isinstance(remote, str) and not remote.strip():
         # An unset environment variable gives an empty string, which would otherwise run in this process.

@@ -461,6 +461,10 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
     def model(self) -> ModelDescription:
         return self._model
 
+    def renew_description(self) -> None:
+        """Describe the weights as they are now, which may have changed since the source was opened."""
+        self._model = self._model.as_it_is_now()
+
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
         self._compared = set()
