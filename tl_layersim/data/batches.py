@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,6 +121,8 @@ def new_digest() -> Any:
 FIRST_TEXTS = 16
 # Number of positions in a short row, which is run to test a model.
 SHORT = 16
+# Fields of `Batch` that say how the sums of its rows are grouped.
+GROUPING = ("leaf", "block", "capacity", "density", "rows_at_once", "whole_texts")
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,15 @@ class Batch:
             inputs={name: doubled(values) for name, values in row.inputs.items()},
         )
 
+    def has_rows_of(self, other: Batch) -> bool:
+        """Whether another batch has the same rows, however they are grouped to leaves and blocks.
+
+        Args:
+            other: the other batch.
+        """
+        names = [item.name for item in fields(self) if item.name not in GROUPING]
+        return all(_are_equal(getattr(self, name), getattr(other, name)) for name in names)
+
     @property
     def can_be_cut(self) -> bool:
         """Whether all inputs have one value for each token."""
@@ -396,6 +407,15 @@ class Batch:
         counted = torch.stack([selection.select(*row) for row in zip(tokens, attention, strict=True)])
         labels = None if self.labels is None else self.labels.expand(shape)
         return replace(self, tokens=tokens, attention=attention, counted=counted, labels=labels)
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Whether two fields of batches are equal; tensors have one dtype too."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_are_equal(value[name], other[name]) for name in value)
+    return type(value) is type(other) and bool(value == other)
 
 
 def state_of(tool: Any, with_vocabulary: bool = False) -> str:

@@ -6,8 +6,8 @@ Hooks are placed on TransformerLens hook points if the model has them. The model
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,20 +17,23 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call, with_own_residual
-from ..activations.view import SiteBuffer, View, tokens_alone
+from ..activations.row_pools import AnyKernel, run_batch
+from ..activations.view import Kernel, Reduced, SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
 from ..architectures.module_paths import modules_by_path
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.transformer_lens import is_transformer_lens
 from ..architectures.unembed import Head, tensor_of, unembed_gap
+from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
 from .identity import StoredWeights, hooks_on
+from .kept_activations import KeptActivations
 from .model_description import describe, describe_transformer_lens
-from .out_of_memory import refusing_out_of_memory
+from .out_of_memory import reduce_batch, refusing_out_of_memory
 from .source import CanReadSites, tells_heads_apart
 
 
@@ -70,6 +73,7 @@ class HookedSource(CanReadSites):
     """
 
     can_run_tail = True
+    _kept_activations: KeptActivations | None = None
 
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
@@ -107,6 +111,30 @@ class HookedSource(CanReadSites):
     @property
     def is_settled(self) -> bool:
         return super().is_settled and self._check is None
+
+    @contextmanager
+    def keeping_activations(self) -> Iterator[None]:
+        """A context manager in which `sums` runs the model once on data that fits into one forward pass."""
+        self._kept_activations = KeptActivations()
+        try:
+            yield
+        finally:
+            self._kept_activations = None
+
+    def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
+        # Calls of blocks hold more than activations, and processes that share the weights run the same forward passes.
+        if self._kept_activations is None or self.calling or weight_peers(self.module):
+            return super().sums(batch, kernels)
+        return run_batch(partial(self._run_unless_kept, self._kept_activations), batch, kernels)
+
+    def _run_unless_kept(self, kept: KeptActivations, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        """Apply kernels to the activations of a batch, from a forward pass unless they are kept."""
+        view = kept.of(batch)
+        if view is None:
+            view = self.collect(batch)
+            kept.keep(batch, view)
+        # Each pass over the data has a memo of its own.
+        return reduce_batch(batch, kernels, replace(view, memo={}))
 
     def renew_description(self) -> None:
         super().renew_description()
