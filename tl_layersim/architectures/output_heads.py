@@ -41,7 +41,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     Raises:
         LayersimError: a named path does not exist.
     """
-    names = modules_by_path(module)
+    names = dict(modules_by_path(module))
     if unembed is not None:
         return _with_logit_scaling(_named_head(module, unembed, names), module)
     head = _head_in_table(module, blocks, names)

@@ -477,7 +477,7 @@ class ClassCode:
 class NamesRead:
     """Names that were looked up in modules and classes, with the values that they had.
 
-    It shows whether a later look-up gives the same, which takes a hundredth of the time of following the code again.
+    It shows whether a later look-up gives the same, which takes a small fraction of the time of following the code again.
 
     Examples:
         >>> import types
@@ -525,8 +525,9 @@ class NamesRead:
         return True
 
 
-# Of classes of libraries, which live as long as the process.
+# Of classes of libraries, most of which live as long as the process; a library may also make a class for each model.
 _code_of_classes: dict[type, ClassCode] = {}
+MOST_CLASSES = 1000
 
 
 def code_of_class(kind: type) -> ClassCode:
@@ -550,6 +551,8 @@ def code_of_class(kind: type) -> ClassCode:
         stored |= _written_names(method.__code__)
     code = ClassCode(methods, frozenset(stored), _items_of_user(kind), replaced, names_read)
     if all(_is_library(base.__module__) for base in kind.__mro__):
+        if len(_code_of_classes) >= MOST_CLASSES:
+            _code_of_classes.clear()
         _code_of_classes[kind] = code
     return code
 

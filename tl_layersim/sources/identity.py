@@ -116,11 +116,11 @@ def hooks_on(module: torch.nn.Module) -> str:
             changes.append((f"{kind} of {path}", function))
     methods_of_classes: dict[type, list[str]] = {}
     for submodule, path in paths.items():
-        kind = type(submodule)
-        if kind not in methods_of_classes:
+        module_class = type(submodule)
+        if module_class not in methods_of_classes:
             # With `forward` first, which may be no function.
-            methods_of_classes[kind] = list(dict.fromkeys(["forward", *forward_methods(kind)]))
-        for method in methods_of_classes[kind]:
+            methods_of_classes[module_class] = list(dict.fromkeys(["forward", *forward_methods(module_class)]))
+        for method in methods_of_classes[module_class]:
             # An entry of the module itself takes the place of the method of its class.
             if method in vars(submodule):
                 function = _replacement(submodule, method)
