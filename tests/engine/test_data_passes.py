@@ -11,7 +11,7 @@ from tl_layersim.data import data as kept_rows
 from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources.hooked_module import HookedSource
 from tl_layersim.sources.kept_activations import KeptActivations
-from tl_layersim.sources.source import Source
+from tl_layersim.sources.source import CanReadSites
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..views import worst
@@ -203,7 +203,7 @@ def test_data_of_one_forward_pass_runs_once_with_the_numbers_of_two(intervals, m
     analyzers = [lsim.Cosine(), lsim.Saturation(center="dataset")]
     data = lsim.Data(random_tokens(16), batch_size=16)
     count, report = forward_passes(tiny_llama(), data, analyzers, intervals=intervals)
-    monkeypatch.setattr(HookedSource, "sums", Source.sums)
+    monkeypatch.setattr(HookedSource, "run", CanReadSites.run)
     count_of_two, report_of_two = forward_passes(tiny_llama(), data, analyzers, intervals=intervals)
 
     assert count == count_of_two - 1
@@ -214,7 +214,7 @@ def test_data_of_one_forward_pass_runs_once_with_the_numbers_of_two(intervals, m
 def test_more_data_and_calls_of_blocks_run_twice(analyzers, batch_size, monkeypatch):
     data = lsim.Data(random_tokens(8, 6), batch_size=batch_size)
     count, report = forward_passes(tiny_llama(), data, analyzers)
-    monkeypatch.setattr(HookedSource, "sums", Source.sums)
+    monkeypatch.setattr(HookedSource, "run", CanReadSites.run)
     count_of_two, report_of_two = forward_passes(tiny_llama(), data, analyzers)
 
     assert count == count_of_two

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call, with_own_residual
-from ..activations.row_pools import AnyKernel, run_batch
+from ..activations.row_pools import AnyKernel
 from ..activations.view import Kernel, Reduced, SiteBuffer, View, tokens_alone
 from ..architectures.blocks import find_blocks, find_embedding, refuse_paths
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
@@ -73,7 +73,8 @@ class HookedSource(CanReadSites):
     """
 
     can_run_tail = True
-    _kept_activations: KeptActivations | None = None
+    _kept_activations: KeptActivations | None = None  # of the run, if it passes over its data twice
+    _is_summing: bool = False  # whether the forward passes are those of `sums`
 
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
@@ -122,13 +123,20 @@ class HookedSource(CanReadSites):
             self._kept_activations = None
 
     def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
-        # Calls of blocks hold more than activations, and processes that share the weights run the same forward passes.
-        if self._kept_activations is None or self.calling or weight_peers(self.module):
+        self._is_summing = True
+        try:
             return super().sums(batch, kernels)
-        return run_batch(partial(self._run_unless_kept, self._kept_activations), batch, kernels)
+        finally:
+            self._is_summing = False
 
-    def _run_unless_kept(self, kept: KeptActivations, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """Apply kernels to the activations of a batch, from a forward pass unless they are kept."""
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        kept = self._kept_activations
+        # Checks of the model, which are not summed, run it on other rows and at other sites.
+        if kept is None or not self._is_summing:
+            return super().run(batch, kernels)
+        # Calls of blocks hold more than activations, and processes that share the weights run the same forward passes.
+        if self.calling or weight_peers(self.module):
+            return super().run(batch, kernels)
         view = kept.of(batch)
         if view is None:
             view = self.collect(batch)
