@@ -8,6 +8,10 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.data import batches
 from tl_layersim.data import data as kept_rows
+from tl_layersim.remote.open_model import open_source
+from tl_layersim.sources.hooked_module import HookedSource
+from tl_layersim.sources.kept_activations import KeptActivations
+from tl_layersim.sources.source import CanReadSites
 
 from ..inputs.views import worst
 from ..models.tiny_models import random_tokens, tiny_llama, tiny_tokenizer
@@ -176,3 +180,62 @@ def test_data_that_changes_is_read_once_where_it_fits():
     changing = lsim.analyze(tiny_llama(), Fickle(), "cosine")
     fixed = lsim.analyze(tiny_llama(), random_tokens(seed=1), "cosine")
     assert worst(changing["cosine"], fixed["cosine"]) == 0
+
+
+def forward_passes(model, data, analyzers, **options):
+    """The number of forward passes over all rows, and the report."""
+    rows = []
+    handle = model.model.layers[0].register_forward_pre_hook(lambda _module, args: rows.append(len(args[0])))
+    report = lsim.analyze(model, data, analyzers, **options)
+    handle.remove()
+    return sum(count > 1 for count in rows), report
+
+
+def results_are_equal(report, other):
+    for name, result in report.items():
+        for field, value in vars(result).items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, getattr(other[name], field), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("intervals", [False, True])
+def test_data_of_one_forward_pass_runs_once_with_the_numbers_of_two(intervals, monkeypatch):
+    analyzers = [lsim.Cosine(), lsim.Saturation(center="dataset")]
+    data = lsim.Data(random_tokens(16), batch_size=16)
+    count, report = forward_passes(tiny_llama(), data, analyzers, intervals=intervals)
+    monkeypatch.setattr(HookedSource, "run", CanReadSites.run)
+    count_of_two, report_of_two = forward_passes(tiny_llama(), data, analyzers, intervals=intervals)
+
+    assert count == count_of_two - 1
+    results_are_equal(report, report_of_two)
+
+
+@pytest.mark.parametrize(("analyzers", "batch_size"), [([lsim.Cosine()], 4), ([lsim.BlockCoupling(k=2), lsim.Cosine()], 8)])
+def test_more_data_and_calls_of_blocks_run_twice(analyzers, batch_size, monkeypatch):
+    data = lsim.Data(random_tokens(8, 6), batch_size=batch_size)
+    count, report = forward_passes(tiny_llama(), data, analyzers)
+    monkeypatch.setattr(HookedSource, "run", CanReadSites.run)
+    count_of_two, report_of_two = forward_passes(tiny_llama(), data, analyzers)
+
+    assert count == count_of_two
+    results_are_equal(report, report_of_two)
+
+
+def test_other_rows_on_the_second_pass_run_and_are_refused(no_cache):
+    keep = KeptActivations()
+    batches_of = [batch_of(random_tokens(8, seed=seed)) for seed in (0, 0, 1)]
+    view = object()
+    keep.keep(batches_of[0], view)
+
+    assert keep.of(batches_of[1]) is view
+    assert keep.of(batches_of[2]) is None
+    # What other rows have taken the place of is not kept.
+    assert keep.of(batches_of[0]) is None
+    with pytest.raises(lsim.LayersimError, match="data"):
+        lsim.analyze(tiny_llama(), lsim.Data(Fickle(), batch_size=8), lsim.Cosine())
+
+
+def batch_of(rows):
+    """The one batch of some rows."""
+    [batch] = batches.Batches(lsim.Data(rows, batch_size=8), open_source(tiny_llama()).model)
+    return batch

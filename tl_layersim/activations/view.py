@@ -146,16 +146,17 @@ def tokens_alone(batch: Batch) -> View:
         index = index[last_of_rows(index[:, 0] * pos + index[:, 1], pos)[0]]
         next_tokens = torch.full_like(next_tokens, NO_LABEL)
     at = (index[:, 0], index[:, 1])
+    data_rows, places = batch.sources
     return View(
         activations=torch.empty(0, len(index), 0),
         tokens=batch.tokens[at],
         sequence=index[:, 0],
         position=index[:, 1],
         next_token=next_tokens[at],
-        row=batch.sources[0][at],
+        row=data_rows[at],
         text=torch.tensor(batch.groups)[at[0]] if batch.groups != batch.source_rows else None,
         unit=torch.tensor(batch.units)[at[0]] if batch.text_count < len(batch.tokens) else None,
-        column=batch.sources[1][at],
+        column=places[at],
         labels=None if batch.labels is None else batch.labels[at],
     )
 

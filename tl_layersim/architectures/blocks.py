@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from ..core.wording import brief
 from .anatomy import Anatomy, Stack
 from .hook_points import has_convolution
 from .layouts import BLOCKS, CROSS_ATTENTION, LAYOUTS, OF_ENCODER, OTHER_POST_NORM, POSITIONS_FIRST, TOWER_MODULES, BlockLayout
+from .module_paths import modules_by_path
 
 PRE_NORM = "raw weights, before the final norm"
 MODULES = "raw weights; what the named modules give"
@@ -78,7 +80,7 @@ def _stacks_of_one_side(module: torch.nn.Module) -> list[Stack]:
     path = _block_list(module)
     if path is None:
         return []
-    names = dict(module.named_modules())
+    names = modules_by_path(module)
     lists_in_stages = [f"{stage}.blocks" for stage in _blocks_in(module, path)]
     if not all(_is_filled_list(names.get(list_path)) for list_path in lists_in_stages):
         return [_stack_of_list(module, "", path, path)]
@@ -231,7 +233,7 @@ def is_transformer_lens(model: Any) -> bool:
 
 def _block_list(module: torch.nn.Module) -> str | None:
     """Path of the list of blocks in a model with one stack; None if unknown."""
-    names = dict(module.named_modules())
+    names = modules_by_path(module)
     prefix = getattr(module, "base_model_prefix", "")
     bases = [prefix, "model", ""]
     # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
@@ -348,7 +350,7 @@ def existing_paths(module: torch.nn.Module, paths: Sequence[str], argument: str)
     Raises:
         LayersimError: the model has no module at a path, a list of modules is named as a block, or no path is given.
     """
-    names = dict(module.named_modules())
+    names = modules_by_path(module)
     for path in paths or [""]:
         is_list = argument == "layers" and isinstance(names.get(path), torch.nn.ModuleList)
         if is_list:
@@ -457,7 +459,7 @@ def final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str 
     """
     if "ln_final" in layout.lacks:
         return None
-    modules = dict(module.named_modules())
+    modules = modules_by_path(module)
     # The path of what holds the list of blocks.
     parts = block.split(".")[:-2]
     for depth in range(len(parts), -1, -1):
@@ -485,11 +487,22 @@ def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[in
     return heads, key_value_heads or heads
 
 
+def forward_parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, `self` included, by name."""
+    return _parameters_of(type(module).forward)
+
+
+# Each forward pass asks for them, and the signature inside decorators takes as long to find as a small model to run.
+@functools.lru_cache(maxsize=128)
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
 def no_cache(module: torch.nn.Module) -> dict[str, bool]:
     """Keyword arguments that turn off the cache; empty if the configuration or the model's forward has no `use_cache`."""
     if not hasattr(getattr(module, "config", None), "use_cache"):
         return {}
-    parameters = inspect.signature(type(module).forward).parameters
+    parameters = forward_parameters(module)
     takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {"use_cache": False} if takes_any_keyword or "use_cache" in parameters else {}
 

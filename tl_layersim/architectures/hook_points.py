@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from .module_paths import modules_by_path
 
 # Families of sites in the order in which a block computes them, with their names in TransformerLens.
 SITE_NAMES: Mapping[str, str] = {
@@ -391,7 +392,7 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
 
 def has_convolution(module: torch.nn.Module) -> bool:
     """Whether a model contains a convolution."""
-    return any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules())
+    return any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in modules_by_path(module).values())
 
 
 def _keeps_channel_axis(module: torch.nn.Module) -> bool:

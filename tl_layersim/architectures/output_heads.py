@@ -17,6 +17,7 @@ from ..core.wording import with_article
 from .anatomy import Anatomy
 from .blocks import existing_paths, final_norm, no_cache
 from .layouts import HEADS, HEADS_BY_CLASS, SCALED_IF_TIED
+from .module_paths import modules_by_path
 from .unembed import Head, HeadModule, Tail, Unembed, head_parts, plain_linear, tensor_of
 
 OF_BOXES = "bbox_predictor"
@@ -40,7 +41,7 @@ def find_head(module: torch.nn.Module, anatomy: Anatomy, unembed: list[str] | No
     Raises:
         LayersimError: a named path does not exist.
     """
-    names = dict(module.named_modules())
+    names = dict(modules_by_path(module))
     if unembed is not None:
         return _with_logit_scaling(_named_head(module, unembed, names), module)
     head = _head_in_table(module, anatomy, names)

@@ -98,16 +98,17 @@ def typed(call: _T) -> _T:
     def checked_call(*args: Any, **kwargs: Any) -> Any:
         run, signature = checked()
         try:
-            arguments = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{call.__qualname__.removesuffix('.__init__')}() {error}") from None
-        try:
             return run(*args, **kwargs)
-        except _checker()[1] as error:
-            remove_secrets(error)
-            raise _error_in_words(error, call.__qualname__.removesuffix(".__init__"), arguments) from None
         except Exception as error:
+            name = call.__qualname__.removesuffix(".__init__")
+            try:
+                # Only of a call that failed: binding takes as long as checking.
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError as unbound:
+                raise TypeError(f"{name}() {unbound}") from None
             remove_secrets(error)
+            if isinstance(error, _checker()[1]):
+                raise _error_in_words(error, name, arguments) from None
             raise
 
     if cls is not None:

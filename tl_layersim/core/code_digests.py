@@ -9,9 +9,11 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -461,6 +463,11 @@ def _without_loading(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def forward_methods(kind: type) -> dict[str, FunctionType]:
     """The methods of a module's class that its forward pass runs: `forward`, and the methods that these call, by name."""
+    return dict(code_of_class(kind).methods)
+
+
+def _forward_methods(kind: type) -> dict[str, FunctionType]:
+    """The methods; see `forward_methods`."""
     methods: dict[str, FunctionType] = {}
     waiting = ["forward"]
     while waiting:
@@ -475,6 +482,124 @@ def forward_methods(kind: type) -> dict[str, FunctionType]:
         for code in codes_in(method.__code__):
             waiting += [called for called in code.co_names if called not in methods]
     return methods
+
+
+@dataclass(frozen=True)
+class ClassCode:
+    """The code of a module's class, as it is in memory. The code of what it calls is named where a digest is made.
+
+    Attributes:
+        methods: methods that a module's forward pass runs, by name.
+        stored: names of the attributes that these methods assign.
+        items: what the user wrote among the items of the class and its bases, as pairs of a name and a function or value.
+        replaced: functions of the user in the place of functions that the forward pass of a library's class calls, by name.
+        names_read: the names that were looked up to find all of this.
+    """
+
+    methods: Mapping[str, FunctionType]
+    stored: frozenset[str]
+    items: Sequence[tuple[str, Any]]
+    replaced: Mapping[str, FunctionType]
+    names_read: NamesRead
+
+
+class NamesRead:
+    """Names that were looked up in modules and classes, with the values that they had.
+
+    It shows whether a later look-up gives the same, which takes a small fraction of the time of following the code again.
+
+    Examples:
+        >>> import types
+        >>> module = types.ModuleType("module")
+        >>> names = NamesRead()
+        >>> names.look_up(vars(module), {"call"})
+        {}
+        >>> names.are_unchanged()
+        True
+        >>> module.call = len
+        >>> names.are_unchanged()
+        False
+    """
+
+    def __init__(self) -> None:
+        # Each namespace with the names that it has, their values, and the names that it lacks.
+        self._lookups: list[tuple[Mapping[str, Any], tuple[str, ...], tuple[Any, ...], frozenset[str]]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
+
+    def look_up(self, namespace: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """The values that some of the names have in a namespace, by name.
+
+        Args:
+            namespace: the globals of a module.
+            names: the names.
+        """
+        values = {name: namespace[name] for name in names if name in namespace}
+        self._lookups.append((namespace, tuple(values), tuple(values.values()), frozenset(names) - values.keys()))
+        return values
+
+    def add_class(self, kind: type) -> None:
+        """Note everything that a class and its bases define."""
+        for base in kind.__mro__:
+            self._classes.append((base, dict(vars(base))))
+
+    def are_unchanged(self) -> bool:
+        """Whether every name still has the same value, and the others have none."""
+        for base, items in self._classes:
+            present_items = vars(base)
+            if present_items.keys() != items.keys() or not all(map(is_, present_items.values(), items.values())):
+                return False
+        for namespace, names, values, missing in self._lookups:
+            if not namespace.keys().isdisjoint(missing) or not all(map(is_, map(namespace.get, names), values)):
+                return False
+        return True
+
+
+# Of classes of libraries, most of which live as long as the process; a library may also make a class for each model.
+_code_of_classes: dict[type, ClassCode] = {}
+MOST_CLASSES = 1000
+
+
+def code_of_class(kind: type) -> ClassCode:
+    """The code of a module's class. For a class of a library it is looked for again only if a name in it has another value.
+
+    Args:
+        kind: the class.
+    """
+    known = _code_of_classes.get(kind)
+    if known is not None and known.names_read.are_unchanged():
+        return known
+    names_read = NamesRead()
+    names_read.add_class(kind)
+    methods: dict[str, FunctionType] = {}
+    replaced: dict[str, FunctionType] = {}
+    if issubclass(kind, torch.nn.Module):
+        methods = _forward_methods(kind)
+        replaced = _replaced_functions(methods.values(), names_read)
+    stored = set[str]()
+    for method in methods.values():
+        stored |= _written_names(method.__code__)
+    code = ClassCode(methods, frozenset(stored), _items_of_user(kind), replaced, names_read)
+    if all(_is_library(base.__module__) for base in kind.__mro__):
+        if len(_code_of_classes) >= MOST_CLASSES:
+            _code_of_classes.clear()
+        _code_of_classes[kind] = code
+    return code
+
+
+def _items_of_user(kind: type) -> list[tuple[str, Any]]:
+    """What the user wrote in a class and its bases: functions, and the values in classes of the user; with their names."""
+    items: list[tuple[str, Any]] = []
+    for base in kind.__mro__:
+        is_users = not _is_library(base.__module__)
+        for name, item in vars(base).items():
+            # The function inside a property or a class method.
+            function = getattr(item, "fget", getattr(item, "__func__", item))
+            if isinstance(function, FunctionType):
+                if not is_of_library(_undecorated(function)):
+                    items.append((name, function))
+            elif is_users and not name.startswith(("__", "_abc_")):
+                items.append((name, item))
+    return items
 
 
 # Values that `ValueNames` describes in full.
@@ -495,7 +620,7 @@ class ObjectTexts:
         self._names = names
         # Texts by `id`, with the objects. The text of an object inside itself is None.
         self._texts = dict[int, tuple[Any, str | None]]()
-        self._classes = dict[type, tuple[str, set[str]]]()
+        self._classes = dict[type, tuple[str, frozenset[str]]]()
 
     def settings(self, value: Any) -> list[Any]:
         """Texts of an object's class, of the user's code in the class, and of the object's attributes.
@@ -507,9 +632,8 @@ class ObjectTexts:
         """
         kind = type(value)
         if kind not in self._classes:
-            methods = forward_methods(kind).values() if issubclass(kind, torch.nn.Module) else ()
-            stored = {name for method in methods for name in _written_names(method.__code__)}
-            self._classes[kind] = (self.class_text(kind), stored)
+            code = code_of_class(kind)
+            self._classes[kind] = (self._text_of_code(kind, code), code.stored)
         class_text, stored = self._classes[kind]
         private = PRIVATE if _is_library(kind.__module__) else vars(value)
         names = {name for name in vars(value) if name in private or not name.startswith("_")} - PASSING - stored
@@ -529,20 +653,16 @@ class ObjectTexts:
         Args:
             kind: the class.
         """
+        return self._text_of_code(kind, code_of_class(kind))
+
+    def _text_of_code(self, kind: type, code: ClassCode) -> str:
+        """The text of a class whose code is known; see `class_text`."""
         parts = [f"{kind.__module__}.{kind.__qualname__}"]
-        for base in kind.__mro__:
-            is_users = not _is_library(base.__module__)
-            for name, item in vars(base).items():
-                function = getattr(item, "fget", getattr(item, "__func__", item))
-                if isinstance(function, FunctionType):
-                    if not is_of_library(_undecorated(function)):
-                        parts.append(f"{name} {self._names.function(function)}")
-                elif is_users and not name.startswith(("__", "_abc_")):
-                    text = self.text(item)
-                    if text is not None:
-                        parts.append(f"{name} {text}")
-        if issubclass(kind, torch.nn.Module):
-            parts += [f"{name} {self._names.function(function)}" for name, function in _replaced_functions(kind).items()]
+        for name, item in code.items:
+            text = self._names.function(item) if isinstance(item, FunctionType) else self.text(item)
+            if text is not None:
+                parts.append(f"{name} {text}")
+        parts += [f"{name} {self._names.function(function)}" for name, function in code.replaced.items()]
         return " ".join(parts)
 
     def text(self, value: Any) -> str | None:
@@ -586,21 +706,26 @@ def _undecorated(function: FunctionType) -> FunctionType:
     return function
 
 
-def _replaced_functions(kind: type) -> dict[str, FunctionType]:
-    """Functions of the user, by name, that the forward pass of a library's class calls, because they replace the library's."""
-    methods = [item for item in forward_methods(kind).values() if is_of_library(item) and defined_in(item) not in BASES]
+def _replaced_functions(methods: Iterable[FunctionType], names_read: NamesRead) -> dict[str, FunctionType]:
+    """Functions of the user, by name, that the forward pass of a library's class calls, because they replace the library's.
+
+    Args:
+        methods: methods that the forward pass runs.
+        names_read: gets the names that are looked up.
+    """
+    starts = [item for item in methods if is_of_library(item) and defined_in(item) not in BASES]
     replaced: dict[str, FunctionType] = {}
-    for function in called_by(methods):
+    for function in called_by(starts):
         attributes = _names_in(function.__code__)
-        values = {name: function.__globals__[name] for name in attributes & function.__globals__.keys()}
+        values = names_read.look_up(function.__globals__, attributes)
         # Functions of a module's submodules too, such as torch.nn.functional.silu.
         for _ in range(3):
-            values_of_modules = {}
+            values_of_modules: dict[str, Any] = {}
             for name, value in values.items():
                 if isinstance(value, FunctionType) and not is_of_library(value):
                     replaced[name] = value
                 elif isinstance(value, ModuleType) and _is_library(value.__name__):
-                    for attribute in attributes & vars(value).keys():
-                        values_of_modules[f"{value.__name__}.{attribute}"] = vars(value)[attribute]
+                    for attribute, item in names_read.look_up(vars(value), attributes).items():
+                        values_of_modules[f"{value.__name__}.{attribute}"] = item
             values = values_of_modules
     return dict(sorted(replaced.items()))

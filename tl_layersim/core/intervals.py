@@ -50,17 +50,16 @@ def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantil
     total = cumulative[..., -1:]
     width = (high - low) / bins
     is_empty = total.squeeze(-1) == 0
-    values = []
-    for quantile in quantiles:
-        target = quantile * total
-        # The first bin that is not empty and whose cumulative count reaches the target.
-        index = ((cumulative < target) | (cumulative == 0)).sum(-1, keepdim=True).clamp(max=bins - 1)
-        count = counts.gather(-1, index)
-        count_before = cumulative.gather(-1, index) - count
-        fraction = (target - count_before) / count
-        value = low + (index + fraction) * width
-        values.append(value.squeeze(-1).masked_fill(is_empty, math.nan))
-    return torch.stack(values)
+    # Cumulative counts ascend, so the number of bins below a target is found by bisection.
+    targets = torch.tensor(quantiles, dtype=torch.float64, device=total.device) * total
+    empty_bins = torch.searchsorted(cumulative, torch.zeros_like(total), right=True)
+    # The first bin that is not empty and whose cumulative count reaches the target.
+    index = torch.searchsorted(cumulative, targets).maximum(empty_bins).clamp(max=bins - 1)
+    count = counts.gather(-1, index)
+    count_before = cumulative.gather(-1, index) - count
+    fraction = (targets - count_before) / count
+    values = low + (index + fraction) * width
+    return values.masked_fill(is_empty[..., None], math.nan).movedim(-1, 0).contiguous()
 
 
 # A change below this fraction of a number is rounding: the number does not depend on the block.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ ROWS_ON_CPU = 32
 ROWS_ON_GPU = 8192
 # Step between states of SplitMix64: 2^64 divided by the golden ratio, as a signed integer, which torch has.
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64
+# Bytes of a tensor up to which the sums are computed by NumPy, on one thread: a call of torch takes as long as NumPy's sum.
+LARGEST_OF_NUMPY = 8 * WORDS * ROWS_ON_CPU
 
 
 def digest_of_tensor(tensor: Tensor) -> bytes:
@@ -36,6 +40,9 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
     if flat.stride() != (1,):
         flat = flat.clone(memory_format=torch.contiguous_format)
     flat = flat.view(torch.uint8)
+    if flat.device.type == "cpu" and len(flat) <= LARGEST_OF_NUMPY:
+        digest.update(_sums_by_numpy(flat.numpy()))
+        return digest.digest()
     row_bytes = 8 * WORDS
     rows_at_once = ROWS_ON_GPU if flat.is_cuda else ROWS_ON_CPU * torch.get_num_threads()
     end_of_whole_rows = len(flat) - len(flat) % row_bytes
@@ -50,6 +57,32 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
     if sums:
         digest.update(torch.cat(sums).cpu().numpy().astype("<i8").tobytes())
     return digest.digest()
+
+
+def _sums_by_numpy(flat: npt.NDArray[np.uint8]) -> bytes:
+    """The sums of all rows of a small tensor, as `_sums_of_rows` computes them. The last row may be shorter.
+
+    Args:
+        flat: the bytes of the tensor.
+    """
+    if len(flat) % 8:
+        flat = np.concatenate([flat, np.zeros(-len(flat) % 8, dtype=np.uint8)])
+    words = flat.view(np.int64)
+    lower, upper = _multipliers_as_arrays()
+    end_of_whole_rows = len(words) - len(words) % WORDS
+    sums = b""
+    for rows in (words[:end_of_whole_rows].reshape(-1, WORDS), words[end_of_whole_rows:].reshape(1, -1)):
+        if rows.size:
+            width = rows.shape[1]
+            sums_of_rows = rows @ lower[:width] + (rows >> 32) @ upper[:width]
+            sums += sums_of_rows.astype("<i8").tobytes()
+    return sums
+
+
+@cache
+def _multipliers_as_arrays() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    lower, upper = _multipliers()
+    return lower.numpy(), upper.numpy()
 
 
 def _sums_of_rows(flat: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +46,8 @@ def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
 
 def row_bytes(batch: Batch, number: int) -> bytes:
     """One row of a batch as bytes: token ids, mask and further inputs. Padding is left out unless it is counted."""
-    attention = batch.attention[number]
-    length = int((attention | batch.counted[number]).nonzero()[-1]) + 1
-    content = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
+    length = _length_of_row(batch, number)
+    content = batch.tokens[number].numpy()[:length].tobytes() + batch.attention[number].numpy()[:length].tobytes() + b"|"
     inputs = cut_to_longest({name: values[number : number + 1] for name, values in batch.inputs.items()})
     for name, values in sorted(inputs.items()):
         row = values[0, :length] if name in batch.positional else values[0]
@@ -60,6 +59,13 @@ def row_bytes(batch: Batch, number: int) -> bytes:
         values_as_bytes = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         content += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + values_as_bytes + b"|"
     return content
+
+
+def _length_of_row(batch: Batch, number: int) -> int:
+    """Number of positions of a row up to its last one that is attended or counted."""
+    # NumPy, because a call of torch takes longer than reading a row.
+    in_use = batch.attention[number].numpy() | batch.counted[number].numpy()
+    return int(in_use.nonzero()[0][-1]) + 1
 
 
 class RowDigests:
@@ -93,9 +99,8 @@ class RowDigests:
 
 def annotation_bytes(batch: Batch, number: int) -> bytes:
     """All but the inputs of one row of a batch, as bytes: counted positions, labels, where the row begins, and its text."""
-    counted = batch.counted[number]
-    length = int((batch.attention[number] | counted).nonzero()[-1]) + 1
-    content = counted[:length].numpy().tobytes() + b"|"
+    length = _length_of_row(batch, number)
+    content = batch.counted[number].numpy()[:length].tobytes() + b"|"
     if batch.labels is not None:
         labels = batch.labels[number, :length]
         # A row without labels has missing labels beside rows with labels, and no labels alone: its bytes are the same in both.
@@ -118,6 +123,8 @@ def new_digest() -> Any:
 FIRST_TEXTS = 16
 # Number of positions in a short row, which is run to test a model.
 SHORT = 16
+# Fields of `Batch` that say how the sums of its rows are grouped.
+GROUPING = ("leaf", "block", "capacity", "density", "rows_at_once", "whole_texts")
 
 
 @dataclass(frozen=True)
@@ -327,6 +334,15 @@ class Batch:
             inputs={name: doubled(values) for name, values in row.inputs.items()},
         )
 
+    def has_rows_of(self, other: Batch) -> bool:
+        """Whether another batch has the same rows, however they are grouped to leaves and blocks.
+
+        Args:
+            other: the other batch.
+        """
+        names = [item.name for item in fields(self) if item.name not in GROUPING]
+        return all(_are_equal(getattr(self, name), getattr(other, name)) for name in names)
+
     @property
     def can_be_cut(self) -> bool:
         """Whether all inputs have one value for each token."""
@@ -393,6 +409,15 @@ class Batch:
         counted = torch.stack([selection.select(*row) for row in zip(tokens, attention, strict=True)])
         labels = None if self.labels is None else self.labels.expand(shape)
         return replace(self, tokens=tokens, attention=attention, counted=counted, labels=labels)
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Whether two fields of batches are equal; tensors have one dtype too."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_are_equal(value[name], other[name]) for name in value)
+    return type(value) is type(other) and bool(value == other)
 
 
 def state_of(tool: Any, with_vocabulary: bool = False) -> str:
@@ -543,9 +568,20 @@ class Batches:
             return
         # Row by row: images of different sizes form no batch.
         first_rows = itertools.chain.from_iterable(first_texts)
-        counted = sum(float(self.batch([row], number).counted.sum()) for number, row in enumerate(first_rows))
+        counted = sum(self._counted_positions(row, number) for number, row in enumerate(first_rows))
         density = counted / len(first_texts)
         yield from self._batches_of_texts(itertools.chain(first_texts, texts), self.pool_texts(density), density)
+
+    def _counted_positions(self, row: Row, number: int) -> int:
+        """Number of counted positions of a row.
+
+        Args:
+            row: the row.
+            number: index of the row in the data.
+        """
+        if row.has_positions:
+            return int((row.attention if row.counted is None else row.counted).sum())
+        return int(self.batch([row], number).counted.sum())
 
     def _batches_of_rows(self, rows: Iterator[Row]) -> Iterator[Batch]:
         """Yield batches of `batch_size` rows."""

@@ -21,6 +21,7 @@ from ..core.resumable_file import Snapshot
 from ..core.sums import MOST_BLOCKS, TEXT_ORDER, Tally
 from ..core.wording import duration_in_words
 from ..data.batches import Batches, RowDigests
+from ..sources.hooked_module import HookedSource
 from ..sources.source import OnServer, Source, running
 from .run_arguments import refuse_large_heads, refuse_server, refuse_unknown_functions
 from .run_files import model_notes, recipe_of, tallies_snapshot
@@ -269,6 +270,10 @@ class Analysis:
         with ExitStack() as stack:
             for source in self.sources:
                 stack.enter_context(running(source, needs_calls))
+            single = self.single_source
+            if isinstance(single, HookedSource) and self.first_needs_model:
+                # Both passes over the data read the activations of one forward pass, if it holds all rows.
+                stack.enter_context(single.keeping_activations())
             yield
 
 

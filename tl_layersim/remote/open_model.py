@@ -9,6 +9,7 @@ import torch
 
 from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import anatomy_of
+from ..architectures.module_paths import modules_remembered
 from ..architectures.site_selection import blocks_to_read
 from ..core.arguments import PositiveInt, typed
 from ..core.errors import LayersimError, as_argument, shown
@@ -83,7 +84,7 @@ def open_source(model: Any, *, either_stack: bool = False, at: Any = None) -> So
         LayersimError: the type of the model is not supported, or the other arguments do not apply to it.
     """
     opened = OpenedModel.of(model)
-    with as_argument("model", opened.argument):
+    with as_argument("model", opened.argument), modules_remembered():
         return _opened_source(opened, either_stack, at)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.blocks import no_cache
+from ..architectures.blocks import forward_parameters, no_cache
 from ..architectures.output_heads import text_config
 from ..core.errors import LayersimError
 from ..core.wording import first_line
@@ -51,7 +51,7 @@ def call_on(device: torch.device, module: torch.nn.Module, args: Sequence[Tensor
 
 def fewest_logits(module: torch.nn.Module) -> dict[str, int]:
     """The keyword argument `logits_to_keep=1`; empty if the model's forward does not take it."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(module).forward).parameters else {}
+    return {"logits_to_keep": 1} if "logits_to_keep" in forward_parameters(module) else {}
 
 
 def with_padding_ids(module: torch.nn.Module, tokens: Tensor, attended: Tensor | None) -> Tensor:
@@ -98,7 +98,7 @@ def forward_arguments(
     """
     _refuse_masked_positions(batch, model)
     options: dict[str, Any] = {**no_cache(module)}
-    parameters = inspect.signature(type(module).forward).parameters
+    parameters = forward_parameters(module)
     takes_mask = model.mask_input in parameters
     is_required = takes_mask and parameters[model.mask_input].default is inspect.Parameter.empty
     if batch.padded or is_required:

@@ -6,8 +6,8 @@ Hooks are placed on TransformerLens hook points if the model has them. The model
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,18 +17,23 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import BlockCall, record_call, with_own_residual
-from ..activations.view import SiteBuffer, View, kept_of
+from ..activations.row_pools import AnyKernel
+from ..activations.view import Kernel, Reduced, SiteBuffer, View, kept_of
 from ..architectures.anatomy import Anatomy
 from ..architectures.blocks import anatomy_of, choose_blocks, refuse_paths, with_blocks
 from ..architectures.hook_points import HookPoint, multiplied, positions_of, read_in_next_run, residual_points, to_positions
+from ..architectures.module_paths import modules_by_path
 from ..architectures.output_heads import lens_of, possible_heads
 from ..architectures.unembed import Head, tensor_of, unembed_gap
+from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .forward_arguments import call_on, device_of, forward_arguments, refusing_failed_forward
 from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, on_tensor, temporary_hooks, unrecorded
+from .identity import StoredWeights, hooks_on
+from .kept_activations import KeptActivations
 from .model_description import describe, describe_transformer_lens
-from .out_of_memory import refusing_out_of_memory
+from .out_of_memory import reduce_batch, refusing_out_of_memory
 from .source import CanReadSites, tells_heads_apart
 
 
@@ -69,6 +74,8 @@ class HookedSource(CanReadSites):
     """
 
     can_run_tail = True
+    _kept_activations: KeptActivations | None = None  # of the run, if it passes over its data twice
+    _is_summing: bool = False  # whether the forward passes are those of `sums`
 
     def __init__(
         self,
@@ -108,6 +115,43 @@ class HookedSource(CanReadSites):
     @property
     def is_settled(self) -> bool:
         return super().is_settled and self._check is None
+
+    @contextmanager
+    def keeping_activations(self) -> Iterator[None]:
+        """A context manager in which `sums` runs the model once on data that fits into one forward pass."""
+        self._kept_activations = KeptActivations()
+        try:
+            yield
+        finally:
+            self._kept_activations = None
+
+    def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
+        self._is_summing = True
+        try:
+            return super().sums(batch, kernels)
+        finally:
+            self._is_summing = False
+
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        kept = self._kept_activations
+        # Checks of the model, which are not summed, run it on other rows and at other sites.
+        if kept is None or not self._is_summing:
+            return super().run(batch, kernels)
+        # Calls of blocks hold more than activations, and processes that share the weights run the same forward passes.
+        if self.calling or weight_peers(self.module):
+            return super().run(batch, kernels)
+        view = kept.of(batch)
+        if view is None:
+            view = self.collect(batch)
+            kept.keep(batch, view)
+        # Each pass over the data has a memo of its own.
+        return reduce_batch(batch, kernels, replace(view, memo={}))
+
+    def renew_description(self) -> None:
+        super().renew_description()
+        weights = self._model.weights
+        if isinstance(weights, StoredWeights):
+            self._model = replace(self._model, changes=hooks_on(weights.module))
 
     def _set_head(self, head: Head) -> None:
         super()._set_head(head)
@@ -262,6 +306,6 @@ class HookedSource(CanReadSites):
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)
         # Graphs of `module.compile()` have no place for hooks.
-        compiled = any(module._compiled_call_impl is not None for module in self.module.modules())
+        compiled = any(module._compiled_call_impl is not None for module in modules_by_path(self.module).values())
         with unrecorded(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             return call_on(device, self.module, args, options | keywords)

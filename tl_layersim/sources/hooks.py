@@ -6,7 +6,7 @@ No other module registers torch hooks or stops forward passes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..activations.block_call import first_tensor
+from ..architectures.module_paths import modules_by_path
 from ..core.arguments import typed
 
 
@@ -131,12 +132,18 @@ def in_mode(module: torch.nn.Module, training: bool) -> Iterator[None]:
     """A context manager that sets all submodules to training or evaluation mode."""
     modes = [(submodule, submodule.training) for submodule in every_module(module)]
     try:
-        for submodule, _ in modes:
-            submodule.training = training
+        _set_modes((submodule, training) for submodule, _ in modes)
         yield
     finally:
-        for submodule, was_training in modes:
-            submodule.training = was_training
+        _set_modes(modes)
+
+
+def _set_modes(modes: Iterable[tuple[torch.nn.Module, bool]]) -> None:
+    """Set the mode of modules that have another one."""
+    for submodule, training in modes:
+        # The assignment takes a hundred times as long as the look-up, and most models are in evaluation mode before.
+        if submodule.training != training:
+            submodule.training = training
 
 
 @contextmanager
@@ -155,11 +162,11 @@ def frozen_weights(module: torch.nn.Module) -> Iterator[None]:
 
 def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
     """All submodules, including those inside a TransformerBridge that the bridge does not list."""
-    modules = list(module.modules())
+    modules = list(modules_by_path(module).values())
     # A bridge keeps its Hugging Face model in its dict, where torch does not see it.
     original_model = vars(module).get("original_model")
     if isinstance(original_model, torch.nn.Module):
-        modules += original_model.modules()
+        modules += modules_by_path(original_model).values()
     return list(dict.fromkeys(modules))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
+from ..architectures.module_paths import modules_by_path
 from ..core.code_digests import (
     OWN_PACKAGES,
     ObjectTexts,
@@ -120,9 +121,18 @@ def hooks_on(module: torch.nn.Module) -> str:
         function = _user_function(hook)
         if not _is_of_known_package(function):
             changes.append((f"{kind} of {path}", function))
+    methods_of_classes: dict[type, list[str]] = {}
     for submodule, path in paths.items():
-        for method, function in _replaced_methods(submodule).items():
-            changes.append((f"{method} of {path}", function))
+        module_class = type(submodule)
+        if module_class not in methods_of_classes:
+            # With `forward` first, which may be no function.
+            methods_of_classes[module_class] = list(dict.fromkeys(["forward", *forward_methods(module_class)]))
+        for method in methods_of_classes[module_class]:
+            # An entry of the module itself takes the place of the method of its class.
+            if method in vars(submodule):
+                function = _replacement(submodule, method)
+                if function is not None:
+                    changes.append((f"{method} of {path}", function))
     module_names = {id(submodule): f"module {path}" for submodule, path in paths.items()}
     descriptions: list[str] = []
     for place, function in changes:
@@ -197,10 +207,10 @@ def _paths(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
     paths: dict[torch.nn.Module, str] = {}
     original_model = vars(module).get("original_model")
     if isinstance(original_model, torch.nn.Module):
-        for path, submodule in original_model.named_modules():
+        for path, submodule in modules_by_path(original_model).items():
             paths[submodule] = f"original_model.{path}"
     # Modules that a bridge lists too have the bridge's path.
-    for path, submodule in module.named_modules():
+    for path, submodule in modules_by_path(module).items():
         paths[submodule] = path
     return {submodule: paths[submodule] or type(submodule).__name__ for submodule in every_module(module)}
 
@@ -215,17 +225,6 @@ def _user_function(hook: Any) -> Any:
             break
         hook = wrapped_hook
     return inspect.unwrap(hook, stop=lambda function: not _is_wrapper(function))
-
-
-def _replaced_methods(module: torch.nn.Module) -> dict[str, Any]:
-    """The functions that replace a module's `forward`, or methods that its forward calls, by the name of the method."""
-    called_methods = [name for name in forward_methods(type(module)) if name != "forward"]
-    replacements: dict[str, Any] = {}
-    for name in ("forward", *called_methods):
-        function = _replacement(module, name)
-        if function is not None:
-            replacements[name] = function
-    return replacements
 
 
 def _replacement(module: torch.nn.Module, name: str) -> Any:
@@ -277,6 +276,9 @@ class StoredWeights:
     Args:
         module: the model.
 
+    Attributes:
+        module: the model.
+
     Examples:
         >>> module = torch.nn.Linear(2, 2)
         >>> str(StoredWeights(module)) == hash_weights(module)
@@ -284,18 +286,18 @@ class StoredWeights:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self.module = module
 
     @cached_property
     def _checksum(self) -> str:
-        return hash_weights(self._module)
+        return hash_weights(self.module)
 
     def __str__(self) -> str:
         return self._checksum
 
     def again(self) -> StoredWeights:
         """A new `StoredWeights` of the same module, without the stored checksum."""
-        return StoredWeights(self._module)
+        return StoredWeights(self.module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._checksum,)
@@ -326,7 +328,8 @@ def hash_weights(module: torch.nn.Module) -> str:
     checksum = hashlib.sha256()
     digests: dict[int, bytes] = {}
     count = 0
-    for tensor, is_held in _stored_tensors(module):
+    modules = every_module(module)
+    for tensor, is_held in _stored_tensors(modules):
         if tensor.is_meta or hasattr(tensor, "placements"):
             return ""
         # Tied weights are one tensor. The address of one that is read or made for the checksum may be that of the next.
@@ -335,7 +338,6 @@ def hash_weights(module: torch.nn.Module) -> str:
             digests[id(tensor)] = digest
         checksum.update(digest)
         count += 1
-    modules = every_module(module)
     module_names = {id(submodule): f"module {number}" for number, submodule in enumerate(modules)}
     texts = ObjectTexts(ValueNames(module_names))
     for submodule in modules:
@@ -345,13 +347,13 @@ def hash_weights(module: torch.nn.Module) -> str:
     return checksum.hexdigest()[:12] if count else ""
 
 
-def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that determine a model's output, in module order, each with a flag.
+def _stored_tensors(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that determine a model's output, in the order of its modules, each with a flag.
 
     The flag is True for parameters and buffers that modules hold. Weights that were not loaded are on the meta device.
     """
-    offloaded = _offloaded(module)
-    for submodule in every_module(module):
+    offloaded = _offloaded(modules)
+    for submodule in modules:
         if is_quantised(submodule):
             # bitsandbytes and HQQ keep scales in objects of their own, which the state dict contains.
             for value in submodule.state_dict().values():
@@ -372,10 +374,10 @@ def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
                 yield offloaded_copy, False
 
 
-def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
+def _offloaded(modules: Sequence[torch.nn.Module]) -> dict[torch.nn.Module, list[tuple[Any, str]]]:
     """Where accelerate offloaded the weights: a dict from module to pairs (`weights_map`, prefix of the keys)."""
     places: dict[torch.nn.Module, list[tuple[Any, str]]] = {}
-    for holder in every_module(module):
+    for holder in modules:
         accelerate_hook = vars(holder).get("_hf_hook")
         # A sequence of hooks has them in `hooks`.
         for hook in getattr(accelerate_hook, "hooks", (accelerate_hook,)):

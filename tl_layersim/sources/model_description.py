@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from ..architectures.blocks import (
     PRE_NORM,
     anatomy_of,
     choose_blocks,
+    forward_parameters,
     layer_names,
     locate,
     module_sites,
@@ -26,6 +26,7 @@ from ..architectures.blocks import (
     unsupported_blocks,
 )
 from ..architectures.layouts import NUMBERED_FROM_PAD
+from ..architectures.module_paths import modules_by_path
 from ..architectures.output_heads import find_head, norms_between_layers, text_config
 from ..architectures.transformer_lens import basis_of, head_of
 from ..architectures.unembed import Head
@@ -294,7 +295,7 @@ def _merged_patches(config: Any) -> int:
 
 
 def _image_convolutions(module: torch.nn.Module) -> list[torch.nn.Module]:
-    return [part for part in module.modules() if isinstance(part, torch.nn.Conv2d | torch.nn.Conv3d)]
+    return [part for part in modules_by_path(module).values() if isinstance(part, torch.nn.Conv2d | torch.nn.Conv3d)]
 
 
 def _pixel_axes(module: torch.nn.Module, names: list[str]) -> int | None:
@@ -327,7 +328,7 @@ def _main_input(module: torch.nn.Module) -> str:
     if isinstance(name, str):
         return name
     # Without `self`.
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    parameters = list(forward_parameters(module).values())[1:]
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             return parameter.name
@@ -351,7 +352,7 @@ def _input_names(module: torch.nn.Module, block: str) -> list[str]:
         owner = module.get_submodule(".".join(path[:depth]))
         if isinstance(owner, torch.nn.ModuleList):
             continue
-        parameters = list(inspect.signature(type(owner).forward).parameters.values())[1:]
+        parameters = list(forward_parameters(owner).values())[1:]
         for parameter in parameters:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 names[parameter.name] = None

@@ -468,6 +468,14 @@ class CanReadSites(HasModule, CanReplay, CanUnembed, CanCountPositions):
         """Paths of the blocks that are read."""
         return list(self.anatomy.blocks)
 
+    def opened(self) -> Source:
+        self.renew_description()
+        return self
+
+    def renew_description(self) -> None:
+        """Describe the weights as they are now, which may have changed since the source was opened."""
+        self._model = self._model.as_it_is_now()
+
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         self.residual = self.reading = SitesRead(self._with_channels(points), order)
         self._compared = set()
