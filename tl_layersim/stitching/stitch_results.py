@@ -80,8 +80,7 @@ class StitchResult(Result):
 
     Tensors are float64. Losses are in nats per token (per row for a classifier), on data that the adapter was not fitted on.
 
-    Args:
-        join: function from an adapter to the stitched model; None if a model is on a server. Files do not hold it.
+    `join` is a function from an adapter to the stitched model, None if a model is on a server. Files do not hold it.
 
     Attributes:
         values: `step`, the same as `curve`: the training loss at each step; empty if nothing was trained.

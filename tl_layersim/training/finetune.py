@@ -200,9 +200,8 @@ class FineTuning(Descent):
 class AlignedResult(Result):
     """Training loss of a fine-tune, and held-out loss and accuracy of each layer. Tensors are float64.
 
-    Args:
-        exit_heads: the trained heads of the layers below the last; None if all layers use the model's head. Files of the result
-            do not hold them.
+    `exit_heads` are the trained heads of the layers below the last, None if all layers use the model's head. Files of the
+    result do not hold them.
 
     Attributes:
         values: `look layer`, the same as `held_out_loss`: cross-entropy of each layer in nats, under its trained head.
