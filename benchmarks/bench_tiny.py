@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("trees", nargs="*", type=Path, help="further trees, such as one of an earlier version")
     parser.add_argument("--calls", type=int, default=20, help="timed calls in a process")
     parser.add_argument("--processes", type=int, default=3, help="processes of each tree and model")
+    parser.add_argument("--only", nargs="+", choices=("import", *MODELS), default=["import", *MODELS], help="parts to measure")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is not None:
@@ -156,11 +157,12 @@ def main() -> None:
     trees = [HERE, *(tree.resolve() for tree in arguments.trees)]
     print("| model | step | " + " | ".join(f"{tree} (ms)" for tree in trees) + " |")
     print("| --- | --- | " + " | ".join("---:" for _ in trees) + " |")
-    with tempfile.TemporaryDirectory() as compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = os.environ.get("PYTHONPYCACHEPREFIX", folder)
         # Compiled before anything is timed.
         for tree in trees:
             run_in_process(tree, "import", 1, compiled)
-        for part in ("import", *MODELS):
+        for part in arguments.only:
             rounds: list[list[dict[str, float]]] = []
             for _ in range(arguments.processes):
                 rounds.append([run_in_process(tree, part, arguments.calls, compiled) for tree in trees])
