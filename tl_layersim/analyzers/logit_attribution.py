@@ -25,6 +25,7 @@ from ..lens.statistics import ids_at
 from ..sources.model_description import ModelDescription
 from .analyzer import Analyzer, Run, need_head, need_tokens
 from .contribution import stack_and_block, sublayer_sites
+from .needs import Needs
 
 # Name of the term that holds the biases of the final norm and of the head.
 BIAS = "bias"
@@ -119,17 +120,22 @@ class LogitAttribution(Analyzer):
     """
 
     name: ClassVar[str] = "logit_attribution"
-    needs_unembed: ClassVar[bool] = True
-    families: ClassVar[tuple[str, ...]] = ("resid_post",)
-    optional_families: ClassVar[tuple[str, ...]] = ("attn_out", "mlp_out", "mixer_out", "cross_attn_out")
 
     target: Any = None
     against: Any = None
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            families=("resid_post",),
+            optional_families=("attn_out", "mlp_out", "mixer_out", "cross_attn_out"),
+            head="logits",
+            single_texts=has_rows(self.target) or has_rows(self.against),
+        )
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", as_tokens(self.target, "target"))
         object.__setattr__(self, "against", as_tokens(self.against, "against"))
-        object.__setattr__(self, "prompts", has_rows(self.target) or has_rows(self.against))
 
     def settled(self, model: ModelDescription, positions: PositionRule | None) -> Analyzer:
         return replace(self, target=token_ids(self.target, model, "target"), against=token_ids(self.against, model, "against"))

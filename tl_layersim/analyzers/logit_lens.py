@@ -28,7 +28,7 @@ from ..lens.single_tokens import as_tokens, has_rows, refuse_rows, token_ids
 from ..lens.statistics import bad_logits, ids_at, read_lens, read_positions, read_vectors
 from ..sources.activation_checks import need_known_norm, refuse_bad_logits
 from ..sources.model_description import ModelDescription
-from .analyzer import JIANG, LabelledAnalyzer, Run, need_head, need_tokens
+from .analyzer import JIANG, Analyzer, LabelledAnalyzer, Run, need_head, need_tokens
 from .cosine import mean_kernel
 from .needs import Needs
 
@@ -395,7 +395,6 @@ class LogitLens(LensAnalyzer):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "ranks", as_tokens(self.ranks, "ranks"))
-        object.__setattr__(self, "prompts", has_rows(self.ranks))
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
@@ -403,7 +402,13 @@ class LogitLens(LensAnalyzer):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, sites="stream", resid_mid=True, one_pass='LogitLens(center="none")')
+        return replace(
+            super().needs,
+            sites="stream",
+            resid_mid=True,
+            single_texts=has_rows(self.ranks),
+            one_pass='LogitLens(center="none")',
+        )
 
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if self.center == "dataset" else None

@@ -11,9 +11,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core import Sums, axes, result_class, typed
+from ..core.result_declarations import NOT_MEASURED
 from ._moments import Covariances, CrossProductAnalyzer, warn_of_few_samples
 from ._pairwise import arccos_distance
-from ._permutation_null import NOT_MEASURED, CalibratedMatrix
+from ._permutation_null import CalibratedMatrix
 from .analyzer import Run
 from .needs import Needs
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..activations.row_pools import AnyKernel, Draws, Samples
 from ..core import LayersimError, Sums, axes, result_class, typed
+from ..core.result_declarations import NOT_MEASURED
 from ..core.wording import brief
 from ._pairwise import MinibatchAnalyzer, MinibatchMatrix
-from ._permutation_null import EQUAL_WITHIN, NOT_MEASURED, is_one_model
+from ._permutation_null import EQUAL_WITHIN, is_one_model
 from ._samples import draw_permutations, pool_key, with_unit
 from .analyzer import Run
 from .needs import Needs

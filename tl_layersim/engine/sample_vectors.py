@@ -15,7 +15,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..activations.row_pools import mixed
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Run
 from ..core.arguments import FilePath, PositiveInt, Seed, typed
@@ -23,6 +22,7 @@ from ..core.arrays import RESERVED
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, in_words, shown
 from ..core.file_format import refuse_unwritable, replacing
+from ..core.integer_hash import mixed
 from ..core.results import Result
 from ..core.resumable_file import ResumableFile
 from ..core.sums import Sums
