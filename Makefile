@@ -97,7 +97,7 @@ types: $(VENV)/dev ## Check types, strictly
 
 docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, and open its pages in a browser
 	$(VENV)/bin/mkdocs build --strict --quiet
-	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q -m "" tests/docs/test_site.py
+	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q -m "" tests/docs/test_site.py tests/docs/test_gallery.py tests/docs/test_pages.py -k "not code_on_a_page"
 
 screenshots: $(VENV)/dev ## Take screenshots of pages and figures of the documentation, into screenshots/; needs chromium
 	$(VENV)/bin/mkdocs build --strict --quiet

@@ -27,7 +27,7 @@ HEAVY_FIXTURES = {
     "cluster": "Ray",
     "site": "the built documentation",
     "browser": "a browser",
-    "drawn": "executed documentation",
+    "gallery": "executed documentation",
 }
 
 
