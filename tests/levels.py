@@ -15,8 +15,10 @@ say it of other tests:
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
 
 import pytest
 from _pytest.doctest import DoctestItem
@@ -29,6 +31,10 @@ HEAVY_FIXTURES = {
     "browser": "a browser",
     "gallery": "executed documentation",
 }
+
+
+# Names of models of TransformerLens; `HookedSource` is a class of this package.
+TRANSFORMER_LENS = re.compile(r"transformer_?lens|hooked_?(transformer|encoder)|bridge", re.IGNORECASE)
 
 
 def covering_design(cases: Sequence[frozenset[Hashable]]) -> set[int]:
@@ -104,3 +110,51 @@ def _values(case: pytest.Function) -> frozenset[Hashable]:
 
 def _key(value: object) -> Hashable:
     return value if isinstance(value, str | int | float | None) else id(value)
+
+
+def mark_transformer_lens(items: Iterable[pytest.Item]) -> None:
+    """Mark tests that build a model of TransformerLens: those that `make test-tl3` runs with version 3."""
+    for item in items:
+        if isinstance(item, pytest.Function) and builds_transformer_lens(item):
+            item.add_marker(pytest.mark.tl3)
+
+
+def builds_transformer_lens(test: pytest.Function) -> bool:
+    """Whether a test, its fixtures, a value of its case or a function of the tests that these call name TransformerLens.
+
+    The models of a collection, such as all sources, count for a test that does not take one of them as a parameter.
+    """
+    values = list(_parameters(test).values())
+    if any(isinstance(value, str) and TRANSFORMER_LENS.search(value) for value in (*values, test.name)):
+        return True
+    fixtures = [definitions[-1].func for definitions in test._fixtureinfo.name2fixturedefs.values()]
+    waiting = [test.function, *fixtures, *values]
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType) and value.__module__.startswith("tests."):
+            names = set(_names(value.__code__))
+            if any(TRANSFORMER_LENS.search(name) for name in names):
+                return True
+            waiting += [value.__globals__[name] for name in names if name in value.__globals__]
+        elif isinstance(value, Mapping):
+            if not any(isinstance(own, Hashable) and own in value for own in values):
+                waiting += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, str) and TRANSFORMER_LENS.search(value):
+            return True
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that code uses, and its strings; of nested functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names(constant)
