@@ -59,7 +59,7 @@ check: $(VENV)/dev ## Check style, types, structure and the laws that every anal
 
 # The tests that build a TransformerLens model, which tests/levels.py marks: all others would run the same code twice. They are in
 # files that name such a model or a helper that builds one; no others are collected.
-TL3_WORDS := transformer_lens|TransformerLens|[Hh]ooked|[Bb]ridge|gpt2_of_kind|each_model
+TL3_WORDS := transformer_?lens|TransformerLens|[Hh]ooked_?[Tt]ransformer|[Bb]ridge|gpt2_of_kind|each_model
 TL3_TESTS = $(shell grep -rlE '$(TL3_WORDS)' tests --include='test_*.py' --exclude-dir=ndif --exclude-dir=architecture)
 
 test-tl3: $(VENV_TL3)/test ## Run the tests of TransformerLens models with 3.9, which still has HookedTransformer

@@ -15,6 +15,7 @@ say it of other tests:
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -125,29 +126,62 @@ def builds_transformer_lens(test: pytest.Function) -> bool:
     The models of a collection, such as all sources, count for a test that does not take one of them as a parameter.
     """
     values = list(_parameters(test).values())
-    if any(isinstance(value, str) and TRANSFORMER_LENS.search(value) for value in (*values, test.name)):
+    if TRANSFORMER_LENS.search(test.name) or any(_leads_to_transformer_lens(value) for value in values):
         return True
     fixtures = [definitions[-1].func for definitions in test._fixtureinfo.name2fixturedefs.values()]
-    waiting = [test.function, *fixtures, *values]
-    seen: set[int] = set()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, FunctionType) and value.__module__.startswith("tests."):
-            names = set(_names(value.__code__))
-            if any(TRANSFORMER_LENS.search(name) for name in names):
-                return True
-            waiting += [value.__globals__[name] for name in names if name in value.__globals__]
-        elif isinstance(value, Mapping):
-            if not any(isinstance(own, Hashable) and own in value for own in values):
-                waiting += [*value, *value.values()]
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, str) and TRANSFORMER_LENS.search(value):
+    for function in (test.function, *fixtures):
+        named, collections = _reached_by(function)
+        if named:
             return True
+        for collection in collections:
+            chosen = isinstance(collection, Mapping) and any(isinstance(key, str) and key in collection for key in values)
+            if not chosen and _leads_to_transformer_lens(collection):
+                return True
     return False
+
+
+@functools.cache
+def _reached_by(function: FunctionType) -> tuple[bool, list[Mapping | Sequence]]:
+    """Whether a function or one of the tests that it calls names TransformerLens, and the collections that they use."""
+    collections: dict[int, Mapping | Sequence] = {}
+    waiting, seen = [function], set()
+    while waiting:
+        reached = waiting.pop()
+        if reached in seen or not isinstance(reached, FunctionType) or not reached.__module__.startswith("tests."):
+            continue
+        seen.add(reached)
+        names = set(_names(reached.__code__))
+        if any(TRANSFORMER_LENS.search(name) for name in names):
+            return True, []
+        for value in (reached.__globals__[name] for name in names if name in reached.__globals__):
+            if isinstance(value, FunctionType):
+                waiting.append(value)
+            elif isinstance(value, Mapping | list | tuple):
+                collections[id(value)] = value
+            elif isinstance(value, str) and TRANSFORMER_LENS.search(value):
+                return True, []
+    return False, list(collections.values())
+
+
+# By the address of a collection: collections of modules and of cases live as long as the tests.
+_leading: dict[int, bool] = {}
+
+
+def _leads_to_transformer_lens(value: object) -> bool:
+    """Whether a string, a function or a part of a collection names TransformerLens."""
+    if isinstance(value, str):
+        return TRANSFORMER_LENS.search(value) is not None
+    if isinstance(value, FunctionType):
+        named, collections = _reached_by(value)
+        return named or any(_leads_to_transformer_lens(collection) for collection in collections)
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    if id(value) not in _leading:
+        # A collection may hold itself.
+        _leading[id(value)] = False
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        _leading[id(value)] = any(_leads_to_transformer_lens(part) for part in parts)
+    return _leading[id(value)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
