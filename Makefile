@@ -96,7 +96,8 @@ lint: $(VENV)/dev ## Check style and format
 types: $(VENV)/dev ## Check types, strictly
 	$(VENV)/bin/mypy
 
-docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, and open its pages in a browser
+# The tests of pages read the outputs that the build has kept.
+docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, test its outputs, and open its pages in a browser
 	$(VENV)/bin/mkdocs build --strict --quiet
 	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q -m "" tests/docs/test_site.py tests/docs/test_gallery.py tests/docs/test_pages.py -k "not code_on_a_page"
 
