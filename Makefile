@@ -57,12 +57,13 @@ check: $(VENV)/dev ## Check style, types, structure and the laws that every anal
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/structure tests/contract
 
-# The files that name a TransformerLens model, or a helper that builds one: all others would run the same code twice.
-TL3_WORDS := transformer_lens|TransformerLens|[Hh]ooked|[Bb]ridge|gpt2_of_kind|each_model
+# The tests that build a TransformerLens model, which tests/running/levels.py marks: all others would run the same code twice. They are in
+# files that name such a model or a helper that builds one; no others are collected.
+TL3_WORDS := transformer_?lens|TransformerLens|[Hh]ooked_?[Tt]ransformer|[Bb]ridge|gpt2_of_kind|each_model
 TL3_TESTS = $(shell grep -rlE '$(TL3_WORDS)' tests --include='test_*.py' --exclude-dir=ndif --exclude-dir=architecture)
 
 test-tl3: $(VENV_TL3)/test ## Run the tests of TransformerLens models with 3.9, which still has HookedTransformer
-	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) $(TL3_TESTS)
+	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) -m "tl3 and not heavy" $(TL3_TESTS)
 
 # The lowest version of each requirement that pyproject.toml declares; pip cannot resolve downwards, uv can.
 $(VENV_OLDEST)/test: pyproject.toml
@@ -95,9 +96,10 @@ lint: $(VENV)/dev ## Check style and format
 types: $(VENV)/dev ## Check types, strictly
 	$(VENV)/bin/mypy
 
-docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, and open its pages in a browser
+# The tests of pages read the outputs that the build has kept.
+docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, test its outputs, and open its pages in a browser
 	$(VENV)/bin/mkdocs build --strict --quiet
-	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q -m "" tests/docs/test_site.py
+	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q -m "" tests/docs/test_site.py tests/docs/test_gallery.py tests/docs/test_pages.py -k "not code_on_a_page"
 
 screenshots: $(VENV)/dev ## Take screenshots of pages and figures of the documentation, into screenshots/; needs chromium
 	$(VENV)/bin/mkdocs build --strict --quiet

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import os
 import types
+import weakref
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,7 +21,7 @@ from hypothesis import settings
 import tl_layersim as lsim
 
 from .models.tiny_models import random_tokens, tiny_llama
-from .running.levels import mark_heavy_cases
+from .running.levels import mark_heavy_cases, mark_transformer_lens
 
 # The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
 settings.register_profile("ci", derandomize=True)
@@ -31,6 +33,25 @@ gc.disable()
 
 # A program of its own, which hides this package from itself.
 collect_ignore = ["remote/small_ndif.py"]
+
+
+# nnsight parses the source of every function that it ships again for each request, which took a third of the time of tests of
+# servers. The source of a function does not change.
+_parse_source = inspect.getsourcelines
+_parsed_sources: weakref.WeakKeyDictionary[types.FunctionType, tuple[list[str], int]] = weakref.WeakKeyDictionary()
+
+
+def source_lines(function):
+    """`inspect.getsourcelines`, which parses the source of a function once."""
+    if not isinstance(function, types.FunctionType):
+        return _parse_source(function)
+    if function not in _parsed_sources:
+        _parsed_sources[function] = _parse_source(function)
+    lines, first = _parsed_sources[function]
+    return list(lines), first
+
+
+inspect.getsourcelines = source_lines
 
 
 def pytest_make_parametrize_id(val):
@@ -51,6 +72,7 @@ def pytest_make_parametrize_id(val):
 def pytest_collection_modifyitems(items):
     """Before pytest leaves out what `-m` leaves out."""
     mark_heavy_cases(items)
+    mark_transformer_lens(items)
 
 
 def pytest_collection_finish():

@@ -10,6 +10,7 @@ Blocks of pages that begin with ```` ```python ```` are cells; code that is not 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import html
 import json
@@ -37,6 +38,15 @@ KERNEL_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TQDM_DISABLE": "1",
 }
+
+# The page whose figures are recorded, by a cell before and a cell after its own, see `drawn_figures.py`.
+RECORDED = "gallery.md"
+RECORDER = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from docs.hooks import drawn_figures as _drawn_figures
+_drawn_figures.start()
+"""
 
 _executed: dict[str, Future[list[dict[str, Any]]]] = {}
 _figures: dict[str, dict[str, Any]] = {}
@@ -84,7 +94,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def executed_cells(name: str, code: list[str], server: bool) -> list[dict[str, Any]]:
-    """The code cells of a page with their outputs, from an earlier build if neither code nor package have changed.
+    """The code cells of a page with their outputs, from an earlier run if neither code nor package have changed.
+
+    The build of the site and the tests of pages share these runs. After the cells of the gallery comes one that prints the
+    record of its figures.
 
     Args:
         name: of the page.
@@ -96,15 +109,22 @@ def executed_cells(name: str, code: list[str], server: bool) -> list[dict[str, A
     from docs.hooks import ndif_server
 
     kept = CACHE / f"{Path(name).stem}-{_digest(code, ndif_server.kind() if server else '')}.json"
-    if kept.exists():
-        return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]  # as it was written
+    CACHE.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        # Processes that ask for one page at a time run it once.
+        lock = stack.enter_context(kept.with_suffix(".lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kept.exists():
+            return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]  # as it was written
         environment = dict(KERNEL_ENVIRONMENT)
         if server:
             environment |= stack.enter_context(ndif_server.running())
-        found = _run(name, code, environment, stack.enter_context(tempfile.TemporaryDirectory()))
-    CACHE.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(found), encoding="utf-8")
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if name == RECORDED:
+            found = _run(name, [RECORDER, *code, "_drawn_figures.print_drawn()"], environment, folder)[1:]
+        else:
+            found = _run(name, code, environment, folder)
+        kept.write_text(json.dumps(found), encoding="utf-8")
     return found
 
 

@@ -53,21 +53,44 @@ class Scaled(torch.nn.Module):
         return x
 
 
-def measured(name: str, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def measured(names: list[str], scale: float, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Values of measures, by name; of several measures in one run."""
     tokens = torch.randint(3, 1000, (24, 8), generator=torch.Generator().manual_seed(0))
     model = lsim.open_model(Scaled(scale, dtype).eval(), layers=[f"blocks.{i}" for i in range(3)])
-    [result] = lsim.analyze(model, tokens, MEASURES[name]).values()
-    return result.values
+    results = lsim.analyze(model, tokens, {name.replace(" ", "_"): MEASURES[name] for name in names})
+    return {name: results[name.replace(" ", "_")].values for name in names}
 
 
-@pytest.mark.light("far-cka-float32", "far-cosine-float32", "near-predictivity-bfloat16", "near-rank-float32")
-@pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", MEASURES)
-@pytest.mark.parametrize("powers", [(-100, 100), (-63, -33, 33, 63)], ids=["far", "near"])
-def test_a_scale_changes_nothing(name, dtype, powers):
-    # Powers of two scale activations without rounding.
-    plain = measured(name, 1.0, dtype)
-    assert not bool(plain.isnan().all())
+def check_scales(names: list[str], powers: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Powers of two scale activations without rounding."""
+    plain = measured(names, 1.0, dtype)
     for power in powers:
-        assert torch.allclose(measured(name, 2.0**power, dtype), plain, atol=1e-6, equal_nan=True), power
+        scaled = measured(names, 2.0**power, dtype)
+        for name in names:
+            assert not bool(plain[name].isnan().all())
+            assert torch.allclose(scaled[name], plain[name], atol=1e-6, equal_nan=True), (name, power)
+
+
+FAR, NEAR = (-100, 100), (-63, -33, 33, 63)
+warned = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
+
+
+@warned
+@pytest.mark.parametrize(
+    ("names", "powers", "dtype"),
+    [
+        (["cka", "cosine"], FAR, torch.float32),
+        (["rank"], NEAR, torch.float32),
+        (["predictivity"], NEAR, torch.bfloat16),
+    ],
+)
+def test_a_scale_changes_nothing(names, powers, dtype):
+    check_scales(names, powers, dtype)
+
+
+@pytest.mark.heavy("all measures")
+@warned
+@pytest.mark.parametrize("powers", [FAR, NEAR], ids=["far", "near"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_changes_no_measure(dtype, powers):
+    check_scales(list(MEASURES), powers, dtype)

@@ -156,26 +156,43 @@ def reads_any_site(cls) -> bool:
     return cls().needs.sites in ("any", "equal_width") and not cls().needs.families
 
 
-def refuses_model(model, data, cls, **options) -> bool:
-    """Whether the analyzer refuses the model itself, as some refuse post-norm blocks."""
+def refuses_model(model, data, keys, **options) -> bool:
+    """Whether one of the analyzers refuses the model itself, as some refuse post-norm blocks."""
     try:
-        called(lsim.analyze, model, data, cls(), **options)
+        called(lsim.analyze, model, data, [ANALYZERS[key]() for key in keys], **options)
     except lsim.LayersimError:
         return True
     return False
 
 
+def taken(model, data, keys, **options) -> list[str]:
+    """The analyzers that do not refuse the model: one run of all of them says so of all, unless one refuses it."""
+    if not refuses_model(model, data, keys, **options):
+        return list(keys)
+    return [key for key in keys if not refuses_model(model, data, [key], **options)]
+
+
 @pytest.fixture(scope="module")
-def answers(data, tables):
+def usable(data):
+    """Gives the analyzers that do not refuse a Hugging Face model."""
+
+    @functools.cache
+    def of_model(name: str) -> list[str]:
+        return taken(MODELS[name](), data, ANALYZERS)
+
+    return of_model
+
+
+@pytest.fixture(scope="module")
+def answers(data, tables, usable):
     """Gives the results of a Hugging Face model, by family, of all analyzers that take the family together."""
 
     @functools.cache
     def of_model(name: str) -> dict[str, lsim.Report]:
         model, families = MODELS[name](), everything(tables[name])
-        usable = {key: cls for key, cls in ANALYZERS.items() if not refuses_model(model, data, cls)}
         found = {}
         for one in families:
-            taking = [cls() for cls in usable.values() if takes(cls, families, one)]
+            taking = [ANALYZERS[key]() for key in usable(name) if takes(ANALYZERS[key], families, one)]
             found[one] = lsim.analyze(model, data, taking, at=one)
         return found
 
@@ -185,9 +202,9 @@ def answers(data, tables):
 @pytest.mark.heavy("every analyzer at every family of sites")
 @each_model
 @pytest.mark.parametrize("key", ANALYZERS)
-def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers):
+def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers, usable):
     model, table, cls = MODELS[name](), tables[name], ANALYZERS[key]
-    families, refused = everything(table), refuses_model(model, data, cls)
+    families, refused = everything(table), key not in usable(name)
     for one in SITE_NAMES:
         if takes(cls, families, one) and not refused:
             result = answers(name).get(one, lsim.Report({})).get(key) or lsim.analyze(model, data, cls(), at=one)[key]
@@ -210,12 +227,14 @@ def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, table
 @each_source
 def test_every_analyzer_gives_one_answer_at_every_source(name, source, data, answers, tmp_path):
     model, options = opened(name, source, tmp_path)
-    usable = [key for key in answers(name)["resid_post"] if not refuses_model(model, data, ANALYZERS[key], **options)]
+    asked_of_all = taken(model, data, answers(name)["resid_post"], **options)
     # What differs between families is compared above, for each source.
     for one in ("resid_post", "z", "mlp_post"):
         expected = answers(name)[one]
         # Analyzers with families of their own read the same at all.
-        asked = [ANALYZERS[key]() for key in usable if key in expected and (one == "z" or not ANALYZERS[key]().needs.families)]
+        asked = [
+            ANALYZERS[key]() for key in asked_of_all if key in expected and (one == "z" or not ANALYZERS[key]().needs.families)
+        ]
         found = called(lsim.analyze, model, data, asked, at=one, **options)
         for key, result in found.items():
             assert result.layers == expected[key].layers

@@ -100,7 +100,9 @@ def test_the_name_of_another_analyzer_or_of_a_cost_is_refused(analyzers, says):
 
 
 @pytest.mark.heavy("seconds, where faster tests reach the same")
-def test_attach_and_estimate():
+def test_attach_and_estimate(monkeypatch):
+    # One batch is timed, where a user's model is timed for seconds.
+    monkeypatch.setattr("tl_layersim.costs.estimate.CALIBRATION", 0.0)
     model = tiny_llama()
     with lsim.attach(model, lenses()) as probe:
         for rows in ROWS.split(2):

@@ -75,8 +75,15 @@ def test_a_run_with_another_input_is_refused(name, tmp_path, monkeypatch):
         changed.run(checkpoint=tmp_path / "run")
 
 
-@pytest.mark.light("one token", "rule of positions", "row length", "one weight")
-@pytest.mark.parametrize("name", CHANGES)
+# The digests of the data are compared shard by shard. The rest of the identity, which the files above compare with each change,
+# is one mapping: one change of each of its inputs.
+DIGESTED = {"rows", "positions", "labels", "texts"}
+OF_EACH_INPUT = {entry: name for name, (entry, _) in reversed(CHANGES.items())}
+OF_SHARDS = [name for name, (entry, _) in CHANGES.items() if entry in DIGESTED or name == OF_EACH_INPUT[entry]]
+
+
+@pytest.mark.light("one token", "rule of positions", "option", "one weight")
+@pytest.mark.parametrize("name", OF_SHARDS)
 def test_shards_with_another_input_are_refused(name, tmp_path):
     for number, call in enumerate(calls_of(CHANGES[name][1])):
         call.run(shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")

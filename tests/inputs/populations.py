@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from scipy.signal import lfilter
 from torch import Tensor
 
 import tl_layersim as lsim
@@ -35,8 +36,9 @@ def texts(lengths: Sequence[int], sites: int, rho: float, effect: float, generat
     rows = []
     for length in lengths:
         own = torch.randn(sites, length, WIDTH, generator=generator)
-        for token in range(1, length):
-            own[:, token] = rho * own[:, token - 1] + math.sqrt(1 - rho**2) * own[:, token]
+        # The first token has variance 1 as it is; each other is rho of the token before and an innovation.
+        own[:, 1:] *= math.sqrt(1 - rho**2)
+        own = torch.from_numpy(lfilter([1.0], [1.0, -rho], own.numpy(), axis=1)).float()
         shared = torch.randn(sites, 1, WIDTH, generator=generator)
         rows.append(math.sqrt(1 - effect) * own + math.sqrt(effect) * shared)
     return rows

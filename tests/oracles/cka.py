@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from .common import no_null
@@ -30,21 +32,28 @@ def hsic_0(k: np.ndarray, m: np.ndarray) -> float:
     return float(np.trace(k @ h @ m @ h)) / (n - 1) ** 2
 
 
-def hsic_of_rows(k: np.ndarray, m: np.ndarray, row: np.ndarray) -> tuple[float, int]:
-    """HSIC as means over pairs, triples and quadruples of samples of distinct rows, and the number of pairs."""
-    apart = (row[:, None] != row).astype(float)
+def sums_over_tuples(k: np.ndarray, m: np.ndarray, apart: np.ndarray) -> tuple[float, float, float]:
+    """Sums of k_ij m_ij over pairs, k_ij m_ir over triples and k_ij m_qu over quadruples of samples that are apart."""
     k, m = k * apart, m * apart
-    pairs = apart.sum()
-    first = np.sum(k * m) / pairs
-    triples = np.einsum("ij,ir,jr->", apart, apart, apart)
-    third = np.einsum("ij,ir,jr->", k, m, apart) / triples
-    # i, j, q, u of four distinct rows.
-    second, quadruples = 0.0, 0.0
+    of_quadruples = 0.0
     for i in range(len(k)):
         others = apart[i] * apart
-        second += k[i] @ np.sum((others @ m) * others, 1)
-        quadruples += apart[i] @ np.sum((others @ apart) * others, 1)
-    return float(first + second / quadruples - 2 * third), int(pairs)
+        of_quadruples += k[i] @ np.sum((others @ m) * others, 1)
+    return float(np.sum(k * m)), float(np.einsum("ij,ir,jr->", k, m, apart)), float(of_quadruples)
+
+
+@functools.cache
+def numbers_of_tuples(row: tuple[int, ...]) -> tuple[float, float, float]:
+    """Numbers of pairs, triples and quadruples of samples of distinct rows, which all pairs of sites share."""
+    apart = (np.array(row)[:, None] != np.array(row)).astype(float)
+    return sums_over_tuples(apart, apart, apart)
+
+
+def hsic_of_rows(k: np.ndarray, m: np.ndarray, row: np.ndarray) -> tuple[float, int]:
+    """HSIC as means over pairs, triples and quadruples of samples of distinct rows, and the number of pairs."""
+    sums = sums_over_tuples(k, m, (row[:, None] != row).astype(float))
+    pairs, triples, quadruples = numbers_of_tuples(tuple(row.tolist()))
+    return sums[0] / pairs + sums[2] / quadruples - 2 * sums[1] / triples, int(pairs)
 
 
 def hsic_by_tuples(k: np.ndarray, m: np.ndarray, text: np.ndarray) -> float:

@@ -99,15 +99,15 @@ def test_a_run_whose_driver_is_killed_continues_from_its_folder(cluster, whole, 
     assert done.returncode == -signal.SIGKILL, done.stderr
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert sorted(path.name.split("-")[0] for path in before) == ["first"] * 4 + ["main"] * 2
-    run = partial(analyze_on_ray, load_plain, num_workers=2, intervals=True, checkpoint=folder)
-    assert_same(whole, run(data(), ANALYZERS))
+    run = partial(analyze_on_ray, load_plain, intervals=True, checkpoint=folder)
+    assert_same(whole, run(data(), ANALYZERS, num_workers=2))
     after = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert len(after) == 8
     assert before.items() <= after.items()
     with pytest.raises(LayersimError, match=r"`checkpoint`.*analyzers"):
-        run(data(), ANALYZERS[:2])
+        run(data(), ANALYZERS[:2], num_workers=1)
     with pytest.raises(LayersimError, match=r"`checkpoint`.*720"):
-        run(lsim.Data(data().source[::-1], batch_size=2), ANALYZERS)
+        run(lsim.Data(data().source[::-1], batch_size=2), ANALYZERS, num_workers=1)
 
 
 def test_errors_of_workers_reach_the_caller_as_they_are(cluster, tmp_path):

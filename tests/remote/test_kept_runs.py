@@ -23,9 +23,11 @@ def sent(small):
     return send
 
 
-@pytest.fixture
-def waited(small):
-    return lsim.analyze(lsim.open_model(small.model(), remote=small.url), lsim.Data(rows(7, 20), batch_size=1), SINGLE)
+@pytest.fixture(scope="module")
+def waited(running):
+    """The report of a run that is waited for, on a server without faults."""
+    running.set()
+    return lsim.analyze(lsim.open_model(running.model(), remote=running.url), lsim.Data(rows(7, 20), batch_size=1), SINGLE)
 
 
 @pytest.mark.light

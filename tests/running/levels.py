@@ -15,8 +15,11 @@ say it of other tests:
 
 from __future__ import annotations
 
+import functools
+import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType
 
 import pytest
 from _pytest.doctest import DoctestItem
@@ -27,8 +30,12 @@ HEAVY_FIXTURES = {
     "cluster": "Ray",
     "site": "the built documentation",
     "browser": "a browser",
-    "drawn": "executed documentation",
+    "gallery": "executed documentation",
 }
+
+
+# Names of models of TransformerLens; `HookedSource` is a class of this package.
+TRANSFORMER_LENS = re.compile(r"transformer_?lens|hooked_?(transformer|encoder)|bridge", re.IGNORECASE)
 
 
 def covering_design(cases: Sequence[frozenset[Hashable]]) -> set[int]:
@@ -104,3 +111,84 @@ def _values(case: pytest.Function) -> frozenset[Hashable]:
 
 def _key(value: object) -> Hashable:
     return value if isinstance(value, str | int | float | None) else id(value)
+
+
+def mark_transformer_lens(items: Iterable[pytest.Item]) -> None:
+    """Mark tests that build a model of TransformerLens: those that `make test-tl3` runs with version 3."""
+    for item in items:
+        if isinstance(item, pytest.Function) and builds_transformer_lens(item):
+            item.add_marker(pytest.mark.tl3)
+
+
+def builds_transformer_lens(test: pytest.Function) -> bool:
+    """Whether a test, its fixtures, a value of its case or a function of the tests that these call name TransformerLens.
+
+    The models of a collection, such as all sources, count for a test that does not take one of them as a parameter.
+    """
+    values = list(_parameters(test).values())
+    if TRANSFORMER_LENS.search(test.name) or any(_leads_to_transformer_lens(value) for value in values):
+        return True
+    fixtures = [definitions[-1].func for definitions in test._fixtureinfo.name2fixturedefs.values()]
+    for function in (test.function, *fixtures):
+        named, collections = _reached_by(function)
+        if named:
+            return True
+        for collection in collections:
+            chosen = isinstance(collection, Mapping) and any(isinstance(key, str) and key in collection for key in values)
+            if not chosen and _leads_to_transformer_lens(collection):
+                return True
+    return False
+
+
+@functools.cache
+def _reached_by(function: FunctionType) -> tuple[bool, list[Mapping | Sequence]]:
+    """Whether a function or one of the tests that it calls names TransformerLens, and the collections that they use."""
+    collections: dict[int, Mapping | Sequence] = {}
+    waiting, seen = [function], set()
+    while waiting:
+        reached = waiting.pop()
+        if reached in seen or not isinstance(reached, FunctionType) or not reached.__module__.startswith("tests."):
+            continue
+        seen.add(reached)
+        names = set(_names(reached.__code__))
+        if any(TRANSFORMER_LENS.search(name) for name in names):
+            return True, []
+        for value in (reached.__globals__[name] for name in names if name in reached.__globals__):
+            if isinstance(value, FunctionType):
+                waiting.append(value)
+            elif isinstance(value, Mapping | list | tuple):
+                collections[id(value)] = value
+            elif isinstance(value, str) and TRANSFORMER_LENS.search(value):
+                return True, []
+    return False, list(collections.values())
+
+
+# By the address of a collection: collections of modules and of cases live as long as the tests.
+_leading: dict[int, bool] = {}
+
+
+def _leads_to_transformer_lens(value: object) -> bool:
+    """Whether a string, a function or a part of a collection names TransformerLens."""
+    if isinstance(value, str):
+        return TRANSFORMER_LENS.search(value) is not None
+    if isinstance(value, FunctionType):
+        named, collections = _reached_by(value)
+        return named or any(_leads_to_transformer_lens(collection) for collection in collections)
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    if id(value) not in _leading:
+        # A collection may hold itself.
+        _leading[id(value)] = False
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        _leading[id(value)] = any(_leads_to_transformer_lens(part) for part in parts)
+    return _leading[id(value)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that code uses, and its strings; of nested functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names(constant)
