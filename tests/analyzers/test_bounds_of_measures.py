@@ -99,7 +99,8 @@ EXPECTED = {
         **dict.fromkeys(("values", "kl_to_final", "entropy"), POSITIVE),
         **dict.fromkeys(("accuracy", "top_k_accuracy", "target_probability", "agreement", "monotone_share"), FRACTION),
         **dict.fromkeys(("step_share", "step_share_if_closer", "lost_share"), FRACTION),
-        "perplexity": RATIO,
+        **dict.fromkeys(("reciprocal_rank", "ranked_probability"), FRACTION),
+        **dict.fromkeys(("perplexity", "rank"), RATIO),
     },
     "SaturationResult": {
         "values": POSITIVE,

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from .levels import covering_design
-from .tiny_models import tiny_llama
-from .wrapped_models import bridge
+from ..models.tiny_models import tiny_llama
+from ..models.wrapped_models import bridge
 
 
 @pytest.mark.parametrize("kept", [lambda case: True, lambda case: case[0] < case[1]], ids=["whole product", "a part of it"])

@@ -123,12 +123,12 @@ def test_vectors_give_the_numbers_of_a_model_that_returns_them(name, kind):
     model, data = model_and_data(by_site, **given, labels=labels)
 
     def of_vectors():
-        if analyzer.needs_two_models:
+        if analyzer.needs.models == "two":
             return lsim.compare(vectors, lsim.from_vectors(by_site), analyzers=analyzer)
         return lsim.analyze(vectors, analyzers=analyzer)[name]
 
     def of_model():
-        if analyzer.needs_two_models:
+        if analyzer.needs.models == "two":
             return lsim.compare(model, lsim.open_model(model.model, layers=model.layers), data, analyzer)
         return lsim.analyze(model, data, analyzer)[name]
 
