@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from .levels import covering_design
 from ..models.tiny_models import tiny_llama
 from ..models.wrapped_models import bridge
+from .levels import covering_design
 
 
 @pytest.mark.parametrize("kept", [lambda case: True, lambda case: case[0] < case[1]], ids=["whole product", "a part of it"])
