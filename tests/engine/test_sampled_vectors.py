@@ -138,3 +138,13 @@ def test_an_error_leaves_no_file(llama, masked, tmp_path):
     with pytest.raises(lsim.LayersimError, match="`skip_first`"):
         lsim.vectors(llama, lsim.Data(masked, skip_first=20), path=tmp_path / "x.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_runs_once_on_each_batch(llama):
+    rows_of_passes = []
+    handle = llama.model.layers[0].register_forward_pre_hook(lambda _module, args: rows_of_passes.append(len(args[0])))
+
+    lsim.vectors(llama, lsim.Data(random_tokens(9), batch_size=3), max_samples=5)
+
+    handle.remove()
+    assert rows_of_passes.count(3) == 3

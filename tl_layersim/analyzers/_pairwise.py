@@ -24,7 +24,7 @@ from ..core.arguments import Limit, PermutationCount, PositiveInt, Seed
 from ..core.wording import amount
 from ..sources.model_description import ModelDescription
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields
-from ._samples import draw_grid, draw_minibatches, draw_orders, pool_key, with_unit
+from ._samples import cyclic_shifts, draw_grid, draw_minibatches, draw_orders, pool_key, with_unit
 from .analyzer import Exchange, Run, SampleAnalyzer, compared
 from .needs import Needs
 
@@ -401,10 +401,8 @@ def permuted_pairs(x: PairRelation, y: PairRelation, orders: Tensor, permutation
     assert y.matrices is not None
     texts = orders.shape[1]
     sample = torch.arange(y.matrices.shape[-1]).view(texts, -1)
-    place = torch.arange(texts)
-    shifted_orders = orders[:, (place[:, None] + place) % texts].flatten(0, 1)
     values = []
-    for order in shifted_orders[:permutations]:
+    for order in cyclic_shifts(orders)[:permutations]:
         index = sample[order].flatten().to(y.matrices.device)
         permuted = y.matrices[:, :, index][..., index].to(x.matrices.device)
         values.append(torch.stack([x.pair(layer, permuted) for layer in x.matrices]))
@@ -473,6 +471,17 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
     matrices[..., rows, columns] = upper
     matrices[..., columns, rows] = upper
     return matrices
+
+
+def doubly_centred(matrices: Tensor) -> Tensor:
+    """Matrices whose rows and columns have a mean of 0 (`layer n n`).
+
+    Args:
+        matrices: `layer n n`.
+    """
+    row_means = matrices.mean(2, keepdim=True)
+    column_means = matrices.mean(1, keepdim=True)
+    return matrices - column_means - row_means + matrices.mean((1, 2), keepdim=True)
 
 
 def relation_of_matrices(terms: Tensor, texts: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:

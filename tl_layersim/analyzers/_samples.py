@@ -311,10 +311,23 @@ def draw_permutations(count: int, rows: int, key: int) -> Tensor:
                 [1, 3, 2, 0],
                 [3, 2, 0, 1]])
     """
-    orders = draw_orders(count, rows, key)
-    place = torch.arange(rows)
-    shifted = orders[:, (place[:, None] + place) % rows]
-    return shifted.flatten(0, 1)[:count]
+    return cyclic_shifts(draw_orders(count, rows, key))[:count]
+
+
+def cyclic_shifts(orders: Tensor) -> Tensor:
+    """All cyclic shifts of each order (`order shift, item`), those of one order after each other.
+
+    Args:
+        orders: `order item`, orders of items.
+
+    Examples:
+        >>> cyclic_shifts(torch.tensor([[0, 2, 1]]))
+        tensor([[0, 2, 1],
+                [2, 1, 0],
+                [1, 0, 2]])
+    """
+    items = torch.arange(orders.shape[1])
+    return orders[:, (items[:, None] + items) % orders.shape[1]].flatten(0, 1)
 
 
 def pool_key(samples: Samples, seed: int) -> int:

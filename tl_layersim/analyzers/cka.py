@@ -31,6 +31,7 @@ from ._pairwise import (
     SampleMatrixAnalyzer,
     angles,
     arccos_distance,
+    doubly_centred,
     relation_of_matrices,
     squared_distances,
 )
@@ -277,7 +278,10 @@ class CKA(SampleMatrixAnalyzer):
         count = int(sums["samples"])
         reason = f"all {count} {self.sample_word} are equal, like [CLS] tokens before the first attention"
         if self.rbf_bandwidth is not None:
-            reason = f"half of the pairs of {self.sample_word} are equal, so that the median distance is 0"
+            reason = (
+                f"half of the pairs of {self.sample_word} are equal, so that the median distance is 0, or `rbf_bandwidth` is "
+                "too small for any two to be similar"
+            )
         refuse_undefined("CKA", [(run.layers, defined_x), (run.column_layers, defined_y)], reason)
         if exact and self.unit == "text" and run.provenance.options.get("rows_as_texts"):
             warn(
@@ -391,9 +395,7 @@ def rbf_matrices(x: Tensor, widths: tuple[int, ...] = (), *, bandwidth: float) -
     variance = (bandwidth * median).square()[:, None, None]
     kernel = torch.exp(-squared / (2 * variance)).where(variance > 0, 0)
     # Centring does not change HSIC, and makes the diagonal the squared distance of each sample from the mean.
-    row_means = kernel.mean(1, keepdim=True)
-    kernel = kernel - row_means - row_means.transpose(1, 2) + kernel.mean((1, 2), keepdim=True)
-    return kernel.to(x.dtype)
+    return doubly_centred(kernel).to(x.dtype)
 
 
 def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
@@ -412,7 +414,7 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
     n = gram.shape[-1]
     r = gram.diagonal(dim1=1, dim2=2).clone()
     if biased:
-        gram = gram - gram.mean(1, keepdim=True) - gram.mean(2, keepdim=True) + gram.mean((1, 2), keepdim=True)
+        gram = doubly_centred(gram)
     else:
         gram.diagonal(dim1=1, dim2=2).zero_()
         row = gram.sum(2) / (n - 2)

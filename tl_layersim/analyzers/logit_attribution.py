@@ -263,8 +263,8 @@ def attribution_kernel(view: View, *, target: int | Tensor | None, against: int 
         final = x[streams[-1], place]
         if start == 0:
             vocabulary = view.unembed(final).shape[-1]
-        other = None if other_ids is None else other_ids[place]
-        tail = linear_tail(view.unembed, final, ids[place], other)
+        ids_against = None if other_ids is None else other_ids[place]
+        tail = linear_tail(view.unembed, final, ids[place], ids_against)
         before = x[streams[0], place].double()
         out["embedding"] += (before * tail.direction).sum()
         out["bias"] += tail.bias.sum()

@@ -86,9 +86,9 @@ class CKNNAResult(MutualKNNResult):
         "column",
         label="CKNNA",
         title="CKNNA of layers",
-        caption="Centred kernel alignment over the tokens that are among the k nearest of each other's at both layers: 1 for "
-        "equal, about 0 for unrelated layers (Huh et al. 2024).",
-        within=(-1, 1),
+        caption="Centred kernel alignment over pairs of tokens of which the second is among the k nearest of the first at both "
+        "layers: 1 for equal, about 0 for unrelated layers (Huh et al. 2024).",
+        within=(-math.inf, math.inf),
     )
 
 
@@ -113,8 +113,8 @@ class MutualKNN(SampleMatrixAnalyzer):
     \mathrm{CKNNA} = \frac{\mathrm{HSIC}(l, l')}{\sqrt{\mathrm{HSIC}(l, l)\,\mathrm{HSIC}(l', l')}}$$
 
     where HSIC is HSIC_1 of Song et al. (see `CKA`) of the cosines $K_{ij}$ and $L_{ij}$ of two layers, set to 0 unless j is a
-    neighbour of i at both. "cycle" is not symmetric: neighbours are looked up at the column site first. For CKNNA the HSIC is
-    summed over minibatches before they are divided.
+    neighbour of i at both. "cycle" and "cknna" are not symmetric: "cycle" looks neighbours up at the column site first. For
+    CKNNA the HSIC is summed over minibatches before they are divided.
 
     Args:
         k: number of neighbours.
@@ -162,7 +162,7 @@ class MutualKNN(SampleMatrixAnalyzer):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, symmetric=self.overlap != "cycle", dominance=("power",))
+        return replace(super().needs, symmetric=self.overlap in ("mutual", "jaccard"), dominance=("power",))
 
     @property
     def formula(self) -> tuple[MatrixFunction, RelationFunction]:
@@ -180,7 +180,7 @@ class MutualKNN(SampleMatrixAnalyzer):
         if self.overlap == "cknna":
             values = sums["xy"] / _norms(sums["xx"], sums["yy"])
             null_scale = _norms(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
-            return CKNNAResult(**fields, **self.similarities(sums, run, values, null_scale))
+            return CKNNAResult(**fields, **self.similarities(sums, run, values, null_scale, symmetric=self.needs.symmetric))
         # A sample shares k neighbours at most.
         largest = self.k if self.overlap == "mutual" else 1
         if self.overlap == "mutual":

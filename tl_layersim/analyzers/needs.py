@@ -29,7 +29,7 @@ ALLOWED_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an analyzer declares: the models, sites and positions that it reads, and how a run has to pass them on.
+    """Declaration of an analyzer: the models, sites and positions that it reads, and how a run passes them on.
 
     A class declares it once, as `needs = Needs(...)`; a class whose options decide has a property `needs` instead. The default
     is an analyzer of one model that reads any sites and any positions, and calls nothing of the model.

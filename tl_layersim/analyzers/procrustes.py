@@ -30,7 +30,7 @@ class ProcrustesResult(CalibratedMatrix):
             rotation of the other, up to translation and scale; 0 if all dimensions are uncorrelated.
         angle: `row column`, arccos of the similarity, in radians. It satisfies the triangle inequality.
         euclidean: `row column`, root mean squared distance between the centred samples of two sites after the best rotation,
-            without scaling: $\\min_Q \\lVert X - YQ' \rVert_F / \\sqrt{n}$. A metric too, in units of the activations.
+            without scaling: $\\min_Q \\lVert X - YQ' \\rVert_F / \\sqrt{n}$. A metric too, in units of the activations.
         samples: number of tokens (or sequences).
     """
 
@@ -64,12 +64,6 @@ class ProcrustesResult(CalibratedMatrix):
         within=(0, math.inf),
     )
     samples: int
-
-    def __post_init__(self) -> None:
-        # Files of earlier versions have no distances.
-        if self.euclidean is NOT_MEASURED:
-            object.__setattr__(self, "euclidean", torch.full_like(self.values, math.nan))
-        super().__post_init__()
 
     distance_name: ClassVar[str] = "Procrustes distance (radians)"
 
@@ -125,7 +119,7 @@ class Procrustes(CrossProductAnalyzer):
     r"""Procrustes similarity between all pairs of sites, within a model or between two models.
 
     $$s(X, Y) = \max_{Q'Q = I} \mathrm{tr}(Q' X'Y) = \lVert X'Y \rVert_*, \qquad
-    \min_Q \lVert X - YQ' \rVert_F^2 = 2 - 2 s, \qquad \theta(X, Y) = \arccos s$$
+    \min_Q \lVert X - YQ' \\rVert_F^2 = 2 - 2 s, \qquad \theta(X, Y) = \arccos s$$
 
     for X and Y with centred columns and Frobenius norm 1. Widths may differ: the narrower site is padded with zeros, which does
     not change the nuclear norm. The measure is invariant to rotation, translation and isotropic scale of either site, and not

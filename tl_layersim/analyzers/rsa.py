@@ -21,6 +21,7 @@ from ._pairwise import (
     angles,
     average_ranks,
     dissimilarities,
+    doubly_centred,
     relation_of_matrices,
 )
 from .analyzer import Run, refuse_undefined
@@ -214,7 +215,5 @@ def whitened_dissimilarities(matrix: Tensor, text: Tensor | None, texts: int, by
     if centre:
         different = ~torch.eye(n, dtype=torch.bool, device=matrix.device)
         pairs = (pairs - pairs.sum((1, 2), keepdim=True) / (2 * count)) * different
-    row_means = pairs.mean(1, keepdim=True)
-    pairs = pairs - row_means - row_means.transpose(1, 2) + pairs.mean((1, 2), keepdim=True)
-    relation = torch.nn.functional.normalize(pairs.flatten(1), dim=1) * math.sqrt(count)
+    relation = torch.nn.functional.normalize(doubly_centred(pairs).flatten(1), dim=1) * math.sqrt(count)
     return relation_of_matrices(relation, texts if by_text else None)

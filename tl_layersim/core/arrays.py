@@ -236,7 +236,8 @@ def open_arrays(path: str | os.PathLike[str], name: str) -> dict[str, Array]:
         raise LayersimError(f"`{name}` is {str(path)!r}, which does not exist.")
     try:
         if path.is_dir():
-            return {stem: _npy_file(path / f"{stem}.npy") for stem in in_site_order(file.stem for file in path.glob("*.npy"))}
+            stems = [file.stem for file in path.glob("*.npy")]
+            return {stem: _npy_file(path / f"{stem}.npy") for stem in in_site_order(stems)}
         if path.suffix == ".safetensors":
             return _safetensors(path)
         if path.suffix == ".npz":

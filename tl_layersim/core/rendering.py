@@ -36,7 +36,8 @@ class Renderer:
     write_html: Callable[[Any, str | os.PathLike[str]], Path]
 
 
-_places: list[str] = []
+# Module and name of the renderer.
+_place: str | None = None
 
 
 def register_renderer(place: str) -> None:
@@ -45,10 +46,12 @@ def register_renderer(place: str) -> None:
     Args:
         place: the module and the name of a `Renderer`, such as "tl_layersim.reporting.renderer:RENDERER".
     """
-    _places.append(place)
+    global _place
+    _place = place
 
 
 def registered_renderer() -> Renderer:
     """The renderer that was registered last. Its module is imported if it is not yet."""
-    renderer: Renderer = pkgutil.resolve_name(_places[-1])
+    assert _place is not None
+    renderer: Renderer = pkgutil.resolve_name(_place)
     return renderer

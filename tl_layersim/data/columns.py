@@ -35,7 +35,7 @@ CHANNELS = (1, 2, 3, 4)
 
 
 class RowColumns(NamedTuple):
-    """What the rows of one mapping have.
+    """Inputs, masks and labels that the rows of one mapping have.
 
     Attributes:
         name: the input of the model that each row has, such as its token ids.

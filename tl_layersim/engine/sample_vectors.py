@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..activations.view import Kernel, View
 from ..analyzers.analyzer import Analyzer, Run
+from ..analyzers.needs import Needs
 from ..core.arguments import FilePath, PositiveInt, Seed, typed
 from ..core.arrays import RESERVED
 from ..core.distributed import rank_and_size
@@ -199,7 +200,7 @@ class VectorSampler(Analyzer):
     """
 
     name: ClassVar[str] = "vectors"
-    first_without_model: ClassVar[bool] = True
+    needs = Needs(first_pass="data", in_process=True)
 
     max_samples: int
     seed: int

@@ -76,7 +76,8 @@ def _shared(sources: Sequence[VectorSource], name: str) -> Any:
     Raises:
         LayersimError: two sources have different ones.
     """
-    values = [value for value in (getattr(source, name) for source in sources) if value is not None]
+    options = [getattr(source, name) for source in sources]
+    values = [value for value in options if value is not None]
     for value in values[1:]:
         first = values[0]
         are_equal = torch.equal(value, first) if isinstance(value, Tensor) else value == first

@@ -48,7 +48,10 @@ def linear_tail(unembed: Unembed, x: Tensor, ids: Tensor, against: Tensor | None
     """
     weight, offset, is_centred = _norm_parameters(unembed, x)
     normed = unembed.normed(x).to(x.device)
-    scaled = weight * (x - x.mean(-1, keepdim=True) if is_centred else x).double()
+    residual = x.double()
+    if is_centred:
+        residual = residual - residual.mean(-1, keepdim=True)
+    scaled = weight * residual
     out = normed.double() - offset
     # The factor of least squares.
     scale = (scaled * out).sum(-1) / scaled.square().sum(-1)

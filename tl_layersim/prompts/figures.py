@@ -21,7 +21,7 @@ from ..data.data import Data
 from ..data.labels import NO_LABEL
 from ..engine.run_arguments import with_tokenizer
 from ..lens.single_tokens import token_id
-from ..lens.statistics import likeliest, read_lens, saturation_layers
+from ..lens.statistics import ids_at, likeliest, read_lens, saturation_layers
 from ..remote.open_model import open_source
 from ..sources.activation_checks import need_known_norm, refuse_bad_logits
 from .prompt_forward import run_on_prompt
@@ -277,7 +277,7 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int, targe
         target: id of a token whose rank and probability are read too; None for none.
     """
     no_labels = torch.full_like(view.tokens, NO_LABEL)
-    ids = None if target is None else torch.full_like(view.tokens, target)
+    ids = None if target is None else ids_at(view, target)
     lens = read_lens(view, no_labels, normed, memory_mb, 1, "none", ids=ids)
     of_target = {} if ids is None else {"target_rank": lens["rank"], "target_probability": lens["rank_prob"]}
     saturation, bad = saturation_layers(view, normed, memory_mb)

@@ -314,7 +314,10 @@ def from_vectors(
     else:
         arrays = open_arrays(vectors, "vectors")
         name = name or Path(os.fspath(vectors)).name
-        about = {key: arrays.pop(key) for key in list(arrays) if key.startswith(RESERVED)}
+        about = {}
+        for key in list(arrays):
+            if key.startswith(RESERVED):
+                about[key] = arrays.pop(key)
         texts = about.get(f"{RESERVED}texts")
         if groups is None and texts is not None:
             groups = texts.rows(0, texts.shape[0])
