@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tl_layersim as lsim
 from tl_layersim.data import batches
@@ -208,6 +211,37 @@ def test_data_of_one_forward_pass_runs_once_with_the_numbers_of_two(intervals, m
 
     assert count == count_of_two - 1
     results_are_equal(report, report_of_two)
+
+
+class OtherNormLlama(LlamaForCausalLM):
+    """A Llama whose last norm is not `model.norm`, as its place suggests, but one beside it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(1)
+        self.model.other_norm = LlamaRMSNorm(config.hidden_size)
+        self.model.register_module("norm", LlamaRMSNorm(config.hidden_size))
+        for norm in (self.model.norm, self.model.other_norm):
+            torch.nn.init.normal_(norm.weight, generator=generator)
+
+    def forward(self, input_ids=None, attention_mask=None, use_cache=False, **options):
+        hidden = self.model.embed_tokens(input_ids)
+        rotation = self.model.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        for block in self.model.layers:
+            hidden = block(hidden, position_embeddings=rotation, attention_mask=None)
+        return CausalLMOutput(logits=self.lm_head(self.model.other_norm(hidden)))
+
+
+def test_the_head_is_chosen_before_activations_of_the_first_pass_are_read_again():
+    rows = random_tokens(8)
+    model = OtherNormLlama(tiny_llama().config).eval()
+
+    # These sites leave the choice of the head to the check before the main pass.
+    report = lsim.analyze(model, lsim.Data(rows), [lsim.Contribution(), lsim.Cosine(), lsim.LogitLens()])
+
+    logits = model(input_ids=rows).logits.double()
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    torch.testing.assert_close(report["logit_lens"].values[-1], expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("analyzers", "batch_size"), [([lsim.Cosine()], 4), ([lsim.BlockCoupling(k=2), lsim.Cosine()], 8)])

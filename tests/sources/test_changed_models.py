@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.architectures.blocks import forward_parameters
 from tl_layersim.architectures.module_paths import modules_by_path, modules_remembered
 from tl_layersim.core import tensor_digests
 from tl_layersim.core.tensor_digests import WORDS, digest_of_tensor
@@ -16,7 +17,7 @@ from tl_layersim.remote.open_model import open_source
 from tl_layersim.sources.identity import hash_weights
 
 from ..models.tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..models.wrapped_models import bridge
+from ..models.wrapped_models import bridge, nnsight
 
 TOKENS = random_tokens(4, 6)
 
@@ -88,9 +89,10 @@ def test_a_change_of_an_opened_model_is_in_the_next_result(change):
     assert after.weights_hash == hash_weights(model)
 
 
-def test_a_hook_on_an_opened_model_is_in_the_next_result_alone():
+@pytest.mark.parametrize("wrapper", [lambda model: model, nnsight], ids=["module", "nnsight"])
+def test_a_hook_on_an_opened_model_is_in_the_next_result_alone(wrapper):
     model = tiny_llama()
-    source = open_source(model)
+    source = open_source(wrapper(model))
 
     def halved(_module, _args, output):
         return output / 2
@@ -135,6 +137,23 @@ def test_replaced_code_of_a_library_is_seen_after_it_was_looked_up(name, monkeyp
 
     assert replaced != before
     assert hash_weights(model) == before
+
+
+def test_code_that_is_replaced_in_place_has_its_own_parameters():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    def forward_with_mask(self, x, attention_mask=None):
+        return x
+
+    before = list(forward_parameters(Model()))
+    # IPython reloads changed functions in this way.
+    Model.forward.__code__ = forward_with_mask.__code__
+    Model.forward.__defaults__ = forward_with_mask.__defaults__
+
+    assert before == ["self", "x"]
+    assert list(forward_parameters(Model())) == ["self", "x", "attention_mask"]
 
 
 def naive_digest(x):

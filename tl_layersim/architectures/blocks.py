@@ -489,12 +489,15 @@ def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[in
 
 def forward_parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of a module's forward, `self` included, by name."""
-    return _parameters_of(type(module).forward)
+    function = type(module).forward
+    # A notebook that reloads changed code may replace the code of a function in place.
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return _parameters_of(function, code)
 
 
 # Each forward pass asks for them, and the signature inside decorators takes as long to find as a small model to run.
 @functools.lru_cache(maxsize=128)
-def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters_of(function: Callable[..., Any], code: object) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
 
 

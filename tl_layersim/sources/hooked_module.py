@@ -144,8 +144,8 @@ class HookedSource(CanReadSites):
         if view is None:
             view = self.collect(batch)
             kept.keep(batch, view)
-        # Each pass over the data has a memo of its own.
-        return reduce_batch(batch, kernels, replace(view, memo={}))
+        # Each pass over the data has a memo of its own, and the head may have been chosen since.
+        return reduce_batch(batch, kernels, replace(view, memo={}, unembed=self.unembed))
 
     def renew_description(self) -> None:
         super().renew_description()

@@ -27,7 +27,7 @@ from ..core.wording import with_article
 from ..data.batches import Batch
 from .activation_checks import refuse_not_finite
 from .forward_arguments import call_on, device_of, forward_arguments, refuse_no_weights, refusing_failed_forward
-from .identity import edits_of
+from .identity import StoredWeights, edits_of, hooks_on
 from .model_description import describe, processor_of
 from .out_of_memory import refusing_out_of_memory
 from .result_seals import are_two_norms, is_shape, sealed, ticket_of
@@ -180,6 +180,8 @@ class NNsightSource(CanReadSites):
         if not getattr(model, "dispatched", True) and self.in_this_process:
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
+            # It replaces the modules of which the anatomy was made.
+            anatomy = None
         self.module: torch.nn.Module = model._module
         if self.in_this_process:
             refuse_no_weights(self.module)
@@ -210,6 +212,13 @@ class NNsightSource(CanReadSites):
         order = sorted(range(len(events)), key=forward_order)
         self._start_reading(points, tuple(order))
         self.choose_row_head()
+
+    def renew_description(self) -> None:
+        super().renew_description()
+        weights = self._model.weights
+        if isinstance(weights, StoredWeights):
+            changes = filter(None, (edits_of(self.envoy), hooks_on(weights.module)))
+            self._model = replace(self._model, changes="; ".join(changes))
 
     def _envoy_at(self, path: str) -> Any:
         """The envoy of the module at a path, even if nnsight renames it."""

@@ -108,7 +108,10 @@ class Source(ABC):
         )
 
     def opened(self) -> Source:
-        """The source for one call of a public function; by default itself."""
+        """The source for one call of a public function; by default itself.
+
+        Weights, hooks and edits of its model may have changed since the last call; replaced blocks need a new source.
+        """
         return self
 
     def beside(self, others: Sequence[Source]) -> Source | None:
