@@ -253,7 +253,7 @@ def values_of_pairs(
             value = function(row_vectors[row_samples.numpy()], column_vectors[column_samples.numpy()])
             try:
                 number = float(value)
-            except (TypeError, ValueError, RuntimeError):
+            except (TypeError, ValueError, OverflowError, RuntimeError):
                 raise LayersimError(f"`function` returns {brief(value)}; it must return a number.") from None
             if math.isinf(number):
                 raise LayersimError(f"`function` returns {number}; it must return a finite number, or NaN if undefined.")

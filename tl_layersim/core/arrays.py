@@ -184,6 +184,8 @@ def as_array(values: Any, name: str) -> Array:
     if isinstance(values, np.memmap) and is_whole_file(values):
         path = Path(os.fspath(values.filename))  # type: ignore[arg-type]  # a path, see `is_whole_file`
         return FileArray(path, values.offset, values.shape, values.dtype)
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise LayersimError(f"`{name}` has masked entries; pass the whole vectors, and leave out positions by `mask`.")
     array = np.asarray(values)
     if array.dtype.kind not in KINDS_OF_NUMBERS:
         raise _no_numbers(name, values)

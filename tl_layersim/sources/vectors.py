@@ -304,8 +304,14 @@ def from_vectors(
     """
     index = None
     if isinstance(vectors, Mapping):
-        arrays = {str(site): as_array(values, f"vectors[{site!r}]") for site, values in vectors.items()}
+        arrays = {}
+        for site, values in vectors.items():
+            if str(site) in arrays:
+                raise LayersimError(f"`vectors` names two sites {str(site)!r}: a text, and {site!r} of another kind.")
+            arrays[str(site)] = as_array(values, f"vectors[{site!r}]")
         index = _common_index(vectors)
+        _refuse_other_index(groups, "groups", index)
+        _refuse_other_index(labels, "labels", index)
     elif not is_path(vectors):
         raise LayersimError(
             f"`vectors` is {brief(vectors)}; it must be a mapping from names of sites to arrays, such as {{'layer 3': x}}, or "
@@ -341,7 +347,8 @@ def _refuse_other_shapes(arrays: Mapping[str, Array]) -> None:
         if len(array.shape) not in (2, 3) or 0 in array.shape:
             raise LayersimError(
                 f"`vectors[{site!r}]` has shape {shape or '()'}; it must be sample x width, or row x pos x width. Further axes "
-                "are flattened by x.reshape(len(x), -1)."
+                "are flattened by x.reshape(len(x), -1); x.reshape(n, channel, -1).transpose(0, 2, 1) makes places of "
+                "feature maps samples."
             )
         if array.shape[:-1] != arrays[first].shape[:-1]:
             first_shape = " x ".join(map(str, arrays[first].shape))
@@ -373,6 +380,15 @@ def _common_index(vectors: Mapping[Any, Any]) -> Any:
     return index
 
 
+def _refuse_other_index(column: Any, name: str, index: Any) -> None:
+    """Raise an error if a column of pandas has another index than the tables of vectors."""
+    if index is not None and hasattr(column, "index") and hasattr(column, "to_numpy") and not index.equals(column.index):
+        raise LayersimError(
+            f"`{name}` has another index than the tables in `vectors`, so their rows do not match. Pass "
+            f"{name}=column.loc[index], or {name}=column.to_numpy() if the order is the same."
+        )
+
+
 def _mask_of(mask: Any, shape: tuple[int, ...]) -> Tensor | None:
     if mask is None:
         return None
@@ -387,7 +403,8 @@ def _mask_of(mask: Any, shape: tuple[int, ...]) -> Tensor | None:
 def _groups_of(groups: Any, rows: int) -> Iterator[Hashable]:
     values = None if isinstance(groups, str) else groups_as_list(groups)
     if values is None or len(values) != rows:
-        raise LayersimError(f"`groups` is {brief(groups)}; it must have one value for each of {amount(rows, 'row')}.")
+        count = "" if values is None else f" with {amount(len(values), 'value')}"
+        raise LayersimError(f"`groups` is {brief(groups)}{count}; it must have one value for each of {amount(rows, 'row')}.")
     return iter(values)
 
 
