@@ -25,7 +25,8 @@ def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value
     # beartype colours its messages in a terminal.
     monkeypatch.setattr(sys.stdout, "isatty", lambda: in_a_terminal, raising=False)
     # Types of items are checked at one random item.
-    model, said = tiny_llama(), set()
+    model = tiny_llama()
+    said = set()
     for _ in range(40):
         try:
             call(model, **{name: value})

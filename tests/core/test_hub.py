@@ -59,12 +59,12 @@ def report():
     return lsim.analyze(tiny_llama(), random_tokens(4, 16), {"raw": lsim.LogitLens(norm="none"), "cosine": "cosine"})
 
 
-def equal(found, report):
-    assert list(found) == list(report)
+def equal(loaded, report):
+    assert list(loaded) == list(report)
     for name, result in report.items():
         for field in result.tensor_fields():
-            assert torch.equal(getattr(found[name], field).nan_to_num(), getattr(result, field).nan_to_num())
-        assert found[name].provenance == result.provenance
+            assert torch.equal(getattr(loaded[name], field).nan_to_num(), getattr(result, field).nan_to_num())
+        assert loaded[name].provenance == result.provenance
     return True
 
 
@@ -134,9 +134,9 @@ def test_the_card_says_what_was_measured_on_what(hub, report):
 
 def test_the_card_names_both_models_of_a_comparison(report):
     run = dataclasses.replace(report["raw"].provenance, model="org/first | /home/me/second/")
-    both = lsim.Report({"raw": dataclasses.replace(report["raw"], provenance=run)})
-    assert "\n# How the layers of first and second relate\n" in card(both, "me/layers")
-    assert "org/first \\| /home/me/second/" in card(both, "me/layers")
+    comparison = lsim.Report({"raw": dataclasses.replace(report["raw"], provenance=run)})
+    assert "\n# How the layers of first and second relate\n" in card(comparison, "me/layers")
+    assert "org/first \\| /home/me/second/" in card(comparison, "me/layers")
 
 
 def test_names_in_the_card_are_text(report):
@@ -169,10 +169,10 @@ def test_a_token_is_nowhere(hub, report, caplog, capfd, monkeypatch):
     hub.can_write = False
     with pytest.raises(HfHubHTTPError) as caught:
         report.push_to_hub("me/layers", token=TOKEN)
-    with pytest.raises(lsim.LayersimError) as other:
+    with pytest.raises(lsim.LayersimError) as other_error:
         lsim.load(f"hf://me/layers?token={TOKEN}")
     out, err = capfd.readouterr()
-    assert TOKEN not in out + err + caplog.text + str(caught.value) + str(other.value)
+    assert TOKEN not in out + err + caplog.text + str(caught.value) + str(other_error.value)
 
 
 def test_an_error_is_that_of_the_hub(hub, report):
@@ -202,8 +202,8 @@ def test_another_process_reads_by_its_environment(hub, report, tmp_path):
     # And a file whose class of results no module has registered yet.
     script = "import sys, tl_layersim as lsim; print(type(lsim.load(sys.argv[1])).__name__, *lsim.load('hf://me/layers'))"
     grid = str(FILES / "prediction_grid.safetensors")
-    own = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, grid], env={**os.environ, **own}, capture_output=True, text=True, check=False
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", script, grid], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "PredictionGrid raw cosine", done.stderr
+    assert process.stdout.strip() == "PredictionGrid raw cosine", process.stderr

@@ -106,13 +106,15 @@ def test_no_figure_of_an_analyzer_has_a_link(name, tmp_path):
     """The labels that a file may change: names of sites, and others that are texts."""
     cls = find_analyzers()[name]
     header, tensors = file_format.read(from_views(cls(), [view_for(cls, residuals(1))]).save(tmp_path / "result"), ("result",))
-    own = {key: value for key, value in header.items() if key not in ("format", "kind")}
-    own["provenance"]["model"] = HOSTILE
-    known = {}
-    for field, labels in own["fields"].items():
+    content = {key: value for key, value in header.items() if key not in ("format", "kind")}
+    content["provenance"]["model"] = HOSTILE
+    hostile_labels = {}
+    for field, labels in content["fields"].items():
         if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            own["fields"][field] = [known.setdefault(label, f"{HOSTILE} {len(known)}") for label in labels]
-    path = file_format.write(tmp_path / "x", "result", own, tensors)
+            content["fields"][field] = [
+                hostile_labels.setdefault(label, f"{HOSTILE} {len(hostile_labels)}") for label in labels
+            ]
+    path = file_format.write(tmp_path / "x", "result", content, tensors)
     if name == "contribution":
         with pytest.raises(lsim.LayersimError, match="sublayers"):
             lsim.load(path)

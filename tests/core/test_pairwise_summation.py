@@ -17,7 +17,8 @@ def join(a: str, b: str) -> str:
 def in_requests(first: int, end: int, sizes: list[int]) -> list[tuple[int, str]]:
     """The groups of a run over some terms that sends requests of at most these sizes in turn, each summed by itself."""
     stack: list[tuple[int, str]] = []
-    index, turn = first, 0
+    index = first
+    turn = 0
     while index < end:
         size = min(next_size(index, sizes[turn % len(sizes)]), end - index)
         turn += 1

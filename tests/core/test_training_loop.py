@@ -90,18 +90,24 @@ def test_the_state_is_saved_when_that_is_due_and_by_the_leading_process_alone(tm
     monkeypatch.setattr(resumable_file, "SAVE_SPACING", 0)
     for leads in (True, False):
         file = ResumableFile(tmp_path / str(leads), "training", {})
-        training, made = Summing(), []
+        training = Summing()
+        saved_steps = []
         training.leads = leads
         plain = file.write
         monkeypatch.setattr(
-            file, "write", lambda *given, plain=plain, made=made: made.append(given[0]["made"]) or plain(*given)
+            file,
+            "write",
+            lambda *arguments, plain=plain, saved_steps=saved_steps: (
+                saved_steps.append(arguments[0]["made"]) or plain(*arguments)
+            ),
         )
         run_steps(training, file)
-        assert made == ([1, 2, 3, 4, 5, 6] if leads else [])
+        assert saved_steps == ([1, 2, 3, 4, 5, 6] if leads else [])
 
 
 class Settings:
-    steps, clip = 8, 0.5
+    steps = 8
+    clip = 0.5
 
     def rate(self, step):
         return 0.1 / (step + 1)
@@ -137,24 +143,27 @@ class Fitting(Descent):
 
 @every_optimiser
 def test_a_descent_is_the_optimiser_by_hand(moments):
-    descent, other = Fitting(moments), Fitting(moments)
+    descent = Fitting(moments)
+    by_hand = Fitting(moments)
     run_steps(descent, ResumableFile(None, "training"))
     for step in range(8):
-        a, b, _ = other.parameters.values()
+        a, b, _ = by_hand.parameters.values()
         loss = ((a * b - torch.tensor([step, 7.0])) ** 2).sum()
         assert descent.curve[step] == float(loss.detach())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(other.parameters.values()), 0.5)
-        other.optimiser.param_groups[0]["lr"] = 0.1 / (step + 1)
-        other.optimiser.step()
-        other.optimiser.zero_grad()
-    assert all(torch.equal(descent.parameters[name], other.parameters[name]) for name in "abc")
+        torch.nn.utils.clip_grad_norm_(list(by_hand.parameters.values()), 0.5)
+        by_hand.optimiser.param_groups[0]["lr"] = 0.1 / (step + 1)
+        by_hand.optimiser.step()
+        by_hand.optimiser.zero_grad()
+    assert all(torch.equal(descent.parameters[name], by_hand.parameters[name]) for name in "abc")
     assert all(parameter.grad is None for parameter in descent.parameters.values())
 
 
 @every_optimiser
 def test_a_descent_goes_on_from_its_tensors_with_the_same_bits(moments):
-    whole, first, second = Fitting(moments), Fitting(moments), Fitting(moments)
+    whole = Fitting(moments)
+    first = Fitting(moments)
+    second = Fitting(moments)
     run_steps(whole, ResumableFile(None, "training"))
     first.steps = 3
     run_steps(first, ResumableFile(None, "training"))

@@ -86,8 +86,8 @@ def test_what_was_left_long_ago_is_removed(tmp_path):
 def test_every_dtype_comes_back(tmp_path):
     held = {str(dtype): torch.arange(6).to(dtype).view(2, 3).t() for dtype in file_format.DTYPES}
     held |= {"none": torch.zeros(0, 3), "one": torch.tensor(1.5)}
-    _, found = file_format.read(file_format.write(tmp_path / "x", "test", {}, held), ("test",))
-    assert found.keys() == held.keys()
+    _, tensors = file_format.read(file_format.write(tmp_path / "x", "test", {}, held), ("test",))
+    assert tensors.keys() == held.keys()
     for name, value in held.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
-        assert torch.equal(found[name], value)
+        assert (tensors[name].dtype, tensors[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(tensors[name], value)

@@ -28,7 +28,9 @@ class TestCosts:
 
         def naive(at):
             """The expected step, from what each check and stretch costs."""
-            cost, before, share = costs.start, -1, 0.0
+            cost = costs.start
+            before = -1
+            share = 0.0
             for layer in (*at, 6):
                 cost += (layer - before) * costs.block * (1 - share**batch)
                 if layer == 6:
@@ -37,7 +39,8 @@ class TestCosts:
                 cost += costs.check * (1 - share**batch)
                 if not costs.full_check:
                     cost += costs.head * (1 - (1 - (then - share)) ** batch)
-                before, share = layer, then
+                before = layer
+                share = then
             return cost
 
         full = costs.start + 7 * costs.block + costs.head
@@ -47,9 +50,9 @@ class TestCosts:
         assert plan.at == best
         assert plan.speedup == pytest.approx(full / naive(best))
         assert sum(plan.exits.values()) == pytest.approx(1)
-        given = plan_for(costs, gone, (1, 4))
-        assert given.speedup == pytest.approx(full / naive((1, 4)))
-        assert given.exits == pytest.approx({1: gone[1], 4: gone[4] - gone[1], 6: 1 - gone[4]})
+        plan_of_two_exits = plan_for(costs, gone, (1, 4))
+        assert plan_of_two_exits.speedup == pytest.approx(full / naive((1, 4)))
+        assert plan_of_two_exits.exits == pytest.approx({1: gone[1], 4: gone[4] - gone[1], 6: 1 - gone[4]})
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
     def test_measured_costs_are_times(self):

@@ -161,9 +161,9 @@ def test_sites_inside_blocks_of_a_model_that_is_spread(kind, group):
         tiny_llama(), lsim.Data(list(random_tokens(37, 11)), batch_size=2), lsim.CKA(minibatch=16), at="attn_out"
     )["cka"]
     for rank in range(RANKS):
-        found = lsim.load(group / f"{kind}-{rank}-attn_out.safetensors")["cka"]
-        assert worst(found, alone) < 1e-4
-        assert found.layers == alone.layers
+        result = lsim.load(group / f"{kind}-{rank}-attn_out.safetensors")["cka"]
+        assert worst(result, alone) < 1e-4
+        assert result.layers == alone.layers
 
 
 @pytest.mark.parametrize("kind", MODELS)

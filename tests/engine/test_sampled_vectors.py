@@ -52,7 +52,9 @@ def test_all_positions_are_samples_if_there_are_few(llama, masked):
 
 
 def test_every_position_has_the_same_probability():
-    total, most, seeds = 50, 10, 1500
+    total = 50
+    most = 10
+    seeds = 1500
     counts = torch.zeros(total)
     pairs = 0
     for seed in range(seeds):
@@ -87,22 +89,22 @@ def test_a_file_holds_the_same_samples_and_is_a_source(llama, masked, tmp_path):
     for name in ("rows", "positions", "texts"):
         np.testing.assert_array_equal(stored[f"tl_layersim.{name}"], getattr(in_memory, name))
         np.testing.assert_array_equal(getattr(in_file, name), getattr(in_memory, name))
-    found = [
+    trajectories = [
         lsim.analyze(lsim.from_vectors(vectors), analyzers=lsim.Trajectory())["trajectory"]
         for vectors in (in_memory, in_file, path)
     ]
-    for trajectory in found:
+    for trajectory in trajectories:
         assert trajectory.layers == SITES
         assert trajectory.provenance.texts == 6
-        np.testing.assert_array_equal(trajectory.values, found[0].values)
+        np.testing.assert_array_equal(trajectory.values, trajectories[0].values)
 
 
 def test_the_same_samples_give_the_same_cka(llama, masked):
     expected = lsim.analyze(llama, masked, lsim.CKA(estimator="exact"))["cka"]
     vectors = lsim.from_vectors(lsim.vectors(llama, masked))
-    found = lsim.analyze(vectors, analyzers=lsim.CKA(estimator="exact"))["cka"]
-    np.testing.assert_allclose(found.values, expected.values, atol=1e-9)
-    assert found.provenance.texts == expected.provenance.texts == 6
+    result = lsim.analyze(vectors, analyzers=lsim.CKA(estimator="exact"))["cka"]
+    np.testing.assert_allclose(result.values, expected.values, atol=1e-9)
+    assert result.provenance.texts == expected.provenance.texts == 6
 
 
 def test_packed_rows_are_texts_of_their_own(demo):
