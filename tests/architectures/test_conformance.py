@@ -33,6 +33,7 @@ def test_the_table_is_written_between_its_lines(tmp_path):
     page.write_text(f"before\n{START}\nold\n{END}\nafter\n")
     write_page({"a": {"stream": ("right", "")}, "b": {"stream": ("refused", "why")}}, page)
     lines = page.read_text().splitlines()
+
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "| stream | 1 | 1 | 0 | 0 |" in lines
     assert "| stream | b |" in lines

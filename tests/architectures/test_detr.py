@@ -46,6 +46,7 @@ def test_the_decoder_is_read_with_object_queries_as_positions(auxiliary_loss):
     model = tiny_detr(auxiliary_loss)
     data = images()
     expected = cosines(by_hand(model, "decoder", data).flatten(1, 2))
+
     for size in (1, 3, 16):
         result = lsim.analyze(model, lsim.Data(data, batch_size=size), COSINE)["cosine"]
         torch.testing.assert_close(result.values[1:, 1:], expected, atol=1e-9, rtol=0)
@@ -67,7 +68,9 @@ def test_attach_reads_the_decoder_and_labels_do_not_disturb(auxiliary_loss):
     with lsim.attach(model, [COSINE, lsim.LogitLens(labels="none")]) as probe:
         model(**data).loss.backward()
     report = probe.results()
+
     torch.testing.assert_close(report["cosine"].values[1:, 1:], expected, atol=1e-6, rtol=0)
+
     whole = lsim.analyze(model, images(), lsim.LogitLens(labels="none"))["logit_lens"]
     torch.testing.assert_close(report["logit_lens"].entropy, whole.entropy)
 
@@ -76,7 +79,9 @@ def test_the_encoder_is_read_at_the_places_of_the_feature_map():
     model = tiny_detr()
     data = {"pixel_values": scenes()["pixel_values"]}
     expected = cosines(by_hand(model, "encoder", data).flatten(1, 2))
+
     result = lsim.analyze(model, data, COSINE, at="encoder.resid_post")["cosine"]
+
     torch.testing.assert_close(result.values[1:, 1:], expected, atol=1e-9, rtol=0)
     # A feature map of 8 x 8 places for each of 4 images.
     assert result.provenance.tokens == 4 * 64
@@ -88,6 +93,7 @@ def test_places_of_padding_in_the_encoder_are_not_counted():
     data = images()
     with pytest.raises(lsim.LayersimError, match=r"`pixel_mask` \(4, 32, 32\).* 384 "):
         lsim.analyze(model, data, COSINE, at="encoder.resid_post")
+
     hidden = by_hand(model, "encoder", data)
     # 20 of the 32 columns of the second image are 5 of the 8 columns of its feature map.
     counted = torch.ones(4, 8, 8, dtype=torch.bool)
@@ -95,6 +101,7 @@ def test_places_of_padding_in_the_encoder_are_not_counted():
     with torch.no_grad(), lsim.attach(model, COSINE, at="encoder.resid_post") as probe:
         model(data["pixel_values"].double(), pixel_mask=data["pixel_mask"])
     result = probe.results()["cosine"]
+
     assert result.provenance.tokens == int(counted.sum()) == 4 * 64 - 24
     torch.testing.assert_close(result.values[1:, 1:], cosines(hidden[:, counted.flatten(1)]), atol=1e-9, rtol=0)
 
@@ -119,7 +126,9 @@ def test_the_lens_without_targets_equals_the_naive_lens(auxiliary_loss):
         stream = norm(hidden) if auxiliary_loss else hidden
         log_p = model.class_labels_classifier(norm(stream)).log_softmax(-1).flatten(1, 2)
     logits, _ = outputs_by_layer(model, data)
+
     torch.testing.assert_close(log_p[-1], logits[-1].log_softmax(-1).flatten(0, 1))
+
     best = log_p.argmax(-1)
     p = log_p.exp()
     lens = report["logit_lens"]
@@ -130,9 +139,11 @@ def test_the_lens_without_targets_equals_the_naive_lens(auxiliary_loss):
         assert bool(getattr(lens, name).isnan().all()), name
     assert not any(math.isnan(x) for result in report.values() for x in result.headline().values())
     assert lens.targets == 0
+
     final = best == best[-1]
     layers = [min(k for k in range(LAYERS) if bool(final[k:, query].all())) for query in range(final.shape[1])]
     assert report["saturation"].counts.tolist() == [layers.count(k) for k in range(LAYERS)]
+
     curve = report["exit_curve"]
     assert curve.at(1.0).agreement == 1
     assert curve.threshold_for(agreement=0.0) == 0.0
@@ -173,6 +184,7 @@ def test_queries_and_keys_are_read_after_their_positions_are_added():
     positions = model.model.query_position_embeddings.weight
     with torch.no_grad():
         queries = torch.stack([model.model.decoder.layers[i].self_attn.q_proj(hidden[i - 1] + positions) for i in (1, 2)])
+
     torch.testing.assert_close(result.values, cosines(queries.flatten(1, 2)), atol=1e-9, rtol=0)
 
 
@@ -180,8 +192,10 @@ def test_two_detectors_are_compared_at_the_same_queries():
     a = tiny_detr()
     b = tiny_detr(seed=1)
     pixels = scenes()["pixel_values"]
+
     with pytest.warns(lsim.LayersimWarning, match="CKA is not defined at decoder.blocks.0.hook_resid_pre"):
         values = lsim.compare(a, b, pixels, lsim.CKA(estimator="exact")).values
+
     # All queries start as zeros.
     assert bool(values[0].isnan().all() and values[:, 0].isnan().all() and values[1:, 1:].isfinite().all())
 
@@ -200,6 +214,7 @@ def test_every_source_reads_the_decoder():
     data = images()
     expected = lsim.analyze(model, data, COSINE)["cosine"].values
     wrapped = nnsight.NNsight(model)
+
     torch.testing.assert_close(
         lsim.analyze(wrapped, lsim.Data(data, batch_size=2), COSINE)["cosine"].values, expected, equal_nan=True
     )

@@ -106,6 +106,7 @@ def test_a_loop_of_ones_own_gives_this_answer_too(key):
         for part in (slice(0, 4), slice(4, None)):
             model(**{name: values[part] for name, values in CASES[key].data().items()})
     report = probe.results()
+
     for name in ("cosine", "cka"):
         np.testing.assert_allclose(report[name].values, expected[name].values, atol=1e-6)
         assert report[name].layers == expected[name].layers

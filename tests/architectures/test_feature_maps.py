@@ -85,6 +85,7 @@ def test_places_of_a_map_are_positions(source):
     stack = np.stack([places(x) for x in maps(model, at)])
     report = called(lsim.analyze, wrap(model), PIXELS, [lsim.Cosine(center="none"), CKA], at=at, batch_size=4, **options)
     expected = oracles.oracle_cosine([stack], center="none")["values"]
+
     np.testing.assert_allclose(report["cosine"].values, expected, atol=1e-12)
     assert report["cosine"].layers == tuple(at)
     assert report["cosine"].provenance.tokens == 6 * 16 * 16
@@ -97,10 +98,12 @@ def test_maps_of_different_sizes_are_compared_by_their_means(source):
     wrap, options = SOURCES[source]
     outputs = maps(model, at)
     means = [x.mean((2, 3)).numpy() for x in outputs[:3]] + [outputs[3].numpy()]
+
     one_minibatch = called(
         lsim.analyze, wrap(model), PIXELS, lsim.CKA(minibatch=6), at=at, positions="mean", batch_size=6, **options
     )
     report = called(lsim.analyze, wrap(model), PIXELS, CKA, at=at, positions="mean", batch_size=4, **options)
+
     np.testing.assert_allclose(values(report), oracles_cka(means), atol=1e-9)
     assert one_minibatch["cka"].values.shape == (4, 4)
     assert report["cka"].provenance.tokens == 6 * 256
@@ -121,7 +124,9 @@ def test_stages_of_models_of_convolutions(make, source):
     at = ["encoder.stages.0", "encoder.stages.1"]
     wrap, options = SOURCES[source]
     means = [x.mean((2, 3)).numpy() for x in maps(model, at)]
+
     report = called(lsim.analyze, wrap(model), PIXELS, CKA, at=at, positions="mean", **options)
+
     np.testing.assert_allclose(values(report), oracles_cka(means), atol=1e-9)
 
 
@@ -130,6 +135,7 @@ def test_channels_last_maps_inside_a_convnext():
     at = ["encoder.stages.0.layers.0.pwconv1", "encoder.stages.0.layers.0.act"]
     outputs = maps(model, at)
     assert outputs[0].shape == (6, 4, 4, 40)
+
     stack = np.stack([x.reshape(-1, 40).numpy() for x in outputs])
     result = lsim.analyze(model, lsim.Data(PIXELS, positions="all"), lsim.Cosine(center="none"), at=at)["cosine"]
     np.testing.assert_allclose(result.values, oracles.oracle_cosine([stack], center="none")["values"], atol=1e-12)
@@ -143,11 +149,14 @@ def test_forward_passes_of_a_loop():
         model(PIXELS[4:])
     stack = np.stack([places(x) for x in maps(model, at)])
     result = probe.results()["cosine"]
+
     np.testing.assert_allclose(result.values, oracles.oracle_cosine([stack], center="none")["values"], atol=1e-12)
+
     with torch.no_grad(), lsim.attach(model, lsim.CKA(), at=["stem", "wide", "classes"], positions="mean") as probe:
         model(PIXELS)
     *outputs, last = maps(model, ["stem", "wide", "classes"])
     means = [*(x.mean((2, 3)).numpy() for x in outputs), last.numpy()]
+
     np.testing.assert_allclose(values(probe.results()), oracles_cka(means), atol=1e-9)
 
 
@@ -159,6 +168,7 @@ def test_two_kinds_of_models_are_compared_on_the_same_images():
     at = ("stem", "encoder.stages.1").__contains__
     result = lsim.compare(*pair, lsim.Data(PIXELS, positions="mean"), CKA, at=at)
     expected = oracles.oracle_cka([first.mean((2, 3)).numpy()[None]], [second.mean((2, 3)).numpy()[None]], exact=True)
+
     np.testing.assert_allclose(result.values, expected["values"], atol=1e-9)
 
 
@@ -178,6 +188,7 @@ def test_what_modules_tell_of_channels():
     assert channels_at(net, "classes") == Channels(-1)
     assert channels_at(net, "body") == Channels(None, (5,), ())
     assert channels_at(text, "0") is None
+
     channels = Channels(None, (8, 16), (16,))
     assert channel_axis((2, 8, 4, 4), channels, "x") == 1
     assert channel_axis((2, 4, 4, 16), channels, "x") == -1
@@ -203,7 +214,9 @@ def test_a_vision_transformer_is_read_as_before():
     at = ["embeddings.patch_embeddings.projection", "embeddings", "layers.0", "layers.1"]
     patches = maps(model, at[:1])
     means = [patches[0].mean((2, 3)).numpy(), *(x.mean(1).numpy() for x in maps(model, at[1:]))]
+
     report = lsim.analyze(model, lsim.Data(PIXELS, positions="mean"), CKA, at=at)
+
     np.testing.assert_allclose(values(report), oracles_cka(means), atol=1e-9)
 
 
@@ -222,6 +235,7 @@ def test_a_permutation_does_not_inherit_the_axis_of_the_convolution_before_it():
     net = torch.nn.Sequential(conv, Permute(), torch.nn.Dropout(), norm, last, torch.nn.GELU()).double().eval()
     at = ["0", "1", "2", "3", "4", "5"]
     x = PIXELS[..., :4, :5]
+
     for square in (False, True):
         stack = [net[:3](x), net[:4](x), net[:6](x)] if square else [net[:i](x) for i in range(1, 7)]
         names = ["2", "3", "5"] if square else at
@@ -231,13 +245,16 @@ def test_a_permutation_does_not_inherit_the_axis_of_the_convolution_before_it():
     for name in ("1", "2"):
         with pytest.raises(lsim.LayersimError, match="channel axis"):
             lsim.analyze(net, PIXELS[..., :6, :6], CKA, at=[name, "3"])
+
     patches = torch.nn.Sequential(torch.nn.Sequential(conv, torch.nn.Flatten(2), Permute()), last)
     for name in ("0", "0.2"):
         assert channel_axis((6, 20, 6), channels_at(patches, name), name) == -1
         with pytest.raises(lsim.LayersimError, match="channel axis"):
             channel_axis((6, 6, 6), channels_at(patches, name), name)
+
     beside = torch.nn.ModuleDict({"conv": conv, "turned": Permute()})
     assert channel_axis((6, 4, 5, 6), channels_at(beside, "turned"), "turned") == -1
+
     back = torch.nn.Sequential(conv, last, Permute())
     assert channel_axis((6, 5, 4, 4), channels_at(back, "2"), "2") == 1
     assert channel_axis((6, 4, 4, 6), channels_at(torch.nn.Sequential(conv, Permute()), ""), "") == -1

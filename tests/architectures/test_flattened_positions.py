@@ -24,9 +24,12 @@ def test_flattened_positions_are_those_of_their_rows(wrap, at):
         module.register_forward_hook(lambda _module, args, output: outputs.append(output if at == "mlp_out" else args[0]))
     with torch.no_grad():
         model(tokens, attention_mask=mask)
+
     assert outputs[0].dim() == 2
+
     vectors = torch.stack(outputs)[:, mask.flatten().bool()].double()
     unit = torch.nn.functional.normalize(vectors, dim=-1)
     expected = torch.einsum("atd,btd->ab", unit, unit) / unit.shape[1]
     report = lsim.analyze(wrap(model), {"input_ids": tokens, "attention_mask": mask}, [lsim.Cosine(center="none")], at=at)
+
     torch.testing.assert_close(report["cosine"].values, expected, rtol=0, atol=1e-6)

@@ -126,6 +126,7 @@ def test_a_stack_has_its_families_and_no_others(parts):
     cross = set() if parts.prefix == "decoder." else CROSS
     # All of these stacks have attention.
     assert families == set(SITE_NAMES) - parts.without - cross - {"mixer_out"}
+
     if parts.final:
         [point] = [s.point for s in sites_of(parts.model).sites if s.point.name == f"{parts.prefix}ln_final.hook_normalized"]
         assert (point.module, point.incoming, point.part) == (parts.final, False, None)
@@ -254,7 +255,9 @@ def test_heads_divide_their_family(key):
     has = [family for family in "qkvz" if family in {site.family for site in sites_of(key).sites}]
     points = find_points(model, blocks, has, per_head=True)
     values = read(model, points, **inputs_of(key))
+
     assert len(values) == len(points)
+
     for parts in STACKS:
         for family in set("qkvz") - parts.without if parts.model == key else ():
             count = parts.key_heads if family in "kv" else parts.heads
@@ -269,6 +272,7 @@ def test_sums_are_those_of_the_families_asked_for():
     model = model_of("llama")
     blocks = find_stacks(model, None)
     assert stream_sums(model, blocks, ["z", "ln1", "mlp_post", "ln_final"]) == ()
+
     [first, second] = stream_sums(model, blocks, ["attn_out"])
     assert first.total.name == "blocks.0.hook_resid_mid"
     assert [term.name for term in second.terms] == ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
@@ -276,6 +280,7 @@ def test_sums_are_those_of_the_families_asked_for():
         "blocks.1.hook_resid_post"
     ]
     assert len(stream_sums(model, blocks, ["resid_mid"])) == 4
+
     [bert, *_] = stream_sums(model_of("bert"), find_stacks(model_of("bert"), None), ["attn_out"])
     assert (bert.total.module, bert.total.incoming) == ("bert.encoder.layer.0.attention.output.LayerNorm", True)
 

@@ -67,6 +67,7 @@ def test_heads_of_transformer_lens_are_heads_of_the_model(make):
     model = make("llama")
     points = find_points(model, [], ["q", "k", "z"], per_head=True)
     values = read(model, points, model_input("llama"))
+
     assert [name for name in values if name.startswith("blocks.1.attn.hook_k")] == [
         f"blocks.1.attn.hook_k[{i}]" for i in (0, 1)
     ]
@@ -87,6 +88,7 @@ def test_any_hook_point_can_be_named_and_any_alias(make):
     assert [p.name for p in find_points(model, [], "blocks.*.attn.hook_rot_k")] == [
         f"blocks.{i}.attn.hook_rot_k" for i in (0, 1)
     ]
+
     # Names of sites come first: other hook points are searched where no site matches.
     chosen = find_points(model, [], lambda name: name.endswith("hook_z"))
     assert [point.name for point in chosen] == ["blocks.0.attn.hook_z", "blocks.1.attn.hook_z"]
@@ -108,6 +110,7 @@ def test_a_name_that_means_another_tensor_is_refused(make):
     for at in (["blocks.0.ln1.hook_normalized"], "blocks.*.ln2.hook_normalized", lambda name: "ln_final.hook_norm" in name):
         with pytest.raises(LayersimError, match=r"`at` is .*norm.*(TransformerBridge|HookedTransformer).*'ln"):
             find_points(model, [], at)
+
     # The norm without its weights is not what attention reads.
     [family] = find_points(model, [], "ln_final")
     assert model.get_submodule(family.module) is not model.hook_dict["ln_final.hook_normalized"]
@@ -118,6 +121,7 @@ def test_a_bert_bridge_refuses_names_that_mean_other_tensors():
     for name in ("blocks.0.hook_resid_mid", "blocks.0.hook_attn_out"):
         with pytest.raises(LayersimError, match=f"`at` is '{name}'.*at='{name.partition('hook_')[2]}'"):
             find_points(model, [], [name])
+
     [first, second] = stream_sums(model, [], ["blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"])
     assert [term.name for term in first.terms] == ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
     assert [term.name for term in second.terms] == ["blocks.1.hook_resid_mid", "blocks.1.hook_mlp_out"]
@@ -144,7 +148,9 @@ def test_folded_norms_have_no_weights_left():
     model.enable_compatibility_mode()
     values = read(model, find_points(model, [], ["ln1", "q"]), model_input("gpt2"))
     normed = values["blocks.1.ln1.hook_normalized"]
+
     torch.testing.assert_close(normed.var(-1, unbiased=False), torch.ones(2, 7, dtype=torch.float64), atol=1e-3, rtol=0)
+
     expected = torch.einsum("bpd,hde->bphe", normed, model.W_Q[1]) + model.b_Q[1]
     torch.testing.assert_close(values["blocks.1.attn.hook_q"], expected.flatten(2).detach(), atol=1e-5, rtol=0)
 

@@ -88,6 +88,7 @@ def test_a_stack_of_a_model_of_images_is_read_where_the_user_runs_it(make, layer
     model = make()
     result = attached(model, layers, pixel_values=PIXELS)
     named = ("encoder.blocks.0.hook_resid_pre", "encoder.blocks.0.hook_resid_post", "encoder.blocks.1.hook_resid_post")
+
     assert result.layers == (named if make is detr else tuple(name.replace("encoder", "stages.0", 1) for name in named))
     torch.testing.assert_close(result.values, naive(model, layers, lambda m: m(pixel_values=PIXELS)), atol=1e-6, rtol=0)
 
@@ -97,7 +98,9 @@ def test_a_tower_of_clip_is_a_model_of_its_own():
     tokens = random_tokens(4, 12)
     result = lsim.analyze(towers.text_model, tokens, lsim.Cosine(center="none"))["cosine"]
     paths = [f"encoder.layers.{i}" for i in range(2)]
+
     torch.testing.assert_close(result.values, naive(towers.text_model, paths, lambda m: m(tokens)), atol=1e-6, rtol=0)
+
     torch.manual_seed(1)
     untrained_tower = hf.CLIPTextModel(towers.config.text_config).eval()
     similarity_to_itself = lsim.compare(towers.text_model, towers.text_model, tokens, lsim.CKA(minibatch=24)).values.diagonal()
@@ -116,6 +119,7 @@ def test_a_model_that_needs_more_than_tokens_names_its_parts():
         lsim.compare(
             lsim.open_model(towers, layers=layers), lsim.open_model(towers, layers=layers), random_tokens(), lsim.CKA()
         )
+
     tokens = random_tokens(2, 12)
     inside = attached(towers, layers, input_ids=tokens, pixel_values=PIXELS)
     alone = attached(towers.text_model, None, input_ids=tokens)
@@ -127,11 +131,13 @@ def test_the_decoder_of_an_encoder_decoder_is_refused_and_its_encoder_read(wrap)
     tokens = random_tokens()
     with pytest.raises(lsim.LayersimError, match=r"`data`.*decoder_input_ids"):
         lsim.analyze(lsim.open_model(wrap(t5()), layers=["decoder.block.0", "decoder.block.1"]), tokens, "cosine")
+
     paths = ["encoder.block.0", "encoder.block.1"]
     result = lsim.analyze(lsim.open_model(wrap(t5()), layers=paths), tokens, [lsim.Cosine(center="none"), lsim.Trajectory()])[
         "cosine"
     ]
     expected = naive(t5(), paths, lambda m: m(input_ids=tokens, decoder_input_ids=tokens))
+
     torch.testing.assert_close(result.values, expected, atol=1e-6, rtol=0)
 
 
@@ -155,6 +161,7 @@ def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
     demo.save_pretrained(tmp_path / "mine")
     demo.tokenizer.save_pretrained(tmp_path / "mine")
     model = nnsight.TransformersModel(str(tmp_path / "mine"), task="text-generation", tokenizer=demo.tokenizer)
+
     for remote in (True, "http://127.0.0.1:9"):
         with pytest.raises(lsim.LayersimError, match=r"`model`.*/mine'.*'org/mine'"):
             lsim.analyze(lsim.open_model(model, remote=remote), lsim.demo_text()[:1], "cosine")
@@ -213,5 +220,6 @@ def test_a_site_of_tokens_with_other_axes_is_not_taken_for_one_of_images():
     tokens = torch.randint(10, 100, (4, 6))
     module[1].layers[0].register_forward_hook(lambda _module, _args, output: output.transpose(0, 1))
     module[1].layers[1].register_forward_pre_hook(lambda _module, args: (args[0].transpose(0, 1),))
+
     with pytest.raises(lsim.LayersimError, match=r"1\.layers\.0.* 6 x \d x 16\b.* \d x 6\b"):
         lsim.analyze(module, tokens, [lsim.Cosine()], at=["1.layers.0"])

@@ -75,12 +75,14 @@ def test_mlps_are_called_by_their_paths_and_no_residual_stream(wrap):
     for handle in handles:
         handle.remove()
     result = lsim.analyze(lsim.open_model(wrap(model), layers=MLPS), tokens, lsim.Cosine(center="none"))["cosine"]
+
     assert result.layers == ("model.layers.0.mlp.input", *MLPS)
     assert "before the final norm" not in result.provenance.basis
     assert "modules" in result.provenance.basis
     torch.testing.assert_close(result.values, naive_cosine(stream), atol=1e-6, rtol=0)
     # What a block adds, of modules that are no blocks.
     assert result.norm_ratio.isnan().all()
+
     figure = result.plot()
     assert figure.layout.xaxis.title.text == "After module"
     assert list(figure.layout.xaxis.ticktext) == ["into 0.mlp", "0.mlp", "1.mlp", "2.mlp"]
@@ -132,18 +134,22 @@ def test_some_blocks_keep_their_own_numbers():
         [lsim.Cosine(center="none"), lsim.LogitLens()],
     )
     names = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.2.hook_resid_post")
+
     assert some["cosine"].layers == names
+
     rows = [whole["cosine"].layers.index(name) for name in names]
     torch.testing.assert_close(some["cosine"].values, whole["cosine"].values[rows][:, rows])
     # Between the two sites stand two blocks, and no ratio of either.
     assert some["cosine"].norm_ratio.isnan().tolist() == [False, True]
     torch.testing.assert_close(some["cosine"].norm_ratio[0], whole["cosine"].norm_ratio[0])
     torch.testing.assert_close(some["logit_lens"].cross_entropy, whole["logit_lens"].cross_entropy[[0, 2]])
+
     late = lsim.analyze(
         lsim.open_model(model, layers=["transformer.h.1", "transformer.h.2"]),
         tokens,
         [lsim.Cosine(center="none"), lsim.Trajectory()],
     )
+
     assert late["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
     assert late["cosine"].norm_ratio.isfinite().all()
     torch.testing.assert_close(late["trajectory"].norm[..., -1], whole["trajectory"].norm[..., -1])
@@ -163,8 +169,10 @@ def test_blocks_of_an_unknown_architecture_are_known_by_what_they_hand_on(wrap):
     model = Own()
     asked = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Trajectory(), lsim.BlockCoupling(k=2)]
     report = called(lsim.analyze, wrap(model), tokens, asked, layers=PARTS, **HEAD)
+
     assert report["logit_lens"].layers == ("part.0.input", *PARTS)
     assert report["cosine"].norm_ratio.isfinite().all()
+
     logits = model(tokens)[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits.double(), tokens[:, 1:].flatten())
     torch.testing.assert_close(report["logit_lens"].cross_entropy[-1], expected.detach(), atol=1e-6, rtol=0)
@@ -187,6 +195,7 @@ def test_a_list_called_layers_that_holds_no_blocks_is_not_taken_for_blocks():
         lsim.LayersimError, match=r"layers of Own are not known(.|\n)*layers\.1 does not take the output of the module before"
     ):
         lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine")
+
     named = lsim.analyze(
         lsim.open_model(Own("layers", outside=True), layers=["layers.0", "layers.1"]), random_tokens(), "cosine"
     )["cosine"]
@@ -199,12 +208,15 @@ def test_attach_learns_from_the_first_forward_pass_what_the_modules_hand_on():
     with lsim.attach(lsim.open_model(model, layers=PARTS), lsim.Trajectory()) as probe:
         model(tokens)
     alone = lsim.analyze(lsim.open_model(Own(), layers=PARTS), tokens, "trajectory")["trajectory"]
+
     torch.testing.assert_close(probe.results()["trajectory"].values, alone.values)
+
     broken = Own(outside=True)
     with lsim.attach(lsim.open_model(broken, layers=PARTS), lsim.Trajectory()) as probe:
         broken(tokens)
     with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
         probe.results()
+
     with lsim.attach(lsim.open_model(broken, layers=PARTS), lsim.Cosine(center="none")) as probe:
         broken(tokens)
     assert probe.results()["cosine"].layers == ("part.0.input", *PARTS)
@@ -224,6 +236,7 @@ def test_stitching_and_training_of_an_unknown_architecture_look_before_they_star
     good = lsim.stitch(
         lsim.open_model(Own(), layers=PARTS), lsim.open_model(Own(), layers=PARTS), tokens, at=("part.0", 0), adapter="identity"
     )
+
     assert abs(good.penalty) < 1e-6
     with pytest.raises(lsim.LayersimError, match="Stitching needs the residual stream"):
         lsim.stitch(

@@ -66,12 +66,15 @@ def test_one_tower_is_read_where_its_blocks_are_named():
         assert result.layers == names
         torch.testing.assert_close(result.values, cosines(images.flatten(1, 2)))
     assert set(names) < set(lsim.sites(clip_of()).name)
+
     first = attached(clip_of(), VISION, positions="first")
     torch.testing.assert_close(first.values, cosines(images[:, :, 0]))
+
     texts = states("text")[:, DATA["attention_mask"].bool()]
     for result in (attached(clip_of(), TEXT), lsim.analyze(lsim.open_model(clip_of(), layers=TEXT), DATA, COSINE)["cosine"]):
         torch.testing.assert_close(result.values, cosines(texts))
         assert result.layers[-1] == "text.blocks.2.hook_resid_post"
+
     later = attached(clip_of(), VISION[1:3])
     assert later.layers[0] == "vision.blocks.1.hook_resid_pre"
     assert attached(clip_of(), [VISION[0], VISION[2]]).layers[-1] == "vision.blocks.2.hook_resid_post"

@@ -41,6 +41,7 @@ def test_predictions_by_layer(wrap):
     data = vectors()
     model = mlp()
     lens = called(lsim.analyze, wrap(model), data, lsim.LogitLens(labels="data"), batch_size=4, **CASE.named_head)["logit_lens"]
+
     for layer, logits in enumerate(logits_by_layer(mlp(), data["x"])):
         expected = float(torch.nn.functional.cross_entropy(logits, data["labels"]))
         assert float(lens.cross_entropy[layer]) == pytest.approx(expected, abs=1e-12)
@@ -63,6 +64,7 @@ def test_probe_of_a_loop():
         model(data["x"])
     predicted = torch.stack([logits.argmax(1) for logits in logits_by_layer(mlp(), data["x"])])
     first = [int((predicted[:, n] == predicted[-1, n]).int().argmax()) for n in range(6)]
+
     assert probe.results()["saturation"].counts.tolist() == [first.count(layer) for layer in range(2)]
 
 
@@ -84,7 +86,9 @@ def test_a_stitched_model_is_the_front_below_and_the_back_above():
         hidden = front.steps[0](front.embed(data["x"]))
         logits = back.classes(back.steps[1](hidden))
     expected = float(torch.nn.functional.cross_entropy(logits, data["labels"]))
+
     assert stitched.loss == pytest.approx(expected, abs=1e-9)
+
     with torch.no_grad():
         expected_of_back = float(torch.nn.functional.cross_entropy(back(data["x"]), data["labels"]))
     assert stitched.back_loss == pytest.approx(expected_of_back, abs=1e-9)
@@ -93,10 +97,12 @@ def test_a_stitched_model_is_the_front_below_and_the_back_above():
 def test_training_starts_from_the_losses_of_the_layers():
     data = vectors()
     expected = [float(torch.nn.functional.cross_entropy(x, data["labels"])) for x in logits_by_layer(mlp(), data["x"])]
+
     training = lsim.AlignedTraining(steps=1)
     result = called(
         lsim.finetune_aligned, mlp(), data, training, labels="data", eval_data=data, batch_size=3, **CASE.named_head
     )
+
     np.testing.assert_allclose(result.values[0], expected, atol=1e-9)
 
 
@@ -107,6 +113,7 @@ def test_coupling_of_blocks_is_that_of_their_jacobians():
         "block_coupling"
     ]
     hidden = model.embed(data["x"][0]).detach()
+
     for layer, step in enumerate(model.steps):
         jacobian = torch.autograd.functional.jacobian(step, hidden[None]).reshape(16, 16) - torch.eye(16, dtype=torch.float64)
         expected = torch.linalg.svdvals(jacobian)

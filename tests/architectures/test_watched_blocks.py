@@ -115,6 +115,7 @@ def test_a_block_that_runs_several_times_is_refused(loop):
         lsim.analyze(opened(Blocks(order)), random_tokens(4, 6), COSINE)
     # Naming other blocks would not give the layers of a loop.
     assert "layers=" not in str(refused.value)
+
     with torch.no_grad(), lsim.attach(opened(Blocks(order)), COSINE) as probe:
         probe._source.module(random_tokens(4, 6))
     with pytest.raises(lsim.LayersimError, match=rf"{path}\b"):
@@ -125,6 +126,7 @@ def test_a_stack_that_is_called_several_times_is_refused():
     paths = [f"stack.{path}" for path in PATHS]
     with pytest.raises(lsim.LayersimError, match=r"stack\.parts\.0"):
         lsim.analyze(opened(Outer(), paths), random_tokens(4, 6), COSINE)
+
     with torch.no_grad(), lsim.attach(opened(Outer(), paths), COSINE) as probe:
         probe._source.module(random_tokens(4, 6))
     with pytest.raises(lsim.LayersimError, match=r"stack\.parts\.0"):
@@ -182,6 +184,7 @@ def test_several_streams_are_refused_whatever_their_sizes(spread, shape):
         return
     model = Streams(SPREADS[spread])
     tokens = random_tokens(*shape)
+
     with pytest.raises(lsim.LayersimError, match=r"parts\.0"):
         lsim.analyze(opened(model), lsim.Data(tokens, batch_size=4), lsim.EffectiveRank())
 
@@ -221,7 +224,9 @@ def test_modules_beside_the_streams_can_be_read():
     with torch.no_grad():
         model(tokens)
     expected = torch.nn.functional.cosine_similarity(outputs[0].double(), outputs[1].double(), dim=-1).mean()
+
     result = lsim.analyze(gemma3n(), tokens, COSINE, at=paths)["cosine"]
+
     assert float(result.values[0, 1]) == pytest.approx(float(expected), abs=1e-6)
 
 
@@ -236,6 +241,7 @@ def test_a_model_that_pads_to_its_window_is_read_where_rows_fill_windows():
     with torch.no_grad():
         states = model(tokens, output_hidden_states=True).hidden_states
     expected = torch.nn.functional.cosine_similarity(states[0].double(), states[-1].double(), dim=-1).mean()
+
     assert float(lsim.analyze(model, tokens, COSINE)["cosine"].values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
     with pytest.raises(lsim.LayersimError, match=r"1 x 12 x 32 for one row of 11"):
         lsim.analyze(model, tokens[:, :11], COSINE)

@@ -117,6 +117,7 @@ def check_order_and_grouping(cls, seed, order, cuts):
 @pytest.mark.parametrize("seed", range(3))
 def test_it_equals_its_oracle(name, cls, seed):
     assert hasattr(oracles, f"oracle_{name}"), f"write oracle_{name}(batches) in tests/oracles/, in float64 NumPy"
+
     data = batches(seed)
     expected = expected_of(name, cls, data)
     result = from_views(cls(), [view_for(cls, x) for x in data])
@@ -125,6 +126,7 @@ def test_it_equals_its_oracle(name, cls, seed):
         at, relative = (2e-3, 0.024) if result.tensor_fields()[field][:1] == ("quantile",) else (1e-9, 1e-9)
         relative = 0 if name == "cosine" and field != "norm_ratio_quantiles" else relative
         np.testing.assert_allclose(getattr(result, field).numpy(), value, atol=at, rtol=relative, err_msg=field)
+
     checked = set(expected)
     assert checked == set(result.tensor_fields()), "the oracle gives every field"
 
@@ -178,6 +180,7 @@ def test_a_result_survives_save_and_load_exactly(name, cls, tmp_path):
     assert all(getattr(stored, field).is_contiguous() for stored in (result, loaded) for field in result.tensor_fields())
     assert loaded.provenance == result.provenance
     assert (loaded.layers, loaded.headline()) == (result.layers, result.headline())
+
     report = lsim.Report({name: result})
     again = lsim.load(report.save(tmp_path / "report.safetensors"))
     assert list(again) == [name]
@@ -216,7 +219,9 @@ def test_every_field_has_every_view_or_a_sentence(name, cls, tmp_path):
         if len(declaration.axes) in (1, 2):
             assert result.to_latex(field).count(r"\\") == values.shape[0] + 1
             assert result.to_markdown(field).count("\n") == values.shape[0] + 1
+
     page = lsim.Report({name: result}).to_html(tmp_path / "page.html").read_text()
+
     assert page.count('data-figure="') >= len(result.pictures)
 
 
@@ -244,6 +249,7 @@ def test_kernels_run_where_this_package_is_not_installed(tmp_path):
         "    print(sorted(out))\n"
     )
     process = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+
     assert process.returncode == 0, f"{process.stdout.splitlines()[-1]}: {process.stderr}"
     assert process.stdout.splitlines() == [
         f"{name} {sorted(reduce({'k': kernels[-1]}, *views)[1]['k'])}" for name, (kernels, views) in kernels_and_views.items()
@@ -276,9 +282,11 @@ def test_every_field_has_an_interval(name, cls):
     data = [random_tokens(1, 18 + i % 5, seed=i)[0] for i in range(36)]
     plain = measured(model, lsim.Data(data, batch_size=2), analyzer)
     result = measured(model, lsim.Data(data, batch_size=2), analyzer, intervals=True)
+
     # Rows; of measures over pairs of samples, pools of 16 rows.
     assert len(result.block_tokens) == (3 if in_pools(cls) else 18)
     assert worst(plain, result) < 1e-5
+
     for field, bounds in bounds_of(result).items():
         if bounds is None:
             continue
@@ -296,7 +304,9 @@ def test_every_field_has_an_interval(name, cls):
         spread = replicates.amax(0) - replicates.amin(0)
         assert not bool(((spread > 1e-9 * value.abs()) & (high == low)).any()), field
     moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]
+
     assert "values" in moving
+
     # What differs in half of the rows depends on the rows: its interval has a width.
     half = measured(model, lsim.Data(data[:18], batch_size=2), analyzer)
     for field, bounds in bounds_of(result).items():

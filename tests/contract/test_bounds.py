@@ -45,6 +45,7 @@ def test_bounds_are_pairs_in_ascending_order():
         for declaration in declarations(cls).values()
         if declaration.within
     ]
+
     assert len(bounds) > 100
     for cls, (low, high) in bounds:
         assert low < high, cls
@@ -124,7 +125,9 @@ CALIBRATED = dict.fromkeys(("observed", "calibrated", "null_mean", "null_thresho
 def test_bounds_are_the_range_of_the_quantity(name):
     [result] = [cls for cls in below(lsim.Result) if cls.__name__.lower() == f"{name.replace('_', '')}result"]
     expected = {field: bounds for bounds, fields in RANGES[name].items() for field in fields.split()}
+
     bounds_by_field = {
         field: declaration.within for field, declaration in declarations(result).items() if declaration.within is not None
     }
+
     assert bounds_by_field == {field: bounds for field, bounds in CALIBRATED.items() if field in bounds_by_field} | expected

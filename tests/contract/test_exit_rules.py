@@ -81,13 +81,16 @@ def test_an_unreachable_threshold_runs_the_full_model(model, name, cls):
     output = early.logits(tokens)
     with torch.no_grad():
         expected = model(tokens).logits
+
     torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)
     assert set(output.exits.flatten().tolist()) == {LAYERS}
     assert output.share_of_block_tokens == 1
+
     written = early.generate(tokens, max_new_tokens=8, eos_token_id=())
     expected = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 8:]
     assert torch.stack(written.tokens).tolist() == expected.tolist()
     assert (output.checks, written.checks) == (0, 0)
+
     highest = [t for t in allowed(cls) if t < cls.unreachable][-1]
     assert cls(cls.unreachable).never
     assert not cls(highest).never
@@ -103,6 +106,7 @@ def test_a_generation_leaves_no_state_to_the_next(model, name, cls):
     options = {"max_new_tokens": 12, "eos_token_id": ()}
     before = early.generate(first, **options)
     early.logits(first)
+
     assert tokens_of(early.generate(second, **options)) == tokens_of(fresh.generate(second, **options))
     assert torch.equal(early.logits(second).exits, fresh.logits(second).exits)
     assert tokens_of(early.generate(first, **options)) == tokens_of(before)
@@ -117,6 +121,7 @@ def test_the_order_of_rows_does_not_matter(model, name, cls):
     options = {"max_new_tokens": 12, "eos_token_id": ()}
     plain = early.generate(tokens, **options)
     shuffled = early.generate(tokens[order], **options)
+
     for row, place in enumerate(order):
         assert shuffled.tokens[row].tolist() == plain.tokens[place].tolist()
         assert shuffled.exits[row].tolist() == plain.exits[place].tolist()
@@ -159,6 +164,7 @@ def test_decisions_near_1_are_those_of_float64(name, cls):
         rule = cls(threshold)
         decisions = [rule.exits(check, rule.new_state(len(check.index))) for check in (narrow, wide)]
         assert torch.equal(*decisions), threshold
+
     if cls.unreachable == 1:
         counts = [int(cls(1 - gap).exits(narrow, cls(1 - gap).new_state(len(narrow.index))).sum()) for gap in (1e-8, 1e-10)]
         assert counts[0] > counts[1], "float32 rounds both thresholds to 1"

@@ -64,10 +64,12 @@ def test_a_table_holds_the_fields_of_a_result(name, cls):
 def test_a_report_has_a_table_for_each_result_with_intervals(measured, tmp_path):
     tables = measured.to_xarray()
     assert list(tables.children) == list(measured)
+
     for name, result in measured.items():
         check(result, tables[name].to_dataset())
     tables["cka"].to_dataset().to_netcdf(tmp_path / "cka.nc")
     stacked = lsim.stack({1: measured, 2: measured}, "step")
+
     assert list(stacked.children) == list(measured)
     for name, result in measured.items():
         field = result.values_name
@@ -86,16 +88,20 @@ def test_runs_of_other_depths_are_joined_in_the_order_of_the_model():
     table = lsim.stack({name: reports[name] for name in ("shallow", "deep")}, "model")["trajectory"]
     assert table["model"].values.tolist() == ["shallow", "deep"]
     assert table["layer"].values.tolist() == list(reports["deep"]["trajectory"].layers[1:])
+
     growth = table["growth"].sel(model="shallow")
     np.testing.assert_array_equal(growth.values[:3], reports["shallow"]["trajectory"].growth)
     assert growth.isnull().values.tolist() == [False] * 3 + [True] * 9
+
     depth = table["residual_depth"]
     assert depth.dims == ("model", "residual")
     np.testing.assert_allclose(depth.sel(model="shallow").values[:4], [0, 1 / 3, 2 / 3, 1])
     np.testing.assert_allclose(table["layer_depth"].sel(model="deep").values, [n / 12 for n in range(1, 13)])
+
     # Models of one depth share theirs.
     stacked_alike = lsim.stack(dict.fromkeys("ab", reports["deep"]["trajectory"]))
     assert (stacked_alike["residual_depth"].dims, stacked_alike["norm"].dims) == (("residual",), ("run", "residual"))
+
     # At common depths, with xarray alone.
     norm = table["norm"].sel(model="deep").swap_dims(residual="residual_depth").interp(residual_depth=[0, 1 / 24, 1])
     norms = reports["deep"]["trajectory"].norm
@@ -107,6 +113,7 @@ def test_rows_and_columns_have_the_depths_of_their_own_model():
     values = torch.zeros(5, 3, dtype=torch.float64)
     matrix = LayerMatrix(values=values, layers=names, column_layers=names[:3], provenance=provenance())
     table = matrix.to_xarray()
+
     np.testing.assert_allclose(table["row_depth"], [0, 0.25, 0.5, 0.75, 1])
     np.testing.assert_allclose(table["column_depth"], [0, 0.5, 1])
 
@@ -118,6 +125,7 @@ def test_attributes_of_all_runs_are_kept_and_other_options_are_noticed():
     assert table.attrs["tokens"] == first["block_coupling"].provenance.tokens
     assert "weights_hash" not in table.attrs
     assert table["step"].values.tolist() == [0, 1]
+
     other_options = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=2))
     with pytest.warns(lsim.LayersimWarning, match=r"'block_coupling'.* k \(3, 2\)"):
         lsim.stack({"a": first, "b": other_options})
@@ -142,6 +150,7 @@ def test_sites_that_no_run_has_together_are_in_the_order_of_their_blocks():
         at: lsim.analyze(tiny_llama(4), random_tokens(), lsim.Cosine(center="none"), at=list(at)) for at in ((0, 3), (1, 2))
     }
     table = lsim.stack({str(key): run for key, run in runs.items()})["cosine"]
+
     assert table["row"].values.tolist() == [f"blocks.{n}.hook_resid_post" for n in range(4)]
     with pytest.raises(lsim.LayersimError, match="CosineResult"):
         lsim.stack(

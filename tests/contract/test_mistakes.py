@@ -98,9 +98,11 @@ def test_the_command_line_names_the_option_and_the_path(kind, tmp_path, monkeypa
         place.write_bytes(b"a text \xff\xfe\x00")
     option = "--data" if kind == "no text" else "--model"
     monkeypatch.setattr("sys.argv", ["tl-layersim", "report", option, str(place), "--out", str(tmp_path / "out")])
+
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
+
     said = capsys.readouterr().err
     assert f"Error: `{option}`" in said
     assert str(place) in said

@@ -51,10 +51,12 @@ def test_a_number_out_of_bounds_is_refused_by_name(name, field, kinds):
     refused: list[float] = [-5]
     if float in kinds:
         refused += [-5.0, math.nan, -math.inf] + [math.inf] * (field not in LIMITS)
+
     for value in refused:
         with pytest.raises(lsim.LayersimError, match=f"`{field}`") as caught:
             cls(**required | objective | {field: value})
         assert str(value) in str(caught.value)
+
     if field in LIMITS:
         assert getattr(cls(**required | {field: math.inf}), field) == math.inf
 

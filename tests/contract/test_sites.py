@@ -261,6 +261,7 @@ def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
             continue
         with pytest.raises(lsim.LayersimError, match="`at`"):
             called(lsim.analyze, model, data, cls(), at=lacking, **options)
+
     with pytest.raises(lsim.LayersimError, match=r"`per_head`.*True.*attn_out.*q, k, v, z"):
         called(lsim.analyze, model, data, "cka", at="attn_out", per_head=True, **options)
 

@@ -66,6 +66,7 @@ def test_gradients_reach_all_that_is_trained(name):
     for step in range(3):
         objective(batch_of(random_tokens(3, 9)), step).backward()
     own_parameters = set(objective.trained_parameters()) - {f"module.{key}" for key, _ in objective.module.named_parameters()}
+
     assert bool(own_parameters) == objective.has_own_parameters
     for key, parameter in objective.trained_parameters().items():
         assert parameter.grad is not None, key
@@ -80,6 +81,7 @@ def test_parameters_without_gradient_stay_as_they_are(name):
         parameter.requires_grad_(False)
     objective = opened(name, model)
     objective(batch_of(random_tokens(3, 9)), 1).backward()
+
     assert not any("embed_tokens" in key for key in objective.trained_parameters())
     assert model.model.embed_tokens.weight.grad is None
 
@@ -98,6 +100,7 @@ def test_padding_changes_nothing(name):
         torch.testing.assert_close(padded_loss, loss, rtol=1e-9, atol=0)
         loss.backward()
         padded_loss.backward()
+
     for a, b in zip(plain.trained_parameters().values(), wide.trained_parameters().values(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(plain.evaluate(batch_of(tokens)), wide.evaluate(batch_of(padded, attended)), rtol=1e-6, atol=0)
@@ -107,9 +110,11 @@ def test_padding_changes_nothing(name):
 def test_evaluation_has_a_row_of_sums_for_each_layer(name):
     objective = opened(name)
     tokens = random_tokens(6, 9)
+
     with eval_mode(objective.module):
         whole = objective.evaluate(batch_of(tokens))
         parts = sum(objective.evaluate(batch_of(rows)) for rows in tokens.split([1, 5]))
+
     assert whole.shape == (3, 3)
     assert whole.dtype == torch.float64
     assert whole[2].tolist() == [48] * 3
@@ -158,6 +163,7 @@ def test_mixed_precision_is_finite_and_near_float32(name):
         loss.backward()
         assert all(bool(p.grad.isfinite().all()) for p in objective.trained_parameters().values())
         losses.append(loss.detach())
+
     assert all(bool(loss.isfinite()) for loss in losses)
     torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=0.05, atol=0.05)
 
@@ -216,8 +222,10 @@ def test_an_objective_is_added_by_one_file(new_objective, tmp_path):
     tokens = random_tokens(12, 6)
     training = lsim.AlignedTraining(objective=new_objective, steps=6, lr=1e-2, schedule="always", save_to=tmp_path / "model")
     result = lsim.finetune_aligned(model, lsim.Data(tokens, batch_size=4), training)
+
     assert result.loss[-1] < result.loss[0]
     assert result.provenance.options["objective"] == new_objective
+
     lsim.AlignedTraining(objective=new_objective)
     with pytest.raises(lsim.LayersimError, match=r"\bsmall\b"):
         lsim.AlignedTraining(objective="smal")

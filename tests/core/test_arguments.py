@@ -33,5 +33,6 @@ def test_a_wrong_item_of_a_list_is_named_without_the_other_arguments(name, value
         except lsim.LayersimError as error:
             said.add(str(error))
     [text] = said
+
     assert text.startswith(f"`{name}` of call is {value}")
     assert len(text) < 120

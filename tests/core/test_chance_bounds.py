@@ -65,6 +65,7 @@ def test_a_count_is_its_total_times_the_interval_of_the_fraction():
     total = BLOCKS * 48
     counts = measured.interval("values")
     cumulative = measured.interval("cumulative")
+
     assert (float(counts.low[0]), float(counts.value[0])) == (0.0, 0.0)
     # The others are worth more than 64 independent samples.
     assert float(counts.high[0]) == pytest.approx(total * width(TEXTS), rel=1e-9)
@@ -80,6 +81,7 @@ def test_all_tokens_may_saturate_early_by_chance():
     measured = saturation([[24, 24, 0]] * BLOCKS)
     cumulative = measured.interval("cumulative")
     early = measured.interval("early_share")
+
     assert float(cumulative.low[1]) == pytest.approx(1 - width(TEXTS), rel=1e-9)
     assert float(early.low) == pytest.approx(1 - width(TEXTS), rel=1e-9)
     assert float(measured.interval("values").high[2]) == pytest.approx(BLOCKS * 48 * width(TEXTS), rel=1e-9)
@@ -90,6 +92,7 @@ def test_entries_that_are_worth_less_than_the_texts_bound_a_count():
     measured = saturation([[0, 48 * (j % 2), 48 - 48 * (j % 2)] for j in range(BLOCKS)])
     error = float(measured.interval("cumulative").error[1])
     worth = 0.25 / error**2
+
     assert worth < TEXTS / 3
     assert float(measured.interval("cumulative").high[0]) == pytest.approx(width(worth), rel=1e-9)
     assert float(measured.interval("values").high[0]) == pytest.approx(BLOCKS * 48 * width(worth), rel=1e-9)
@@ -162,6 +165,7 @@ def test_two_fractions_at_one_bound_differ_by_no_more_than_wilsons_interval():
     second = saturation([[0, 20 + j % 5, 28 - j % 5] for j in range(BLOCKS)])
     difference = lsim.difference(first, second)["cumulative"]
     low, value, high, p = (float(difference[0].sel(statistic=name)) for name in ("low", "difference", "high", "p_value"))
+
     assert value == 0
     assert high == -low == pytest.approx(width(TEXTS), rel=1e-6)
     assert p == pytest.approx(1.0)

@@ -62,12 +62,15 @@ def test_a_cross_entropy_is_that_of_float64_arithmetic(dtype, size):
     logits[0, 5:9] = -torch.inf
     exact = naive(logits.double().numpy(), right.numpy())
     before = logits.clone()
+
     np.testing.assert_allclose(cross_entropy(logits, right), exact, rtol=1e-12)
     assert torch.equal(logits, before)
+
     top = np.sort(np.exp(logits.double().numpy() - logits.double().numpy().max(-1, keepdims=True)), -1)
     top /= top.sum(-1, keepdims=True)
     np.testing.assert_allclose(confidence(logits), top[:, -1], rtol=1e-12)
     np.testing.assert_allclose(confidence(logits, margin=True), top[:, -1] - top[:, -2], rtol=1e-9)
+
     if dtype != torch.bfloat16:
         wide = logits.double().requires_grad_()
         share = torch.linspace(0.1, 1, 6).to(dtype)

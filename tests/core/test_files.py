@@ -26,7 +26,9 @@ def test_a_result_is_read_and_saved_again(name, tmp_path):
             owner, field = (old[key.split("/")[0]], key.split("/")[1]) if isinstance(old, lsim.Report) else (old, key)
             field = type(owner).former_names.get(field, field)
             torch.testing.assert_close(getattr(owner, field), file.get_tensor(key), rtol=0, atol=0, equal_nan=True)
+
     again = lsim.load(old.save(tmp_path / "again"))
+
     for result, saved_result in (
         zip(old.values(), again.values(), strict=True) if isinstance(old, lsim.Report) else [(old, again)]
     ):
@@ -40,6 +42,7 @@ def test_every_class_of_results_has_a_kind_of_its_own():
         importlib.import_module(module.name)
     classes = [cls for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")]
     kinds = [kind_of(cls) for cls in classes]
+
     assert all(kind.replace("_", "").islower() for kind in kinds)
     assert len(set(kinds)) == len(kinds)
 
@@ -53,7 +56,9 @@ def test_fields_of_former_names_are_read(file, name, former, tmp_path):
             fields[former] = fields.pop(name)
     del header["format"]
     del header["kind"]
+
     old = file_format.write(tmp_path / "old", "result", header, tensors)
+
     assert worst(lsim.load(old), lsim.load(path)) == 0
     assert torch.equal(*(torch.as_tensor(getattr(lsim.load(saved), name)) for saved in (old, path)))
 
@@ -70,6 +75,7 @@ def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):
 def test_a_checkpoint_is_read(name):
     checkpoint = read_checkpoint(FILES / name)
     assert checkpoint
+
     if name == "analysis.checkpoint":
         assert (checkpoint["main"].tokens, checkpoint["main"].done) == (64, True)
         assert {"cka", "cosine"} <= set(checkpoint["main"].tree.total().sums)

@@ -110,6 +110,7 @@ def test_other_places_are_refused_at_the_start_too(tmp_path, read_only_disk):
         tuned(None, save_to=tmp_path / "model")
     with pytest.raises(lsim.LayersimError, match=r"^`cache` .*cannot be written"):
         lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(), at=(0, 0), cache=tmp_path)
+
     process = run("report", "--out", tmp_path / "out")
     assert "`--out` names a folder that cannot be written" in str(process.exception)
 

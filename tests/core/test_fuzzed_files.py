@@ -84,6 +84,7 @@ def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
         else:
             assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(tensors, expected, strict=True))
             files_checked += 1
+
     assert files_checked == 60
     assert memory() - before < 2e8
 
@@ -102,6 +103,7 @@ def test_an_edited_shard_with_a_checksum_that_fits_is_read_or_refused(files, tmp
             worked += "cosine" in lsim.merge(path)
         except (lsim.LayersimError, *file_format.MALFORMED):
             refused += 1
+
     assert refused + worked == 60
     assert refused > 3
     assert memory() - before < 2e8

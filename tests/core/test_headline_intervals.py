@@ -42,8 +42,10 @@ def headlines(whole: float, *without: float, name: str = "x", curves: tuple = ()
 def test_an_entry_of_a_field_has_the_interval_of_the_field():
     curves = tuple(torch.tensor([0.9, 0.02 + 0.004 * j]).double() for j in (0, -2, -1, 1, 2))
     result = headlines(*(float(curve[1]) for curve in curves), curves=curves)
+
     ends = function_interval(result, lambda headline: headline.curve[1], 0.95)
     expected = interval_of(result, "curve", 0.95)
+
     assert (float(ends.low), float(ends.high)) == (float(expected.low[1]), float(expected.high[1]))
     assert float(ends.low) > 0
     assert headline_margins(result)["x"] == pytest.approx(float(ends.high - ends.low) / 2)
@@ -69,6 +71,7 @@ def test_a_margin_is_half_the_width_of_the_interval():
     margin = headline_margins(headlines(1.6, 1.2, 1.5, 1.7))["x"]
     expected_error, skew, effective = skewness.moments([1.2, 1.5, 1.7])
     assert expected_error == pytest.approx(error, rel=1e-12)
+
     low, high = skewness.ends(1.6, error, 2, skew, effective)
     assert margin == pytest.approx((high - low) / 2, rel=1e-9)
 

@@ -15,7 +15,9 @@ def test_quantiles_are_within_a_bin(bins):
     values = rng.uniform(-1, 1, size=5000)
     histogram = torch.tensor(np.histogram(values, bins=bins, range=(-1, 1))[0])[None]
     levels = (0.0, 0.05, 0.5, 0.95, 1.0)
+
     quantiles = quantiles_from_histogram(histogram, -1.0, 1.0, levels)[:, 0]
+
     np.testing.assert_allclose(quantiles, np.quantile(values, levels, method="inverted_cdf"), atol=2 / bins)
 
 

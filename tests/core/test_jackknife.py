@@ -47,7 +47,9 @@ def test_the_standard_error_is_that_of_a_naive_loop(sizes, statistic):
     samples = [rng.normal(2, 1, size) for size in sizes]
     whole = torch.tensor(statistic(np.concatenate(samples)))
     without = [statistic(np.concatenate(samples[:j] + samples[j + 1 :])) for j in range(len(sizes))]
+
     error = standard_error(whole, torch.tensor(np.array(without)))
+
     assert float(error) == pytest.approx(naive_error(samples, statistic), rel=1e-10)
 
 
@@ -61,7 +63,9 @@ def test_a_field_keeps_its_shape_and_undefined_entries_are_nan():
     value = torch.tensor([[1.0, math.nan, math.inf], [0.0, 2.0, 3.0]]).double()
     without = torch.stack([value + 0.1, value - 0.1, value]).clone()
     without[1, 1, 2] = math.nan
+
     error = standard_error(value, without)
+
     assert error.shape == value.shape
     assert error.isnan().tolist() == [[False, True, True], [False, False, True]]
     assert standard_error(value, without[:1]).isnan().all()
@@ -93,6 +97,7 @@ def test_the_interval_is_symmetric_on_the_scale_of_the_bounds(within, scale, bac
     margin = stats.t.ppf(0.975, 15) * on_scale
     found = t_interval(torch.tensor(value).double(), torch.tensor(error).double(), torch.tensor(15.0), 0.95, within)
     expected = sorted([back(scale(value) - margin), back(scale(value) + margin)])
+
     assert [float(found.low), float(found.high)] == pytest.approx(expected, rel=1e-6)
     assert within[0] < float(found.low) < float(found.high) < within[1]
 
@@ -105,6 +110,7 @@ def test_an_interval_holds_its_value_at_a_bound_and_is_undefined_without_degrees
     assert found.low[1:].tolist() == pytest.approx([1 - 0.2086] * 2, abs=1e-4)
     assert t_interval(value, error, torch.tensor(math.nan), 0.95).low.isnan().all()
     assert t_interval(value, error * math.nan, torch.tensor(9.0), 0.95).high.isnan().all()
+
     # Errors far larger than the distance from a bound.
     wide = t_interval(torch.tensor(1e-9).double(), torch.tensor(0.5).double(), torch.tensor(15.0), 0.95, within=(0, 1))
     assert (float(wide.low), float(wide.high)) == (0.0, 1.0)
@@ -116,6 +122,7 @@ def test_a_fraction_that_is_a_bound_by_chance_has_the_interval_of_wilson():
     for number, events in enumerate((0, 64)):
         expected = proportion_confint(events, 64, method="wilson")
         assert (float(found.low[number]), float(found.high[number])) == pytest.approx(expected, abs=1e-9)
+
     one_end = t_interval(ends, 0 * ends, torch.tensor(15.0), 0.95, within=(0, 1), rows=(64, math.inf))
     assert float(one_end.high[0]) > 0.06
     assert float(one_end.low[1]) == 1.0
@@ -127,12 +134,15 @@ def test_a_fraction_at_a_bound_is_worth_as_many_samples_as_the_others_of_its_fie
     by_field = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1), rows=(256, 256))
     # 0.5 (1 - 0.5) / 0.05², fewer than the 400 of the other.
     assert float(by_field.high[0]) == pytest.approx(proportion_confint(0, 100, method="wilson")[1], abs=1e-6)
+
     # But it is worth no more than there are texts.
     few = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1), rows=(16, 16))
     assert float(few.high[0]) == pytest.approx(proportion_confint(0, 16, method="wilson")[1], abs=1e-6)
+
     by_entry = torch.tensor([20.0, math.inf, math.inf]).double()
     by_entry_interval = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1), rows=(by_entry, by_entry))
     assert float(by_entry_interval.high[0]) == pytest.approx(proportion_confint(0, 20, method="wilson")[1], abs=1e-6)
+
     plain = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1))
     assert torch.equal(by_field.high[1:], plain.high[1:])
     assert torch.equal(by_field.low, plain.low)
@@ -145,6 +155,7 @@ def test_degrees_count_the_blocks_that_change_a_statistic():
     without[5:, 0] += 1e-15
     without[:5, 0] += 0.1
     without[:, 1] += torch.arange(1, 17)
+
     assert degrees_of_freedom(value, without).tolist() == [4, 15, 15]
 
 
@@ -152,6 +163,7 @@ def test_the_correlation_of_neighbouring_blocks_is_that_of_a_naive_loop():
     rng = np.random.default_rng(1)
     without = rng.normal(size=(16, 3)).cumsum(0)
     correlations = neighbour_correlation(torch.tensor(without))
+
     for column in range(3):
         d = without[:, column] - without[:, column].mean()
         assert float(correlations[column]) == pytest.approx(sum(a * b for a, b in itertools.pairwise(d)) / sum(d * d))
@@ -187,7 +199,9 @@ def test_p_values_and_degrees_are_those_of_scipy():
     errors = tuple(torch.tensor(stats.sem(sample)).double() for sample in (a, b))
     expected = stats.ttest_ind(a, b, equal_var=False)
     degrees = welch_degrees(errors, (torch.tensor(11.0), torch.tensor(18.0)))
+
     assert float(degrees) == pytest.approx(expected.df, rel=1e-12)
+
     value = torch.tensor(a.mean() - b.mean())
     error = (errors[0] ** 2 + errors[1] ** 2).sqrt()
     assert float(p_value_from_error(value, error, degrees)) == pytest.approx(expected.pvalue, rel=1e-10)
@@ -220,7 +234,9 @@ def test_moments_and_skewed_intervals_are_those_of_plain_python(seed):
     value = torch.tensor(without.mean() + 0.001)
     replicates = torch.tensor(without)
     error, skew, effective = skewness.moments(without.tolist())
+
     uncertainty = Uncertainty.of(value, replicates)
+
     assert float(uncertainty.error) == pytest.approx(error, rel=1e-12)
     assert float(uncertainty.skewness.skew) == pytest.approx(skew, rel=1e-9)
     assert float(uncertainty.skewness.degrees) == pytest.approx(effective, rel=1e-9)
@@ -269,11 +285,13 @@ def test_an_end_of_a_skewed_interval_that_lies_beyond_a_bound_is_that_of_the_sca
 def test_the_error_of_one_long_text_has_few_degrees():
     replicates = torch.tensor([0.4] + [0.5 + 0.0001 * j for j in range(15)]).double()
     assert 2 < float(effective_degrees(torch.tensor(0.5).double(), replicates)) < 3
+
     # A constant, contributions of one size, and a single block that changes the statistic.
     value = torch.tensor([0.5, 0.5, 0.5]).double()
     without = value.expand(16, 3).clone()
     without[:, 1] += torch.tensor([0.1, -0.1]).repeat(8)
     without[0, 2] += 0.1
+
     assert effective_degrees(value, without)[:2].tolist() == [15, 15]
     assert effective_degrees(value, without)[2].isnan()
 
@@ -288,6 +306,7 @@ def test_few_texts_whose_length_predicts_the_rate_are_covered():
     truth = float((many * many / (many + 40)).sum() / many.sum())
     value = events.sum(0) / length.sum(0)
     without = (events.sum(0) - events) / (length.sum(0) - length)
+
     error, degrees, skew = Uncertainty.of(value, without)
     shares = [
         float(((interval.low <= truth) & (truth <= interval.high)).double().mean())
@@ -296,5 +315,6 @@ def test_few_texts_whose_length_predicts_the_rate_are_covered():
             t_interval(value, error, degrees, 0.95, (0, 1), skewness=skew),
         )
     ]
+
     assert shares[0] < 0.91
     assert 0.915 < shares[1] < 0.97

@@ -97,6 +97,7 @@ def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
     report = lsim.load(FILES / "report.safetensors")
     model = tiny_llama()
     data = random_tokens(4)
+
     for call in (
         lambda: lsim.load("a\0b"),
         lambda: report.save("a\0b"),
@@ -133,6 +134,7 @@ def test_a_malformed_result_is_refused_or_works(name, tmp_path):
             worked += 1
         except lsim.LayersimError as error:
             refused += str(path) in str(error)
+
     # Each refusal names the file.
     assert refused + worked == 6
 
@@ -214,6 +216,7 @@ def test_an_entry_of_another_type_is_refused_or_every_use_works(name, tmp_path):
                 list(figures(loaded))
         except Exception as error:
             raw.append((key, before, node[key], repr(error)))
+
     assert raw == []
     # Each refusal names the file.
     assert outcomes["refused"] + outcomes["works"] == number + 1
@@ -233,6 +236,7 @@ def test_every_result_class_is_mutated():
 def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
     header, tensors = file_format.read(FILES / name, ("checkpoint", "stitches", "training", "remote_run"))
     assert read_checkpoint(FILES / name)
+
     rng = random.Random(name)
     refused = 0
     worked = 0
@@ -246,6 +250,7 @@ def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
             worked += 1
         except lsim.LayersimError as error:
             refused += str(path) in str(error)
+
     # Each refusal names the file.
     assert refused + worked == 20
     # Of a training, `read_checkpoint` reads the curve alone.

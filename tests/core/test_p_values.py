@@ -65,7 +65,9 @@ def test_adjusted_p_values_are_those_of_the_naive_definition(method, seed):
     p[3] = p[7]
     p[[5, 11]] = math.nan
     defined = ~p.isnan()
+
     [adjusted_values] = adjusted([(p, False)], method)
+
     np.testing.assert_allclose(adjusted_values[defined], ORACLES[method](p[defined].tolist()), rtol=1e-12)
     assert adjusted_values.isnan().equal(~defined)
 
@@ -76,6 +78,7 @@ def test_every_test_of_a_report_is_one_line(report, method):
     check(table, method)
     count = len(report["cka"].layers)
     lines = table.groupby(["analyzer", "field"]).size().to_dict()
+
     assert lines == {
         ("cka", "p_values"): count * (count - 1) // 2,
         ("cka", "max_p_value"): 1,
@@ -84,6 +87,7 @@ def test_every_test_of_a_report_is_one_line(report, method):
         ("fit", "max_p_value"): 1,
     }
     assert list(table.columns) == ["analyzer", "field", "row_layer", "column_layer", "p_value", "p_adjusted"]
+
     layers = report["cka"].layers
     for _, line in table[table["field"] == "p_values"].iterrows():
         row = layers.index(line["row_layer"])
@@ -99,6 +103,7 @@ def test_nan_stays_and_does_not_count(report):
     table = changed.p_values()
     all_of_it = Report({"cka": report["cka"]}).p_values()
     check(table, "holm")
+
     assert len(table) == len(all_of_it)
     assert table["p_adjusted"].isna().sum() == 1
     assert table["p_adjusted"].min() < all_of_it["p_adjusted"].min()
@@ -140,6 +145,7 @@ def test_a_difference_adjusts_over_each_field(method):
             np.testing.assert_array_equal(np.isnan(p), np.isnan(corrected))
             key = "headline" if field == "headline" else (name, field)
             families.setdefault(key, []).append((p[tested], corrected[tested]))
+
     assert len(families) > 4
     for columns in families.values():
         p, corrected = map(np.concatenate, zip(*columns, strict=True))

@@ -51,6 +51,7 @@ def test_any_ranges_add_in_one_order(count, cuts, sizes):
     for first, end in itertools.pairwise(edges):
         for number, value in in_requests(first, end, sizes):
             push(stack, number, value, join)
+
     assert fold(stack, join) == recursive(0, count)
 
 

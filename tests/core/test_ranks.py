@@ -119,6 +119,7 @@ def test_all_ranks_raise_if_one_has_other_inputs_or_fails(ranks, tmp_path):
     run_in_group(SCRIPT, ranks, str(tmp_path))
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert {outcome.pop("tokens") for outcome in outcomes} == {54}
+
     failed = {"failure in the first batch", "failure later", "failure of a stream"}
     for name in outcomes[0]:
         errors = [outcome[name] for outcome in outcomes]

@@ -62,6 +62,7 @@ def test_code_of_a_model_runs_where_the_user_says_so_and_the_record_tells(folder
     outcome, out = report(folder, "--trust-remote-code")
     assert outcome.exit_code == 0, outcome.output
     assert (folder.parent / "it ran").exists()
+
     provenance = lsim.load(out / "report.safetensors")["cosine"].provenance
     assert "\ntrust_remote_code: true\n" in (out / "run.yaml").read_text()
     assert provenance.source.startswith("OwnForCausalLM")
@@ -75,6 +76,7 @@ def test_a_file_of_options_does_not_let_code_run(folder):
     assert isinstance(outcome.exception, lsim.LayersimError)
     assert str(file) in str(outcome.exception)
     assert not (folder.parent / "it ran").exists()
+
     outcome, out = report(folder, "--config", str(file), "--trust-remote-code")
     assert outcome.exit_code == 0, outcome.output
     assert "--config run.yaml --trust-remote-code repeats" in (out / "run.yaml").read_text().splitlines()[0]

@@ -51,6 +51,7 @@ def test_a_line_has_its_labels_and_its_interval(report, table):
     assert list(lines["layer"]) == list(report["raw"].layers[1:])
     for column, values in (("low", interval.low), ("high", interval.high), ("se", interval.error)):
         assert torch.equal(torch.tensor(lines[column].to_numpy()), values)
+
     [line] = table.query("analyzer == 'cka' and field == 'values'")[["row_layer", "column_layer", "value"]].values[[1]].tolist()
     assert line == [*report["cka"].layers[:2], float(report["cka"].values[0, 1])]
     # The first pass determines the mean, which has no interval.
@@ -64,6 +65,7 @@ def test_layers_are_ordered_as_in_the_model(table):
     assert table["layer"].cat.ordered
     assert order[0].endswith("hook_resid_pre"), "of a curve that has it, although the first result has blocks only"
     assert order == sorted(order, key=lambda name: (int(re.findall(r"\d+", name)[0]), "post" in name))
+
     wide = table.query("analyzer == 'cka' and field == 'values'").pivot(
         index="row_layer", columns="column_layer", values="value"
     )
@@ -155,10 +157,12 @@ def test_headline_numbers_go_to_a_logger(report):
     logger.log(report.headline(), step=3)
     [(step, numbers)] = logger.lines
     assert step == 3
+
     texts = [(name, text, value) for name, result in report.items() for text, value in result.headline().items()]
     values = {key: value for key, value in numbers.items() if not key.endswith(("_low", "_high"))}
     assert list(values.values()) == pytest.approx([float(value) for _, _, value in texts], nan_ok=True)
     assert [key.split("/")[0] for key in values] == [name for name, _, _ in texts]
+
     ends = report["raw"].interval(lambda result: result.accuracy[-1])
     key = "raw/accuracy_of_the_last_layer"
     assert (numbers[f"{key}_low"], numbers[f"{key}_high"]) == (float(ends.low), float(ends.high))
@@ -209,6 +213,7 @@ def test_results_of_every_kind_have_a_table(name, tmp_path):
     report = loaded if isinstance(loaded, Report) else Report({"own": loaded})
     table = report.to_frame()
     again = pandas.read_json(report.to_json(tmp_path / "x.json"), orient="table", precise_float=True)
+
     assert list(again.columns) == list(table.columns)
     # A field of one of these files is infinite, which JSON cannot hold.
     assert again["value"].equals(table["value"].replace([math.inf, -math.inf], math.nan))

@@ -63,8 +63,10 @@ def test_tables_are_tidy(report):
     table = report["cosine"].to_frame()
     assert list(table.columns) == ["row_layer", "column_layer", "values", "std", "below_zero", "angular"]
     assert len(table) == 16
+
     row = table[(table.row_layer == "blocks.0.hook_resid_pre") & (table.column_layer == "blocks.2.hook_resid_post")]
     assert row["values"].item() == report["cosine"].values[0, 3].item()
+
     last = report["cosine"].to_frame("to_last")
     assert list(last.columns) == ["quantile", "layer", "to_last"]
     assert list(report["cosine"].to_frame("norm_ratio").layer) == list(report["cosine"].layers[1:])
@@ -77,6 +79,7 @@ def test_pivots_keep_the_order_of_layers():
     values = torch.arange(144, dtype=torch.float64).view(12, 12)
     matrix = LayerMatrix(values=values, layers=names, column_layers=names, provenance=provenance())
     pivot = matrix.to_frame().pivot(index="row_layer", columns="column_layer", values="values")
+
     assert (pivot.to_numpy() == values.numpy()).all()
     assert list(pivot.index) == list(names)
 
@@ -141,6 +144,7 @@ def test_fields_of_an_own_result_have_headlines_tables_and_figures():
     assert [picture.name for picture in result.pictures] == ["values"]
     assert list(result.to_frame()) == ["layer", "values", "spread"]
     assert list(result.to_frame("spread")) == ["layer", "spread"]
+
     heads = margins("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]")
     assert list(heads.headline().values()) == [0.5, 0.5]
 
@@ -169,6 +173,7 @@ def test_a_table_of_a_paper_has_half_of_the_interval():
     low, high = skewness.ends(1.5, error, 2, skew, effective)
     half = (high - low) / 2
     cells = [line.split("|")[2].strip() for line in result.to_markdown().splitlines()[2:]]
+
     assert cells == [f"1.5 ± {half:.1f}", f"15 ± {10 * half:.0f}"]
 
 
@@ -176,6 +181,7 @@ def test_tables_of_papers_are_escaped():
     report = Report({"a_b": margins("blocks.0.hook_resid_pre", "x_1|&")})
     lines = [line for line in report.to_latex().splitlines() if "&" in line]
     assert [line.split(" & ")[0] for line in lines[1:]] == [r"a\_b"] * len(report["a_b"].headline())
+
     rows = report["a_b"].to_latex("spread").splitlines()
     assert rows[5] == r"x\_1|\& & 0.5 \\"
     assert report["a_b"].to_markdown("spread").splitlines()[-1].split(" | ")[0].rstrip() == r"| x\_1\|\&"

@@ -24,6 +24,7 @@ def parse(notes, tensors):
 def test_a_state_is_read_back_exactly(kind, identity, tmp_path):
     path = tmp_path / "run"
     assert ResumableFile(path, kind, identity).resume(parse) is None
+
     ResumableFile(path, kind, identity).write(NOTES, TENSORS)
     step, name, tensors = ResumableFile(path, kind, identity).resume(parse)
     assert (step, name) == (3, "x")
@@ -33,6 +34,7 @@ def test_a_state_is_read_back_exactly(kind, identity, tmp_path):
 def test_no_path_keeps_nothing():
     file = ResumableFile(None, "training", {})
     assert file.resume(parse) is None
+
     file.write(NOTES, TENSORS)
     file.save(NOTES, TENSORS)
     assert not file.due
@@ -82,14 +84,19 @@ def test_saves_are_spaced_by_time_and_by_their_own_duration(tmp_path, monkeypatc
     monkeypatch.setattr(resumable_file.time, "monotonic", lambda: now[0])
     file = ResumableFile(tmp_path / "run", "training", {})
     now[0] = 29.0
+
     assert not file.due
+
     now[0] = 31.0
     assert file.due
+
     plain = resumable_file.write
     monkeypatch.setattr(resumable_file, "write", lambda *arguments: now.__setitem__(0, now[0] + 10) or plain(*arguments))
     # A save of 10 s: the next one comes after 200 s.
     file.save(NOTES, TENSORS)
     now[0] = 41.0 + 199
+
     assert not file.due
+
     now[0] = 41.0 + 201
     assert file.due

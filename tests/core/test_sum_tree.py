@@ -38,6 +38,7 @@ def test_blocks_are_contiguous_of_one_size_and_16_to_32(count):
     for number in range(count):
         tree = tree.add(part(number, 1))
         assert len(tree.blocks()) <= MOST_BLOCKS
+
     blocks = held(tree)
     assert [start for start, _ in blocks] == list(range(0, count, tree.size))
     assert sum(size for _, size in blocks) == count
@@ -92,6 +93,7 @@ def test_coarser_blocks_hold_the_same_batches(count):
     for number in range(count):
         tree = tree.add(part(number, 1))
     coarse = tree.coarser(4)
+
     assert [start for start, _ in held(coarse)] == list(range(0, count, 4))
     assert tree.coarser(1) is tree
 
@@ -120,7 +122,9 @@ def test_trees_over_any_ranges_join_to_the_tree_of_one_run(count, cuts, blocks, 
     joined = SumTree(size)
     for first, end in itertools.pairwise(edges):
         joined = joined.join(grown(terms, first, end, size))
+
     assert bits((joined.total(),)) == bits((alone.total(),))
+
     if blocks:
         assert bits(joined.blocks()) == bits(alone.blocks())
     # In any grouping too, as workers of a cluster add neighbours first.
@@ -132,6 +136,7 @@ def test_trees_over_any_ranges_join_to_the_tree_of_one_run(count, cuts, blocks, 
         first_tree = first_tree.join(grown(terms, first, end, size))
     for first, end in ranges[middle:]:
         second_tree = second_tree.join(grown(terms, first, end, size))
+
     assert bits(first_tree.join(second_tree).nodes) == bits(joined.nodes)
 
 

@@ -63,8 +63,10 @@ def test_an_interrupt_saves_the_last_whole_step_and_says_where_to_resume(stop, t
     file = ResumableFile(tmp_path / "run", "training", {})
     with pytest.raises(type(stop)) as caught:
         run_steps(Summing(stop=stop, at=4), file)
+
     note = f"The training up to step 4 of 6 is in {file.path}; the same call continues from there."
     assert caught.value.__notes__[-1] == note
+
     resumed = Summing().restore(file)
     run_steps(resumed, file)
     assert (resumed.total, resumed.computed) == (15.0, [4, 5])
@@ -155,6 +157,7 @@ def test_a_descent_is_the_optimiser_by_hand(moments):
         by_hand.optimiser.param_groups[0]["lr"] = 0.1 / (step + 1)
         by_hand.optimiser.step()
         by_hand.optimiser.zero_grad()
+
     assert all(torch.equal(descent.parameters[name], by_hand.parameters[name]) for name in "abc")
     assert all(parameter.grad is None for parameter in descent.parameters.values())
 
@@ -168,7 +171,9 @@ def test_a_descent_goes_on_from_its_tensors_with_the_same_bits(moments):
     first.steps = 3
     run_steps(first, ResumableFile(None, "training"))
     tensors = {name: value.clone() for name, value in first.tensors().items()}
+
     assert set(tensors) == {"weight/a", "weight/b", "weight/c"} | {f"{kind}/{name}" for kind in moments for name in "ab"}
+
     second.load(tensors)
     second.curve = list(first.curve)
     run_steps(second, ResumableFile(None, "training"))
@@ -189,6 +194,7 @@ def test_a_shuffle_is_a_permutation_of_its_own_each_epoch(seed):
     shuffle = Shuffle(7, seed)
     rows = [shuffle.row(place) for place in range(35)]
     epochs = [rows[start : start + 7] for start in range(0, 35, 7)]
+
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
     for number, epoch in enumerate(epochs):

@@ -34,8 +34,10 @@ def test_an_interrupted_write_leaves_the_old_file(how, tmp_path, monkeypatch):
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match=r"Could not write .*No space left(.|\n)*unchanged"):
             SAVES[how](path)
+
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
+
     SAVES[how](path)
     assert path.read_text(errors="ignore") != "old"
     assert os.listdir(tmp_path) == ["x"]
@@ -67,6 +69,7 @@ def test_files_have_the_permissions_that_the_umask_leaves(tmp_path):
         assert path.stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
+
     assert len(lsim.load(path).values) == 3
     assert os.listdir(tmp_path) == ["x"]
 
@@ -87,6 +90,7 @@ def test_every_dtype_comes_back(tmp_path):
     held = {str(dtype): torch.arange(6).to(dtype).view(2, 3).t() for dtype in file_format.DTYPES}
     held |= {"none": torch.zeros(0, 3), "one": torch.tensor(1.5)}
     _, tensors = file_format.read(file_format.write(tmp_path / "x", "test", {}, held), ("test",))
+
     assert tensors.keys() == held.keys()
     for name, value in held.items():
         assert (tensors[name].dtype, tensors[name].shape) == (value.dtype, value.shape)

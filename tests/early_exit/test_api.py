@@ -38,7 +38,9 @@ class TestWholeModel:
         expected = model.generate(
             tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
         )
+
         generated = EarlyExit(model, 1).generate(tokens, attention_mask=mask, max_new_tokens=12, eos_token_id=())
+
         assert torch.stack(generated.tokens).tolist() == expected[:, 8:].tolist()
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -48,13 +50,17 @@ class TestWholeModel:
         tokens = random_tokens(1, 6)
         expected = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
         generated = EarlyExit(model, 1.0, at=(1,)).generate(tokens, max_new_tokens=8, eos_token_id=())
+
         assert generated.tokens[0].tolist() == expected[0, 6:].tolist()
+
         early = EarlyExit(model, 0.4, at=(0, 1, 3)).generate(tokens, max_new_tokens=20, eos_token_id=())
         assert {1, 6} <= set(early.exits[0].tolist())
+
         text = torch.cat([tokens[0], early.tokens[0]])[None]
         with torch.no_grad():
             logits = model(text[:, :-1]).logits[0, 5:].float()
         gap = logits.amax(-1) - logits.gather(1, text[0, 6:, None])[:, 0]
+
         # What the last block says is the model's own first choice, but for ties of half precision.
         assert float(gap[early.exits[0] == 6].max()) < (0.2 if dtype != torch.float64 else 1e-9)
 
@@ -81,6 +87,7 @@ class TestSampling:
         tokens = random_tokens(3, 5)
         options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": ()}
         a, b, c = (early.generate(tokens, seed=seed, **options) for seed in (7, 7, 8))
+
         assert [x.tolist() for x in a.tokens] == [x.tolist() for x in b.tokens]
         assert [x.tolist() for x in a.tokens] != [x.tolist() for x in c.tokens]
         # A row draws the same alone.
@@ -104,5 +111,6 @@ class TestSampling:
             row.expand(count, -1), max_new_tokens=1, do_sample=True, temperature=2.0, top_p=0.7, seed=0, eos_token_id=()
         )
         share = torch.bincount(torch.cat(generated.tokens), minlength=VOCABULARY).double() / count
+
         assert float(share[probabilities == 0].sum()) == 0
         assert ((share - probabilities).abs() <= 5 * (probabilities * (1 - probabilities) / count).sqrt() + 1e-9).all()

@@ -61,7 +61,9 @@ class TestWhatRuns:
         tokens, mask = ragged([5, 8, 6, 7])
         free = EarlyExit(model, 0.4, at=(2,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=())
         eos = int(free.tokens[row][ended])
+
         generated = EarlyExit(model, 0.4, at=(2,)).generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=eos)
+
         for i, n in enumerate((5, 8, 6, 7)):
             said, exits = naive_generate(model, tokens[i, 8 - n :], 16, (2,), "max-prob", 0.4, eos=eos)
             assert (generated.tokens[i].tolist(), generated.exits[i].tolist()) == (said, exits)
@@ -76,7 +78,9 @@ class TestWhatRuns:
         words = free.texts[0].split()
         model.generation_config.eos_token_id = [int(free.tokens[0][2])]
         first = free.tokens[0].tolist().index(int(free.tokens[0][2]))
+
         assert len(early.generate("w5 w6 w7", max_new_tokens=12).tokens[0]) == first + 1
+
         several = early.generate(["w5 w6 w7", "w9"], max_new_tokens=4, eos_token_id=())
         assert several.texts[0].split() == words[:4]
 

@@ -15,5 +15,6 @@ def test_frequent_tokens():
     # BOS stands before each text.
     assert tokens.tolist()[:1] == [5]
     assert set(tokens.tolist()) == {5, 7, 1}
+
     data = lsim.Data(["w5 w5 w5 w7 w7 w9", "w6 w6 w6 w6"], tokenizer=tiny_tokenizer(), max_tokens=7)
     assert 6 not in frequent_tokens(tiny_llama(3), data, 9).tolist()

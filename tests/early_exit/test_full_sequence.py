@@ -35,6 +35,7 @@ class TestLogits:
             assert int(output.exits[i, j]) == layer
             assert torch.allclose(output.logits[i, j], logits, atol=1e-4, rtol=1e-4)
             depths.add(layer)
+
         assert len(depths) >= 3
 
     def test_positions_behind_the_last_unsure_one_do_not_run(self):
@@ -43,6 +44,7 @@ class TestLogits:
         tokens = random_tokens(1, 20)
         output = early.logits(tokens)
         last = int((output.exits[0] == 6).nonzero().max()) + 1
+
         assert output.block_tokens == 3 * 20 + 3 * last
 
     @pytest.mark.light("bert", "masked")

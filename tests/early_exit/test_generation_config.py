@@ -63,6 +63,7 @@ def test_tokens_are_those_of_generate(make, name):
         setattr(model.generation_config, setting, value)
     generated = lsim.EarlyExit(model, 1.0).generate(tokens, attention_mask=mask, max_new_tokens=NEW)
     expected = [theirs(model, row) for row in rows]
+
     assert expected[0] != plain or name == "synth_id"
     assert [row.tolist() for row in generated.tokens] == expected
 
@@ -74,6 +75,7 @@ def test_exits_are_decided_without_the_settings():
     before = early.generate(prompt, max_new_tokens=1, eos_token_id=())
     model.generation_config.suppress_tokens = before.tokens[0].tolist()
     after = early.generate(prompt, max_new_tokens=1, eos_token_id=())
+
     assert after.exits[0].tolist() == before.exits[0].tolist()
     assert after.tokens[0].tolist() != before.tokens[0].tolist()
 
@@ -85,8 +87,10 @@ def test_stop_strings_end_a_row():
     row = model.tokenizer("Once upon a", return_tensors="pt").input_ids[0]
     expected = theirs(model, row, tokenizer=model.tokenizer)
     early = lsim.EarlyExit(model, 1.0)
+
     assert len(expected) < NEW
     assert early.generate(row, max_new_tokens=NEW).tokens[0].tolist() == expected
+
     model.tokenizer = None
     with pytest.raises(lsim.LayersimError, match=r"generation_config.stop_strings.*there"):
         lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW)
@@ -99,7 +103,9 @@ def test_sampling_settings_apply_to_sampling_alone():
     greedy = lsim.EarlyExit(model, 1.0).generate(row, max_new_tokens=NEW, eos_token_id=()).tokens[0].tolist()
     model.generation_config.update(do_sample=True, temperature=3.0, top_p=0.9, top_k=4, min_p=0.01, typical_p=0.95)
     early = lsim.EarlyExit(model, 1.0)
+
     assert early.generate(row, max_new_tokens=NEW, eos_token_id=()).tokens[0].tolist() == greedy
+
     # At a top_k of 1, sampling is greedy.
     model.generation_config.top_k = 1
     assert early.generate(row, max_new_tokens=NEW, do_sample=True, seed=0, eos_token_id=()).tokens[0].tolist() == greedy

@@ -53,7 +53,9 @@ def test_tokens_and_exits(rule):
         assert generated.tokens[i].tolist() == said
         assert generated.exits[i].tolist() == exits
         depths.update(exits)
+
     assert len(depths) >= 3
+
     shared = EarlyExit(model, threshold, rule=rule, at=AT).generate(tokens, attention_mask=mask, max_new_tokens=15)
     assert any(a.tolist() != b.tolist() for a, b in zip(shared.tokens, generated.tokens, strict=True))
 
@@ -76,6 +78,7 @@ def test_logits_of_a_text(norm, bias):
             assert int(output.exits[i, j]) == layer
             assert torch.allclose(output.logits[i, j], logits, atol=1e-4, rtol=1e-4)
             depths.add(layer)
+
     assert len(depths) >= (3 if norm == "final" else 2)
 
 
@@ -89,6 +92,7 @@ def test_a_shortlist_reads_the_rows_of_each_head():
         row, max_new_tokens=25, eos_token_id=()
     )
     said, exits = naive_generate(model, row, 25, AT, "max-prob", 0.6, short, heads=naive_heads(model, heads))
+
     assert (generated.tokens[0].tolist(), generated.exits[0].tolist()) == (said, exits)
     assert len(set(exits)) >= 2
 
@@ -102,7 +106,9 @@ def test_exits_are_those_of_the_curve():
         "exit_curve"
     ]
     exits = EarlyExit(model, 0.5, at="all", heads=heads).logits(tokens).exits
+
     assert torch.bincount(exits.flatten(), minlength=7)[1:].tolist() == curve.exits[0].tolist()
+
     costs = lsim.early_exit.ExitCosts(block=1, check=0.1, head=0.1, blocks=6)
     planned = EarlyExit(model, 0.5, curve=curve, costs=costs, heads=heads)
     assert planned.plan.at == planned.at
@@ -142,7 +148,9 @@ def test_rows_of_a_classifier(name):
     tops = torch.stack([z.double().softmax(-1).amax(-1) for z in by_layer])
     threshold = float(tops[:2].quantile(0.63))
     exits = [next((i for i in (0, 1) if tops[i, row] > threshold), 2) for row in range(8)]
+
     output = EarlyExit(model, threshold, at="all", heads=heads).logits(inputs, mask)
+
     assert output.exits.tolist() == [layer + 1 for layer in exits]
     assert len(set(exits)) >= 2
     assert torch.allclose(output.logits, torch.stack([by_layer[i][row] for row, i in enumerate(exits)]), atol=1e-5)
@@ -153,6 +161,7 @@ def test_half_precision_models_take_wider_heads():
     wide = near_heads(deep())
     early = EarlyExit(model, 0.5, at=AT, heads=wide)
     assert early.logits(random_tokens(2, 9)).logits.dtype == torch.float32
+
     tokens, mask = ragged([6, 9])
     assert len(early.generate(tokens, attention_mask=mask, max_new_tokens=5, eos_token_id=()).tokens[0]) == 5
 

@@ -28,8 +28,10 @@ def test_rows_exit_with_the_logits_of_their_layer(name):
     depths = set()
     by_layer = torch.stack([torch.cat(layer_logits(model, case.paths, row)) for row in case.rows()])
     never = called(lsim.EarlyExit, model, threshold=1.0, at="all", **case.options).logits(*inputs_of(case))
+
     torch.testing.assert_close(never.logits, by_layer[:, -1], rtol=1e-9, atol=1e-12)
     assert never.exits.tolist() == [3] * 5
+
     for rule, threshold in RULES.items():
         early = called(lsim.EarlyExit, model, rule=rule, threshold=threshold, at="all", **case.options)
         output = early.logits(*inputs_of(case))
@@ -38,6 +40,7 @@ def test_rows_exit_with_the_logits_of_their_layer(name):
         if rule == "max-prob":
             sure = by_layer.softmax(-1).amax(-1) > threshold
             assert output.exits.tolist() == [next((n + 1 for n in (0, 1) if row[n]), 3) for row in sure]
+
     assert len(depths) > 1
 
 
@@ -48,9 +51,11 @@ def test_a_truncated_copy_has_the_logits_of_the_lens(name, tmp_path):
     model = case.build()
     short = lsim.truncate(model, 2, save_to=tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=next(model.parameters()).dtype).eval()
+
     # The stages of a backbone, which DINOv2 and BEiT name.
     for name in ("stage_names", "out_features"):
         assert getattr(short.config, name, None) == getattr(loaded.config, name, None)
+
     for row in case.rows():
         expected = layer_logits(model, case.paths, row)[1]
         with torch.no_grad():

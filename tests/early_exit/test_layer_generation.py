@@ -82,13 +82,16 @@ def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
     groups = in_groups(monkeypatch, model, layers)
     lengths = set()
     by_layer = written(model, heads=layer_heads)
+
     assert [ends[-1] for ends in groups] == runs
     assert len(by_layer) == 6
+
     for rows, (tokens, texts) in zip(by_layer, one_at_a_time(heads), strict=True):
         assert [row.tolist() for row, _ in rows] == tokens
         assert tuple(text for _, text in rows) == texts
         lengths |= {len(row) for row, _ in rows}
         assert all(int(row[-1]) in ENDS or len(row) == NEW for row, _ in rows)
+
     assert NEW in lengths
     assert len(lengths) > 3
     assert len({tuple(rows[0][0].tolist()) for rows in by_layer}) > 3
@@ -101,6 +104,7 @@ def test_greedy_the_naive_way(monkeypatch, heads):
     layer_heads = None if heads is None else near_heads(model, heads)
     naive = () if layer_heads is None else naive_heads(model, layer_heads)
     in_groups(monkeypatch, model, 4)
+
     for layer, rows in enumerate(written(model, top_p=GREEDY, heads=layer_heads), 1):
         for prompt, (row, text) in list(zip(PROMPTS, rows, strict=True))[1:3]:
             ids = torch.tensor(ids_of(prompt))
@@ -118,6 +122,7 @@ def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
         model.lm_head.weight.mul_(4)
     groups = in_groups(monkeypatch, model, 2)
     by_layer = written(model, top_p=GREEDY)
+
     assert [ends[-1] for ends in groups] == [2, 3]
     for layer, rows in enumerate(by_layer, 1):
         short = truncate(model, layer)
@@ -134,6 +139,7 @@ def test_the_demo_model():
     early = EarlyExit(model, 0.0, at="all")
     counted = []
     by_layer = early.generate_from_layers(prompts, max_new_tokens=8, top_p=0.9, seed=0, on_tokens=counted.append)
+
     for layer in (1, 3, 8):
         alone = EarlyExit(model, 0.0, at=(layer - 1,)) if layer < 8 else EarlyExit(model, 1.0)
         said = alone.generate(prompts, max_new_tokens=8, do_sample=True, top_p=0.9, seed=0)
@@ -168,6 +174,7 @@ class TestEdges:
         state = torch.get_rng_state()
         first = written(model)
         other = written(model, seed=4)
+
         assert [text for rows in first for _, text in rows] != [text for rows in other for _, text in rows]
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training

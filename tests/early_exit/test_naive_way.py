@@ -26,7 +26,9 @@ class TestAgainstTheNaiveWay:
         expected = [
             naive_generate(model, tokens[i, 9 - n :], 20, at, rule, settings["threshold"]) for i, n in enumerate(lengths)
         ]
+
         assert len({layer for _, exits in expected for layer in exits}) >= 3
+
         together = early.generate(tokens, attention_mask=mask, max_new_tokens=20, eos_token_id=())
         for i, (said, exits) in enumerate(expected):
             alone = early.generate(tokens[i, 9 - lengths[i] :], max_new_tokens=20, eos_token_id=())
@@ -42,6 +44,7 @@ class TestAgainstTheNaiveWay:
         row = random_tokens(1, 5)[0]
         early = EarlyExit(model, 0.4, at="all")
         assert early.at == tuple(range(5))
+
         generated = early.generate(row, max_new_tokens=25, eos_token_id=())
         said, exits = naive_generate(model, row, 25, early.at, "max-prob", 0.4)
         assert (generated.tokens[0].tolist(), generated.exits[0].tolist()) == (said, exits)
@@ -54,6 +57,7 @@ class TestAgainstTheNaiveWay:
         a, b = (
             early.generate(tokens, attention_mask=mask, max_new_tokens=9, eos_token_id=()) for tokens, mask in (left, right)
         )
+
         assert [x.tolist() for x in a.tokens + a.exits] == [x.tolist() for x in b.tokens + b.exits]
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -72,6 +76,7 @@ class TestAgainstTheNaiveWay:
                     logits = model(text[None, : n + step], use_cache=False).logits[0, -1]
                 assert int(logits.argmax()) == int(generated.tokens[i][step])
         waits = "".join(str(layer) for layer in torch.cat(generated.exits).tolist())
+
         assert "22223" in waits, waits
 
     @pytest.mark.heavy("seconds, where faster tests reach the same")
@@ -82,6 +87,7 @@ class TestAgainstTheNaiveWay:
         early = EarlyExit(model, 0.6, at=(0, 2, 3), shortlist=short.tolist())
         generated = early.generate(row, max_new_tokens=25, eos_token_id=())
         said, exits = naive_generate(model, row, 25, (0, 2, 3), "max-prob", 0.6, short)
+
         assert (generated.tokens[0].tolist(), generated.exits[0].tolist()) == (said, exits)
         assert len(set(exits)) >= 2
         assert any(token not in short for token in said)
@@ -95,4 +101,5 @@ class TestAgainstTheNaiveWay:
         for batch in Batches(lsim.Data(texts, batch_size=4, seq_len=64), early.split_model.model):
             exits = early.logits(batch.tokens, batch.attention).exits
             counts += torch.bincount(exits[exits > 0] - 1, minlength=8)
+
         assert counts.tolist() == curve.exits[0].tolist()

@@ -40,7 +40,9 @@ class TestWhatWasOnceWrong:
         a, b = random_tokens(2, 5).split(1)
         how = {"max_new_tokens": 10, "do_sample": True, "eos_token_id": ()}
         beside = [early.generate(torch.cat([first_row, b]), seed=5, **how).tokens[1] for first_row in (a, b)]
+
         assert torch.equal(beside[0], beside[1])
+
         twice = early.generate(torch.cat([a, a]), seed=5, **how).tokens
         assert not torch.equal(twice[0], twice[1])
         assert not torch.equal(twice[1], early.generate(a, seed=6, **how).tokens[0])
@@ -52,6 +54,7 @@ class TestWhatWasOnceWrong:
             torch.manual_seed(3)
             drawn = early.generate(random_tokens(1, 5), max_new_tokens=10, do_sample=True, eos_token_id=()).tokens[0]
             draws.append((drawn.tolist(), float(torch.rand(1))))
+
         assert draws[0] == draws[1]
 
     def test_truncate_leaves_lists_that_are_no_lists_of_blocks(self):
@@ -67,10 +70,13 @@ class TestWhatWasOnceWrong:
         push = torch.randn(32, generator=torch.Generator().manual_seed(1)) * 0.2
         for block in (0, 2):
             model.model.layers[block].register_forward_hook(lambda _m, _a, out: out + push)
+
         assert len(model.model.layers[0]._forward_hooks) == 1
+
         generated = early.generate(tokens, max_new_tokens=30, eos_token_id=())
         assert len(model.model.layers[0]._forward_hooks) == 1
         assert len(set(generated.exits[0].tolist())) > 1
+
         text = tokens
         unembed = early.unembed
         for token, depth in zip(generated.tokens[0], generated.exits[0], strict=True):
@@ -92,6 +98,7 @@ class TestWhatWasOnceWrong:
         model = tiny_llama()
         early = lsim.EarlyExit(model, 1.0)
         model.lm_head = torch.nn.Linear(32, 100, bias=False)
+
         for call in (lambda: early.generate(random_tokens(1, 4)), lambda: early.logits(random_tokens(1, 4))):
             with pytest.raises(lsim.LayersimError, match=r"head.* was replaced"):
                 call()

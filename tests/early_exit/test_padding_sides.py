@@ -74,6 +74,7 @@ def test_the_side_of_padding_changes_nothing(name):
     plain = lsim.EarlyExit(model, 1.0)
     early = lsim.EarlyExit(model, 0.03, at="all")
     own_exits = torch.cat([early.logits(row[None]).exits[0] for row in ROWS])
+
     for side in ("left", "right"):
         ids, mask = padded(side)
         real = mask.bool()
@@ -104,6 +105,7 @@ def test_gradients_and_given_labels_do_not_depend_on_the_side(name):
         model.zero_grad()
         lsim.training.aligned_loss(model, ids, labels, attention_mask=mask).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+
     assert torch.allclose(*gradients, atol=1e-5 * float(gradients[1].abs().max()))
 
 
@@ -114,7 +116,9 @@ def test_classifiers_read_the_last_token_whatever_pads_the_row():
     model = transformers.GPT2ForSequenceClassification(config).eval()
     with torch.no_grad():
         alone = torch.cat([model(row[None]).logits for row in ROWS])
+
     early = lsim.EarlyExit(model, 1.0)
+
     for side in ("left", "right"):
         for pad in (0, 9):
             logits = early.logits(*padded(side, pad)).logits

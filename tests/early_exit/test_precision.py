@@ -49,6 +49,7 @@ def test_an_exit_curve_has_the_exits_of_float64_at_every_threshold(sharp):
     tokens = random_tokens(100, 40)
     logits = lens_logits(sharp, tokens)
     assert logits.max() > 150
+
     top = probabilities(logits).max(-1)
     curve = lsim.analyze(sharp, tokens, lsim.ExitCurve())["exit_curve"]
     for threshold, exits in zip(curve.thresholds, curve.exits, strict=True):
@@ -78,6 +79,7 @@ def test_early_exit_by_a_shortlist_has_the_exits_of_float64(sharp):
     tokens = random_tokens(100, 40)
     ids = list(range(0, 100, 2))
     top = probabilities(lens_logits(sharp, tokens)[..., ids]).max(-1)
+
     for threshold in (0.9999, 0.99999):
         early = lsim.EarlyExit(sharp, threshold, at="all", shortlist=ids)
         assert (early.logits(tokens).exits.numpy() != exits_of(top, threshold)).sum() <= 1

@@ -66,6 +66,7 @@ class TestRefusals:
         assert early.generate(tokens, max_new_tokens=59, eos_token_id=()).tokens[0].shape == (59,)
         with pytest.raises(lsim.LayersimError, match=r"`tokens`.*2, 3, 8, 8"):
             early.logits(torch.randn(2, 3, 8, 8))
+
         mask = torch.ones(2, 6)
         mask[1] = 0
         with pytest.raises(lsim.LayersimError, match=r"`attention_mask`.* 1"):
@@ -76,6 +77,7 @@ class TestRefusals:
         model.tokenizer = tiny_tokenizer()
         early = EarlyExit(model)
         long = " ".join(["w3"] * 200)
+
         with pytest.raises(lsim.LayersimError, match=r"`prompt` has 2 texts, 1 of them"):
             early.generate(["w3 w4", ""])
         for _ in range(8):
@@ -115,10 +117,12 @@ class TestRefusals:
             EarlyExit(model.model)
         with pytest.raises(lsim.LayersimError, match="`model` is 'gpt2'"):
             EarlyExit("gpt2")
+
         # Weights that accelerate keeps elsewhere.
         spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
         with pytest.raises(lsim.LayersimError, match=r"`model`.*meta.*device_map="):
             EarlyExit(spread_out)
+
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(0, 0), adapter="identity").model
         with pytest.raises(lsim.LayersimError, match=r"`model`.*StitchedModel"):
             EarlyExit(stitched)

@@ -26,11 +26,14 @@ class TestTruncate:
         assert type(short) is type(model)
         assert short.config.num_hidden_layers == 2
         assert model.config.num_hidden_layers == 3
+
         tokens = random_tokens(2, 9)
         always = EarlyExit(model, 0.0, at=(1,))
         with torch.no_grad():
             expected = short(tokens).logits
+
         assert torch.allclose(expected, always.logits(tokens).logits, atol=1e-5)
+
         said = short.generate(tokens[:1], max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 9:]
         assert said.tolist() == always.generate(tokens[:1], max_new_tokens=5, eos_token_id=()).tokens[0].tolist()
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -40,6 +43,7 @@ class TestTruncate:
     def test_gpt2_and_classifiers(self):
         model = tiny_gpt2()
         assert truncate(model, 1).config.n_layer == 1
+
         stream_of, lens = layers_of(model)
         tokens = random_tokens(1, 6)
         with torch.no_grad():
@@ -68,10 +72,12 @@ class TestTruncate:
     def test_an_opened_model(self):
         model = tiny_llama(3)
         tokens = random_tokens(2, 9)
+
         opened = lsim.open_model(model, layers=[f"model.layers.{i}" for i in range(3)], unembed=["model.norm", "lm_head"])
         with torch.no_grad():
             assert torch.equal(truncate(opened, 2)(tokens).logits, truncate(model, 2)(tokens).logits)
         early = EarlyExit(opened, 0.0, at=(1,))
+
         assert early.model is model
         assert torch.equal(early.logits(tokens).logits, EarlyExit(model, 0.0, at=(1,)).logits(tokens).logits)
 
@@ -96,6 +102,7 @@ class TestTruncate:
         for n_layers in (0, 4):
             with pytest.raises(lsim.LayersimError, match=f"`n_layers`.*{n_layers}"):
                 truncate(tiny_llama(3), n_layers)
+
         module = torch.nn.Module()
         module.layers = torch.nn.ModuleList([torch.nn.Identity()])
         with pytest.raises(lsim.LayersimError):
@@ -141,6 +148,7 @@ def test_lists_by_layer_and_shared_keys_are_cut_along(tmp_path):
     torch.manual_seed(0)
     model = gemma4().eval()
     tokens = random_tokens(2, 9)
+
     with torch.no_grad():
         expected = model.lm_head(model.model.norm(model(tokens, output_hidden_states=True).hidden_states[2]))
         short = truncate(model, 2, save_to=tmp_path)

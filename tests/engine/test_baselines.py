@@ -30,6 +30,7 @@ class TestUntrained:
         assert torch.equal(torch.random.get_rng_state(), state)
         assert type(first) is type(model)
         assert not first.training
+
         for name, value in first.state_dict().items():
             assert torch.equal(value, repeated.state_dict()[name])
             if value.dim() > 1:
@@ -65,13 +66,16 @@ class TestBaseline:
                 alone = lsim.analyze(untrained(model, seed), rows, [name])[name]
                 torch.testing.assert_close(twin.values, alone.values, rtol=0, atol=0)
         assert len(report["cka"].untrained) == 3
+
         table = report["cka"].to_frame()
         mean = torch.stack([twin.values for twin in report["cka"].untrained]).mean(0)
         np.testing.assert_allclose(table["values_untrained"], mean.flatten())
         np.testing.assert_allclose(report["cka"].plot("untrained values").data[0].z, mean)
+
         accuracies = report.to_frame().query("analyzer == 'logit_lens' and field == 'accuracy'")["untrained"]
         expected = torch.stack([twin.accuracy for twin in report["logit_lens"].untrained]).mean(0)
         np.testing.assert_allclose(accuracies, expected)
+
         lines = report["logit_lens"].plot("cross_entropy").data
         twins = torch.stack([twin.cross_entropy for twin in report["logit_lens"].untrained])
         assert any(np.allclose(np.array(line.y, dtype=float), twins.mean(0)) for line in lines if len(line.y) == len(twins[0]))
@@ -132,6 +136,7 @@ class TestDeconfound:
         grams = [u_centred((z - z.mean(0)) @ (z - z.mean(0)).T) for z in x]
         residual_grams = [regressed(k, grams[0]) for k in grams[1:]]
         expected = [[correlation(a, b) for b in residual_grams] for a in residual_grams]
+
         np.testing.assert_allclose(result.values[1:, 1:], expected, atol=1e-9)
         assert bool(result.values[0].isnan().all() and result.values[:, 0].isnan().all())
 
@@ -145,6 +150,7 @@ class TestDeconfound:
         grams = [[u_centred((z - z.mean(0)) @ (z - z.mean(0)).T) for z in side] for side in sides]
         residual_grams = [[regressed(k, model_grams[0]) for k in model_grams[1:]] for model_grams in grams]
         expected = [[correlation(k, m) for m in residual_grams[1]] for k in residual_grams[0]]
+
         np.testing.assert_allclose(result.values[1:, 1:], expected, atol=1e-4)
 
     def test_rsa_is_a_partial_correlation(self):
@@ -154,7 +160,9 @@ class TestDeconfound:
         r02 = plain[0, 2]
         r12 = plain[1, 2]
         similarity = from_views(lsim.RSA(deconfound="input"), [samples(x)]).values[1, 2]
+
         assert float(similarity) == pytest.approx(float((r12 - r01 * r02) / ((1 - r01**2) * (1 - r02**2)).sqrt()), abs=1e-9)
+
         # Of two models, each with an embedding of its own.
         y = residuals(1, layers=2, tokens=30, width=5) + x[:2, :, :5]
         analyzer = lsim.RSA(deconfound="input")
@@ -163,13 +171,16 @@ class TestDeconfound:
         # Ranks of 435 pairs, centred.
         sides = [[ranks(condensed(z, "correlation")) - 218 for z in side] for side in (x, y)]
         expected = correlation(*(regressed(side[-1], side[0]) for side in sides))
+
         assert float(similarity) == pytest.approx(expected, abs=1e-9)
 
     def test_layers_that_share_their_inputs_alone_have_nothing_left(self):
         rng = np.random.default_rng(0)
         inputs = rng.normal(size=(200, 6))
         x = np.stack([inputs, inputs + 0.5 * rng.normal(size=(200, 6)), inputs + 0.5 * rng.normal(size=(200, 6))])
+
         plain, deconfounded = (from_views(lsim.CKA(deconfound=d, permutations=99), [samples(x)]) for d in (None, "input"))
+
         assert float(plain.values[1, 2]) > 0.5
         assert abs(float(deconfounded.values[1, 2])) < 0.05
         assert float(deconfounded.p_values[1, 2]) > 0.05 >= float(plain.p_values[1, 2])
@@ -191,8 +202,10 @@ def test_the_reliability_of_a_comparison_is_that_of_two_halves():
     order = [*range(16), *range(32, 48)], [*range(16, 32), *range(48, 64)]
     halves = [lsim.compare(a, b, rows[numbers], lsim.CKA()).values.flatten().numpy() for numbers in order]
     correlation_of_halves = np.corrcoef(halves)[0, 1]
+
     assert float(result.split_half) == pytest.approx(2 * correlation_of_halves / (1 + correlation_of_halves), abs=1e-6)
     assert float(result.noise_ceiling) == pytest.approx(float(result.split_half) ** 0.5)
     assert bool(lsim.compare(a, b, rows, lsim.CKA()).split_half.isnan())
+
     grid = lsim.compare_grid({"a": a, "b": b}, rows, lsim.CKA(), intervals=True)
     assert float(grid["a", "b"].split_half) == pytest.approx(float(result.split_half), abs=1e-6)

@@ -86,6 +86,7 @@ def test_data_above_the_limit_is_read_for_each_pass_with_the_same_numbers(no_cac
     data = Counted(list(random_tokens()))
     twice = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine())
     assert data.reads == 2
+
     once = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))
     assert data.reads == 3
     assert once["cosine"].provenance.data == twice["cosine"].provenance.data
@@ -100,7 +101,9 @@ def test_kept_batches_give_the_same_report_as_batches_that_are_read_again(analyz
     options = {"batch_size": 4, "seq_len": 5, "skip_first": 1, "max_tokens": 40}
     from_memory = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
     keep_at_most(monkeypatch, 0)
+
     from_source = lsim.analyze(model, lsim.Data(texts, **options), analyzers)
+
     for name in from_memory:
         assert worst(from_memory[name], from_source[name]) == 0
         assert from_memory[name].provenance.data == from_source[name].provenance.data
@@ -118,8 +121,10 @@ def test_a_resumed_run_reads_its_data_once(tmp_path):
 def test_a_generator_may_need_several_passes_where_its_rows_fit():
     analyzers = SOURCES["every first pass"]
     generator = (row for row in random_tokens())
+
     of_generator = lsim.analyze(tiny_llama(), generator, analyzers)
     of_rows = lsim.analyze(tiny_llama(), random_tokens(), analyzers)
+
     for name in of_generator:
         assert worst(of_generator[name], of_rows[name]) == 0
 
@@ -139,6 +144,7 @@ def test_a_list_that_grew_is_read_anew():
     data = lsim.Data(rows)
     lsim.analyze(model, data, "cosine")
     rows.append(rows[0])
+
     assert lsim.analyze(model, data, "cosine")["cosine"].provenance.sequences == 9
 
 
@@ -149,7 +155,9 @@ def test_a_tensor_that_was_changed_in_place_is_read_anew():
     data = lsim.Data(rows, positions=lambda ids: ids > 50)
     lsim.analyze(model, data, "cosine")
     rows[:] = rows.flip(1)
+
     anew = lsim.analyze(model, lsim.Data(rows.clone(), positions=lambda ids: ids > 50), "cosine")["cosine"]
+
     assert worst(lsim.analyze(model, data, "cosine")["cosine"], anew) == 0
 
 
@@ -159,6 +167,7 @@ def test_a_generator_above_the_limit_has_no_second_pass(no_cache):
         match=r"`data`.*Cosine .*1\.0 kB.*list\(data\).*Cosine\(center=\"none\"\)",
     ):
         lsim.analyze(tiny_llama(), lsim.Data((row for row in random_tokens()), batch_size=2), "cosine")
+
     of_generator = lsim.analyze(tiny_llama(), (row for row in random_tokens()), lsim.Cosine(center="none"))
     of_rows = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
     assert worst(of_generator["cosine"], of_rows["cosine"]) == 0

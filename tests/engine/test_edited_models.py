@@ -59,6 +59,7 @@ def test_comparison_with_an_edited_model():
     model = traced(module)
     result = lsim.compare(model, edited(model), TOKENS, PAIRS)
     assert len(result) == len(PAIRS)
+
     halved = tiny_llama()
     halved.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
     assert differences(result, lsim.compare(module, halved, TOKENS, PAIRS)) == []
@@ -125,6 +126,7 @@ def test_coupling_of_an_edited_model_is_that_of_its_jacobians(method, remote):
     of_rows = [jacobians(row[None]) for row in rows]
     expected = [[[oracles.miscoupling(oracles.coupling_matrix(a, b, 4)) for b in js] for a in js] for js in of_rows]
     spectra = [[np.linalg.svd(a)[1][:4] for a in js] for js in of_rows]
+
     np.testing.assert_allclose(result.values, np.mean(expected, 0), atol=1e-6 if method == "krylov" else 1e-9)
     np.testing.assert_allclose(result.singular_values, np.mean(spectra, 0), rtol=1e-6 if method == "krylov" else 1e-9)
     assert result.provenance.changes.startswith("nnsight edit")
@@ -137,6 +139,7 @@ def test_jacobians_between_tokens_of_an_edited_model(method):
     options = {"along": "fixed-input", "token": 2, "layers": [1], "k": 4, "method": method}
     coupling = lsim.prompts.coupling_matrices(edited(traced(module)), tokens, **options)
     module.model.layers[1].mlp.register_forward_hook(lambda _module, _args, output: output * 0.5)
+
     np.testing.assert_allclose(coupling.matrices, lsim.prompts.coupling_matrices(module, tokens, **options).matrices, atol=1e-9)
 
 

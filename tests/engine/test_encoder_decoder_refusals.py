@@ -58,16 +58,21 @@ def test_the_decoder_is_trained_stitched_and_truncated(make):
     trained = lsim.finetune_aligned(
         copy.deepcopy(model), lsim.Data(labelled, batch_size=3), training, labels="data", eval_data=labelled
     )
+
     assert float(trained.values[0, -1]) == pytest.approx(expected, abs=1e-9)
+
     lens = lsim.analyze(model, labelled, lsim.LogitLens(labels="data"))["logit_lens"]
     torch.testing.assert_close(trained.values[0], lens.values, atol=1e-9, rtol=0)
+
     stitched = lsim.stitch(model, model, labelled, at=(0, 0), adapter="identity", labels="data", eval_data=labelled)
     assert stitched.loss == pytest.approx(expected, abs=1e-9)
     assert stitched.back_loss == pytest.approx(expected, abs=1e-9)
+
     short = lsim.truncate(model, 1)
     with torch.no_grad():
         logits = short(**data).logits
     first = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
     assert float(lens.values[0]) == pytest.approx(first, abs=1e-9)
 
 

@@ -121,12 +121,14 @@ def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(ke
     with torch.no_grad(), called(lsim.attach, model, analyzers, **options) as probe:
         model(**inputs)
     reports["attached"] = probe.results()
+
     for name, report in reports.items():
         torch.testing.assert_close(report["cosine"].values, cosine(expected), atol=1e-6, rtol=0, msg=name)
         torch.testing.assert_close(report["cka"].values, cka(counted(inputs, at), expected), atol=1e-5, rtol=0, msg=name)
         assert all(site.startswith(f"{side(at)}.blocks.") for site in report["cosine"].layers)
         assert report["cosine"].provenance.tokens == int(counted(inputs, at).sum())
     assert len({report["cka"].provenance.data for name, report in reports.items() if name != "attached"}) == 1
+
     if not heads:
         first = f"{side(at)}.blocks.0.hook_" + ("resid_pre" if at.endswith("resid_post") else at.partition(".")[2])
         assert reports["hooked"]["cosine"].layers[0] == first
@@ -147,7 +149,9 @@ def test_the_last_position_is_that_of_the_stack_that_is_read(key, at):
     model = MODELS[key]()
     inputs = rows()
     expected = cosine(by_hand(model, SITES[key, at], inputs, counted(inputs, at, "last")))
+
     result = lsim.analyze(model, lsim.Data(inputs, positions="last"), COSINE, at=at)["cosine"]
+
     torch.testing.assert_close(result.values, expected, atol=1e-6, rtol=0)
     assert result.provenance.tokens == 5
 
@@ -170,6 +174,7 @@ def test_rows_of_lists_and_of_left_padded_tensors_are_those_of_right_padded_tens
         left_padded[ids] = torch.stack([row.roll(int(n)) for row, n in zip(inputs[ids], shifts, strict=True)])
         left_padded[mask] = inputs[mask].flip(1)
     together = {name: [row[name] for row in lists] for name in lists[0]}
+
     for at in ("resid_post", "encoder.resid_post"):
         values = lsim.analyze(model, inputs, COSINE, at=at)["cosine"].values
         for form in (lists, left_padded, together):
@@ -188,11 +193,13 @@ def test_the_lens_gives_the_models_own_loss_at_its_last_layer(make):
         logits[:, :-1].flatten(0, 1), inputs["decoder_input_ids"][:, 1:].flatten(), reduction="none"
     )
     keep = (inputs["decoder_attention_mask"][:, 1:] > 0).flatten()
+
     for result in (
         lsim.analyze(model, inputs, lsim.LogitLens())["logit_lens"],
         lsim.analyze(lsim.open_model(wrapped(model), remote="local"), inputs, lsim.LogitLens())["logit_lens"],
     ):
         assert float(result.cross_entropy[-1]) == pytest.approx(float(losses[keep].mean()), abs=1e-5)
+
     with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
         model(**inputs)
     assert float(probe.results()["logit_lens"].cross_entropy[-1]) == pytest.approx(float(losses[keep].mean()), abs=1e-5)
@@ -226,10 +233,12 @@ def test_texts_are_read_by_the_encoder_and_refused_for_the_decoder(make):
     model = make()
     tokenizer = tiny_tokenizer()
     texts = ["a cat sat", "the dog ran far away", "birds"]
+
     result = lsim.analyze(model, lsim.Data(texts, tokenizer=tokenizer), COSINE, at="encoder.resid_post")["cosine"]
     wrap = lsim.analyze(
         lsim.open_model(wrapped(model), remote="local"), lsim.Data(texts, tokenizer=tokenizer), COSINE, at="encoder.resid_post"
     )["cosine"]
+
     torch.testing.assert_close(result.values, wrap.values, atol=1e-6, rtol=0)
     for data in (
         texts,
@@ -257,7 +266,9 @@ def test_padding_without_a_mask_is_left_out_and_a_start_token_is_not():
     }
     with pytest.warns(lsim.LayersimWarning, match="without an attention mask"):
         result = lsim.analyze(model, bare, COSINE)["cosine"]
+
     torch.testing.assert_close(result.values, plain.values, atol=1e-6, rtol=0)
+
     bare["decoder_input_ids"] = torch.tensor([[0, 0, 0, 5, 6]]).expand(5, -1)
     with pytest.raises(lsim.LayersimError, match=r"`decoder_attention_mask`.* 5 of 5 rows"):
         lsim.analyze(model, bare, COSINE)
@@ -284,6 +295,7 @@ def test_names_patterns_and_module_paths_choose_their_stack():
     inputs = rows()
     family = lsim.analyze(model, inputs, TOKEN_CKA, at="encoder.attn_out")["cka"]
     paths = [f"encoder.block.{i}.layer.0.SelfAttention" for i in range(3)]
+
     for at in (
         "encoder.blocks.*.hook_attn_out",
         [*family.layers],
@@ -293,6 +305,7 @@ def test_names_patterns_and_module_paths_choose_their_stack():
         result = lsim.analyze(model, inputs, TOKEN_CKA, at=at)["cka"]
         assert torch.equal(result.values, family.values)
         assert result.provenance.tokens == 28
+
     head = lsim.analyze(model, inputs, TOKEN_CKA, at=["encoder.blocks.1.attn.hook_z[2]", "encoder.ln_final"])["cka"]
     assert head.layers == ("encoder.blocks.1.attn.hook_z[2]", "encoder.ln_final.hook_normalized")
     with pytest.raises(lsim.LayersimError, match=r"does not have(.|\n)*blocks of its encoder have none"):
@@ -365,17 +378,20 @@ def test_the_sublayers_of_a_decoder_are_added_to_the_stream_before_each():
     inputs = rows()
     result = lsim.analyze(model, inputs, lsim.Contribution())["contribution"]
     assert result.sublayers[:3] == tuple(f"decoder.blocks.0.hook_{part}_out" for part in ("attn", "cross_attn", "mlp"))
+
     sites = [
         (f"decoder.block.0.layer.{i}{end}", incoming)
         for i, end in enumerate((".SelfAttention", ".EncDecAttention", ".DenseReluDense"))
         for incoming, end in ((False, end), (True, ""))
     ]
     values = by_hand(model, sites, inputs, counted(inputs, "resid_post"))
+
     for number in range(3):
         added = values[2 * number]
         stream = values[2 * number + 1]
         ratio = (added.norm(dim=-1) / stream.norm(dim=-1)).mean()
         assert float(result.values[number]) == pytest.approx(float(ratio), rel=1e-5)
+
     labels = [trace.name for trace in result.plot().data]
     assert labels == ["Attention", "Attention to the encoder", "MLP"]
 
@@ -421,5 +437,6 @@ def test_both_stacks_of_a_model_of_speech():
         sites = [(f"{path}.0", True), (f"{path}.0", False), (f"{path}.1", False)]
         result = lsim.analyze(model, inputs, COSINE, at=at)["cosine"]
         torch.testing.assert_close(result.values, cosine(by_hand(model, sites, inputs, keep)), atol=1e-6, rtol=0)
+
     alone = lsim.analyze(model, inputs["input_features"], COSINE, at="encoder.resid_post")["cosine"]
     assert torch.equal(alone.values, result.values)

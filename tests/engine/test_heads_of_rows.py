@@ -25,12 +25,14 @@ def test_heads_of_a_head_that_joins_two_vectors():
     model = image_model("Dinov2", num_labels=3)
     weight = model.classifier.weight.detach()
     assert weight.shape == (3, 32)
+
     heads = ExitHeads(weight.expand(2, -1, -1), model.classifier.bias.detach().expand(2, -1))
     labels = torch.arange(5) % 3
     with_heads, plain = (
         lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=heads_of_rows))["logit_lens"]
         for heads_of_rows in (heads, None)
     )
+
     torch.testing.assert_close(with_heads.cross_entropy, plain.cross_entropy)
     with pytest.raises(lsim.LayersimError, match=r"`heads`.*\(2, 3, 16\).*\b32\)"):
         lsim.analyze(model, PIXELS, lsim.LogitLens(labels=labels, heads=ExitHeads(weight[:, :16].expand(2, -1, -1))))
@@ -40,8 +42,10 @@ def test_rows_without_a_score_are_not_mixed_rows():
     model = image_model("Dinov2", num_labels=1)
     scores = torch.tensor([0.3, float("nan"), -1.0, 2.0, 0.5])
     scored = ~scores.isnan()
+
     result = lsim.analyze(model, PIXELS, lsim.TaskMetrics(labels=scores))["task_metrics"]
     alone = lsim.analyze(model, PIXELS[scored], lsim.TaskMetrics(labels=scores[scored]))["task_metrics"]
+
     torch.testing.assert_close(result.pearson, alone.pearson)
     assert int(result.rows) == 4
 
@@ -55,6 +59,7 @@ def test_max_tokens_leaves_the_last_row_whole():
     result = lsim.analyze(model, lsim.Data(tokens, max_tokens=8), lsim.LogitLens(labels=labels))["logit_lens"]
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(tokens[:2]).logits, labels[:2])
+
     torch.testing.assert_close(result.cross_entropy[-1], expected)
     assert result.provenance.tokens == 12
 
@@ -66,6 +71,8 @@ def test_a_pooled_row_has_no_later_probability_change():
         vision_config=tower | {"image_size": 8, "patch_size": 4}, text_config=tower, num_labels=3
     )
     model = transformers.SiglipForImageClassification(config).double().eval()
+
     result = lsim.analyze(model, PIXELS, lsim.SkipEffect(keep_first=0))["skip_effect"]
+
     assert bool(result.later_probability_change.isnan().all() & result.later_probability_change_largest.isnan().all())
     assert bool(result.probability_change.isfinite().all() & result.later[0, 1].isfinite())

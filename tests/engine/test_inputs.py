@@ -28,6 +28,7 @@ def test_the_size_and_the_order_of_batches_change_nothing(kind):
         result = lsim.analyze(model, lsim.Data(data, batch_size=size, positions="all"), lsim.Cosine())["cosine"]
         assert worst(result, whole) < 1e-12
         assert result.provenance.data == whole.provenance.data
+
     turned = {name: values.flip(0) for name, values in data.items()}
     assert worst(lsim.analyze(model, lsim.Data(turned, positions="all"), lsim.Cosine())["cosine"], whole) < 1e-12
 
@@ -88,6 +89,7 @@ def test_images_of_a_data_set_go_through_the_processor():
     image_processor = processor()
     values = image_processor(images=pictures, return_tensors="pt")["pixel_values"].double()
     expected = oracles.oracle_cosine([states(model, vit_blocks(model), pixel_values=values)])
+
     for form in (data, pictures, data.to_iterable_dataset(), {"image": pictures}):
         result = lsim.analyze(model, lsim.Data(form, tokenizer=image_processor, batch_size=4, positions="all"), lsim.Cosine())[
             "cosine"
@@ -96,10 +98,12 @@ def test_images_of_a_data_set_go_through_the_processor():
         assert result.provenance.options["processor"] == "ViTImageProcessorPil"
     with pytest.raises(lsim.LayersimError, match=r"^`data` .*images.*tokenizer=AutoImageProcessor"):
         lsim.analyze(model, data, lsim.Cosine())
+
     model.processor = image_processor
     lens = lsim.analyze(model, data, lsim.LogitLens(labels="data"))["logit_lens"]
     with torch.no_grad():
         loss = CE(model(pixel_values=values).logits, torch.tensor(data["label"]))
+
     assert float(lens.cross_entropy[-1]) == pytest.approx(float(loss), abs=1e-6)
 
 
@@ -131,7 +135,9 @@ def test_stitching_of_models_of_pairs_is_that_of_plain_torch():
     rows = [alone(data, row) for row in range(12)]
     expected = stitched_by_hand(front, back, 2, bert_blocks, rows)
     stitched = lsim.stitch(front, back, lsim.Data(data | {"labels": CLASSES}, batch_size=4), at=(1, 1), adapter="identity")
+
     assert stitched.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
+
     with torch.no_grad():
         logits = torch.cat([back(**row).logits for row in rows])
         assert stitched.back_loss == pytest.approx(float(CE(logits, CLASSES)), abs=1e-9)
@@ -139,6 +145,7 @@ def test_stitching_of_models_of_pairs_is_that_of_plain_torch():
     measured = lsim.analyze(stitched.model, lsim.Data(data, batch_size=5, positions="all"), lsim.Cosine(center="none"))[
         "cosine"
     ]
+
     assert measured.provenance.tokens == int(data["attention_mask"].sum())
 
 
@@ -151,11 +158,14 @@ def test_stitching_of_models_of_images_is_that_of_plain_torch():
     data = {"pixel_values": images, "labels": CLASSES}
     expected = stitched_by_hand(front, back, 1, vit_blocks, [{"pixel_values": images}])
     stitched = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(0, 0), adapter="identity")
+
     assert stitched.loss == pytest.approx(float(CE(expected, CLASSES)), abs=1e-9)
+
     with torch.no_grad():
         torch.testing.assert_close(stitched.model(pixel_values=images).logits, expected)
     trained = lsim.stitch(front, back, lsim.Data(data, batch_size=4), at=(0, 0), adapter="linear", fit="lstsq", ridge=0.1)
     assert trained.adapter.weight is not None
+
     unchanged = lsim.stitch(front, front, data, at=(2, 2), adapter="identity")
     assert unchanged.penalty == 0
     measured = lsim.analyze(stitched.model, lsim.Data(images, positions="all"), lsim.Cosine(center="none"))["cosine"]

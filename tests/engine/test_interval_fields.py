@@ -23,6 +23,7 @@ def test_the_interval_of_a_count_is_that_of_its_fraction():
     counts = report["saturation"]
     fraction = counts.interval(lambda replicate: replicate.values / replicate.values.sum())
     torch.testing.assert_close(counts.interval("counts").error, fraction.error * counts.values.sum())
+
     cka = report["cka"]
     fraction = cka.interval(lambda replicate: replicate.effective_samples / replicate.samples)
     torch.testing.assert_close(cka.interval("effective_samples").error, fraction.error * cka.samples)
@@ -37,10 +38,13 @@ def test_a_fraction_without_any_event_has_an_interval_with_width():
         model.lm_head.weight[1:3] = 0
     never = (torch.arange(12) % 2 + 1).expand(32, 12)
     lens = lsim.analyze(model, data, lsim.LogitLens(labels=never), intervals=True)["logit_lens"]
+
     assert bool((lens.accuracy == 0).all())
+
     interval = lens.interval("accuracy")
     assert bool((interval.low == 0).all() and (interval.high > 0.1).all() and (interval.high < 0.2).all())
     assert lens.interval(lambda replicate: replicate.accuracy[1]).high == interval.high[1]
+
     # The last layer agrees with itself by definition.
     agreement = lens.interval("agreement")
     assert float(agreement.low[-1]) == float(agreement.high[-1]) == 1.0
@@ -64,6 +68,7 @@ def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
         with pytest.raises(lsim.LayersimError, match="has no interval"):
             report[name].interval(field)
         assert report[name].plot(field).data
+
     report.to_html(tmp_path / "page.html")
     assert not [line for line in repr(report).splitlines() if "p-value" in line and "±" in line]
     wide = replace(report["cosine"], layers=tuple(f"blocks.{i}.hook_resid_post" for i in range(4)))

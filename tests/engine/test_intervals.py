@@ -43,6 +43,7 @@ def test_a_replicate_is_the_result_of_the_data_without_a_block():
     for block in (0, 7, 19):
         other_rows = data[: 2 * block] + data[2 * block + 2 :]
         without[block] = lsim.analyze(model, lsim.Data(other_rows, batch_size=2), analyzers)
+
     for name, result in report.items():
         assert len(result.replicates) == len(result.block_tokens) == 20
         assert result.block_tokens == tuple(sum(len(row) for row in data[2 * j : 2 * j + 2]) for j in range(20))
@@ -56,6 +57,7 @@ def test_a_block_of_a_measure_of_pairs_is_a_pool_of_sixteen_rows():
     model = tiny_llama(dtype=torch.float64)
     data = rows(16 * 17)
     result = lsim.analyze(model, lsim.Data(data, batch_size=5), lsim.CKA(minibatch=64), intervals=True)["cka"]
+
     assert len(result.replicates) == 17
     for block in (0, 7):
         other_rows = data[: 16 * block] + data[16 * block + 16 :]
@@ -70,6 +72,7 @@ def test_what_a_first_pass_determines_is_held_fixed():
     assert len(result.replicates) == 17
     assert {replicate.labels for replicate in result.replicates} == {result.labels}
     assert bool(result.interval().error.gt(0).all())
+
     cosine = lsim.analyze(model, lsim.Data(data, batch_size=2), [lsim.Cosine()], intervals=True)["cosine"]
     fixed = lsim.analyze(model, lsim.Data(data[2:], batch_size=2), [lsim.Cosine(center=cosine.mean)])["cosine"]
     assert worst(cosine.replicates[0], fixed) < 1e-9
@@ -81,8 +84,10 @@ def test_what_a_first_pass_determines_is_held_fixed():
 def test_intervals_change_no_number():
     model = tiny_llama()
     data = rows(21)
+
     plain = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()])
     report = lsim.analyze(model, lsim.Data(data, batch_size=1), [*one_pass(), lsim.NeuralCollapse()], intervals=True)
+
     for name in plain:
         assert worst(plain[name], report[name]) < 1e-12
         assert not plain[name].has_intervals
@@ -124,8 +129,10 @@ def test_any_number_of_a_result_has_an_interval():
         torch.tensor(result.distance(), dtype=torch.float64),
         torch.tensor([replicate.distance() for replicate in result.replicates], dtype=torch.float64),
     )
+
     assert interval.error.equal(naive)
     assert interval.value.shape == ()
+
     # The other order of the models, intervals included.
     turned = result.transposed()
     assert turned.interval("values").low.equal(result.interval("values").low.T)
@@ -139,8 +146,10 @@ def test_a_table_and_the_text_show_the_intervals():
     np.testing.assert_array_equal(table["values_low"], interval.low.flatten())
     np.testing.assert_array_equal(table["values_high"], interval.high.flatten())
     assert {"std_low", "below_zero_high"} <= set(table.columns)
+
     margins = [line for line in repr(report).splitlines() if " ± " in line]
     assert len(margins) >= 2
+
     plain = lsim.analyze(tiny_llama(), lsim.Data(rows(40), batch_size=2), [lsim.Cosine(center="none")])
     assert " ± " not in repr(plain)
     assert "values_low" not in plain["cosine"].to_frame("values")
@@ -152,10 +161,12 @@ def test_a_grid_has_intervals_of_its_distances_and_of_each_pair(tmp_path):
     data = rows(16 * 5)
     grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=64), intervals=True)
     pair = lsim.compare(models["a"], models["b"], data, lsim.CKA(minibatch=64), intervals=True)
+
     assert worst(grid["a", "b"], pair) < 1e-12
     torch.testing.assert_close(grid["a", "b"].interval("values").low, pair.interval("values").low)
     torch.testing.assert_close(grid.interval().low[0, 1], pair.interval(lambda replicate: replicate.distance()).low)
     torch.testing.assert_close(grid["b", "a"].interval("values").low, pair.interval("values").low.T)
+
     grid.save(tmp_path / "grid.safetensors")
     loaded = lsim.load(tmp_path / "grid.safetensors")
     torch.testing.assert_close(loaded.interval().high, grid.interval().high, rtol=0, atol=0, equal_nan=True)
@@ -217,6 +228,7 @@ def test_forward_passes_of_a_loop_form_blocks():
         for batch in torch.stack(data).split(3):
             model(batch)
     result = probe.results()["logit_lens"]
+
     assert result.block_tokens == (36,) * 16
     assert bool(result.interval("entropy").error.gt(0).all())
     assert result.provenance.options["intervals"] is True
@@ -233,6 +245,7 @@ def test_forward_passes_that_are_measured_together_share_a_block():
             for batch in data.split(7):
                 model(batch)
         results[intervals] = probe.results()["cka"]
+
     assert results[True].values.equal(results[False].values)
     assert sum(results[True].block_tokens) == 560 * 60
     assert len(results[True].block_tokens) >= 16
@@ -248,13 +261,16 @@ def test_few_blocks_are_reported():
     texts, blocks = (
         [warning for warning in warnings if f" 6 {what}" in str(warning.message)] for what in ("texts", "jackknife blocks")
     )
+
     assert len(texts) == len(blocks) == 1
     assert len([warning for warning in warnings if "'saturation'" in str(warning.message)]) == 2
     assert bool(few.interval("entropy").error.isfinite().all())
+
     with pytest.warns(lsim.LayersimWarning, match=r"'cosine' [^']*\b6\b[^']*'cka' [^']*\b1\b"):
         lsim.analyze(model, lsim.Data(rows(6), batch_size=1), [lsim.Cosine(), lsim.CKA(minibatch=4)], intervals=True)
     with pytest.warns(lsim.LayersimWarning, match=r"'logit_lens'.*\b1\b"):
         single_row = lsim.analyze(model, rows(1), [lsim.LogitLens()], intervals=True)["logit_lens"]
+
     assert single_row.has_intervals
     assert bool(single_row.interval("entropy").low.isnan().all())
     assert " ± " not in repr(single_row)
@@ -264,9 +280,11 @@ def test_a_measure_that_needs_every_block_has_no_intervals_and_says_so():
     """Without the block of the only row of a class, NC1 of two classes is not defined."""
     data = list(random_tokens(32, 9))
     labels = torch.tensor([0] * 31 + [1])
+
     analyzer = lsim.NeuralCollapse(labels=labels, pool="last")
     with pytest.warns(lsim.LayersimWarning, match="no intervals.* 16"):
         result = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), [analyzer], intervals=True)["neural_collapse"]
+
     assert not result.has_intervals
 
 
@@ -274,6 +292,7 @@ def test_what_has_no_interval_is_refused():
     plain = lsim.analyze(tiny_llama(), rows(4), [lsim.Cosine(center="none")])["cosine"]
     with pytest.raises(lsim.LayersimError, match=r"has no intervals(.|\n)*intervals=True"):
         plain.interval()
+
     result = lsim.analyze(tiny_llama(), lsim.Data(rows(32), batch_size=2), [lsim.Cosine(center="none")], intervals=True)[
         "cosine"
     ]

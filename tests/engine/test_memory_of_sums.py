@@ -24,7 +24,9 @@ def test_sums_that_may_not_fit_are_warned_of(leaves, intervals, copies, monkeypa
     need = copies * 808
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need))
     check_memory(sums, leaves, intervals)
+
     assert not recwarn
+
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need - 1))
     with pytest.warns(LayersimWarning, match=rf"\b{copies} copies(.|\n)*'a'"):
         check_memory(sums, leaves, intervals)
@@ -37,6 +39,7 @@ def test_all_copies_of_the_sums_are_within_the_limit_of_the_analyzer(leaves, int
         {"procrustes": lsim.Procrustes(max_memory_gb=copies * size / 1e9), "cosine": lsim.Cosine()} for size in (8000, 7999)
     )
     check_memory(sums, leaves, intervals, fits)
+
     with pytest.raises(LayersimError, match=rf"\b{copies} copies(.|\n)*'procrustes'"):
         check_memory(sums, leaves, intervals, larger)
 

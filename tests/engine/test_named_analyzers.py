@@ -48,11 +48,13 @@ def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
     assert list(report) == list(make())
     for name, analyzer in make().items():
         assert_equal(report, name, alone(analyzer, intervals=True))
+
     again = lsim.load(report.save(tmp_path / "report.safetensors"))
     for name in make():
         assert_equal(again, name, report[name])
         low = report[name].interval("values").low
         assert torch.equal(again[name].interval("values").low.nan_to_num(), low.nan_to_num())
+
     first, second = (report[name].values for name in make())
     assert not torch.equal(first, second)
 
@@ -71,6 +73,7 @@ def test_an_analyzer_of_two_passes_twice():
     analyzers = {"means": lsim.Cosine(), "raw": lsim.Cosine(center="none"), "collapse": "neural_collapse"}
     data = {"input_ids": ROWS, "label": torch.arange(32) % 2}
     report = lsim.analyze(tiny_llama(), lsim.Data(data, batch_size=2), analyzers)
+
     assert_equal(report, "means", alone(lsim.Cosine()))
     assert_equal(report, "raw", alone(lsim.Cosine(center="none")))
     assert type(report["collapse"]).__name__ == "NeuralCollapseResult"
@@ -80,8 +83,10 @@ def test_an_analyzer_of_two_passes_twice():
 def test_compare_and_compare_grid_return_a_report_of_the_names():
     a = tiny_llama(seed=0)
     b = tiny_llama(seed=1)
+
     report = lsim.compare(a, b, lsim.Data(ROWS, batch_size=2), similarities())
     grids = lsim.compare_grid({"a": a, "b": b}, lsim.Data(ROWS, batch_size=2), similarities())
+
     assert list(report) == list(grids) == ["small", "large"]
     for name, analyzer in similarities().items():
         expected = lsim.compare(a, b, lsim.Data(ROWS, batch_size=2), analyzer)
@@ -128,6 +133,7 @@ def test_sweep_and_its_folder(tmp_path):
     models = {0: tiny_llama(seed=0), 1: tiny_llama(seed=1)}
     computed = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
     again = lsim.sweep(models, lsim.Data(ROWS, batch_size=2), lenses(), checkpoint=tmp_path / "folder")
+
     for sweep in (computed, again):
         assert_equal(sweep[0], "raw", alone(lsim.LogitLens(norm="none")))
     with pytest.raises(lsim.LayersimError):
@@ -140,8 +146,10 @@ def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
     for number in range(2):
         path = tmp_path / f"{number}.safetensors"
         lsim.analyze(tiny_llama(), lsim.Data(ROWS, batch_size=2), analyzers, shard=(number, 2), save_to=path)
+
     merged = lsim.merge(tmp_path)
     merged_with_analyzers = lsim.merge(tmp_path, analyzers=analyzers)
+
     for name, analyzer in analyzers.items():
         assert_equal(merged, name, alone(analyzer))
         assert_equal(merged_with_analyzers, name, alone(analyzer))

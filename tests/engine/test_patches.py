@@ -59,7 +59,9 @@ def test_rows_of_patches_are_rows(as_list):
     with torch.no_grad():
         last = Patches()(x)
     expected = torch.nn.functional.cosine_similarity(x.double(), last.double(), dim=-1).mean()
+
     result = lsim.analyze(opened(), lsim.Data({"pixel_values": list(x) if as_list else x}, positions="all"), COSINE)["cosine"]
+
     assert (result.provenance.sequences, result.provenance.tokens) == (8, 40)
     assert float(result.values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
 
@@ -82,7 +84,9 @@ def test_patches_with_padding_are_measured_without_it(size):
         handle.remove()
     x, y = (torch.cat(parts).double() for parts in stream)
     expected = torch.nn.functional.cosine_similarity(x, y, dim=-1).mean()
+
     result = lsim.analyze(model, lsim.Data(data, batch_size=size), COSINE)["cosine"]
+
     assert result.provenance.tokens == int(SHAPES.prod(1).sum())
     assert float(result.values[0, -1]) == pytest.approx(float(expected), abs=1e-6)
 

@@ -30,6 +30,7 @@ def test_cka_of_rows_takes_the_token_that_it_is_told_to(pool, estimator):
     take = {"first": lambda z: z[:, 0], "last": lambda z: z[:, -1], "mean": lambda z: z.mean(1)}[pool]
     pooled = np.stack([take(x[:, row == n]) for n in range(len(lengths))], axis=1)
     expected = oracles.oracle_cka([pooled - pooled.mean(1, keepdims=True)])["values"]
+
     np.testing.assert_allclose(result.values, expected, atol=1e-9)
     assert result.samples == len(lengths)
 
@@ -48,9 +49,11 @@ def test_padding_that_is_masked_in_the_model_counts_on_request(side):
     results = [
         lsim.analyze(model, lsim.Data(data, batch_size=n, positions="padded"), lsim.Cosine())["cosine"] for n in (1, 2, 16)
     ]
+
     for result in results:
         np.testing.assert_allclose(result.values, expected, atol=1e-5)
         assert (result.provenance.tokens, result.provenance.data) == (54, results[0].provenance.data)
+
     alone = lsim.analyze(model, lsim.Data(data, positions="all"), lsim.Cosine())["cosine"]
     assert alone.provenance.tokens == 33
     if side == "right":
@@ -80,6 +83,8 @@ def test_the_aligned_loss_heeds_the_attention_mask(kind):
         options = {"inputs": {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}}
     loss = called(lsim.training.aligned_loss, model, rows, labels, attention_mask=mask, **options)
     expected = sum(n * float(part.detach()) for n, part in zip(counts, parts, strict=True)) / sum(counts)
+
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+
     ignored = lsim.training.aligned_loss(model, rows, labels)
     assert float(ignored.detach()) != pytest.approx(expected, rel=1e-3)

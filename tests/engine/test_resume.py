@@ -83,10 +83,12 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
     path = tmp_path / "run.safetensors"
     kill_when(tmp_path / "waits", started(KILLED, str(path), str(tmp_path / "waits")))
     assert path.exists()
+
     model = tiny_llama()
     data = list(random_tokens(40, 11))
     resumed = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"), checkpoint=path)
     whole = lsim.analyze(model, lsim.Data(data, batch_size=2), lsim.Cosine(center="none"))
+
     assert worst(resumed["cosine"], whole["cosine"]) == 0
 
 
@@ -96,8 +98,10 @@ def test_a_checkpoint_of_other_marked_positions_is_refused(tmp_path):
     path = tmp_path / "run"
     first, second = (torch.zeros(4, 8, dtype=torch.bool) for _ in range(2))
     first[:, 1:4], second[:, 2:5] = True, True
+
     marked = lambda mask: lsim.Data({"input_ids": tokens, "keep": mask}, positions="keep")  # noqa: E731
     lsim.analyze(model, marked(first), lsim.Cosine(center="none"), checkpoint=path)
+
     with pytest.raises(lsim.LayersimError, match="`data`"):
         lsim.analyze(model, marked(second), lsim.Cosine(center="none"), checkpoint=path)
 
@@ -151,9 +155,11 @@ def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_pat
     data = list(random_tokens(8, 11))
     path = tmp_path / "run"
     lsim.analyze(model, lsim.Data(data, batch_size=2), "cka", checkpoint=path)
+
     for changed in (data[::-1], data[:4], [*data, data[0]]):
         with pytest.raises(lsim.LayersimError, match=r"`data`.*checkpoint"):
             lsim.analyze(model, lsim.Data(changed, batch_size=2), "cka", checkpoint=path)
+
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.01
     with pytest.raises(lsim.LayersimError, match="belongs to another run"):

@@ -109,6 +109,7 @@ def test_a_run_with_the_same_inputs_continues(name, tmp_path, monkeypatch):
         pytest.skip("its results are those of another analyzer")
     expected = base.run()
     report = equal.run(checkpoint=tmp_path / "run")
+
     assert max(worst(report[key], expected[key]) for key in expected) < 1e-5
     assert {report[key].provenance.data for key in report} == {expected[key].provenance.data for key in expected}
 
@@ -123,4 +124,5 @@ def test_shards_with_the_same_inputs_are_merged(name, tmp_path):
         pytest.skip("its results are those of another analyzer")
     merged = lsim.merge(tmp_path, analyzers=base.analyzers)
     expected = base.run()
+
     assert max(worst(merged[key], expected[key]) for key in expected) < 1e-5

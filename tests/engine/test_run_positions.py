@@ -108,6 +108,7 @@ def test_each_rule_measures_the_positions_that_it_names(kind, rule):
             "cosine"
         ]
         check(result, x)
+
     assert result.provenance.options["positions"].startswith(positions if isinstance(positions, str) else ("-3:-1", "tests."))
 
 
@@ -120,6 +121,7 @@ def test_a_mean_of_the_data_and_cka_are_of_the_same_positions(rule):
     # All first tokens are at position 0, and distinct.
     check(report["cosine"], x, center="dataset")
     expected = oracles.oracle_cka([x], exact=True, row=[rows_by_hand(choose)])
+
     np.testing.assert_allclose(report["cka"].values, expected["values"], atol=1e-9)
     assert report["cka"].samples == x.shape[1]
 
@@ -153,6 +155,7 @@ def test_labels_of_rows_are_labels_of_their_means():
     model, x = means_by_hand("llama")
     classes = [0, 1, 0, 1, 0, 1]
     expected = oracles.oracle_neural_collapse([x], classes, 2)["values"]
+
     for labels in ("data", torch.tensor(classes)):
         for level in ("token", "sequence"):
             analyzer = lsim.NeuralCollapse(labels=labels, classes=2, level=level)
@@ -182,6 +185,7 @@ def test_every_source_measures_the_same_positions(source, rule):
     result = called(lsim.analyze, model, padded(), lsim.Cosine(), positions=positions, batch_size=4, **options)["cosine"]
     # A bridge rotates positions in float32.
     atol = 1e-6 if source == "bridge" else 1e-10
+
     np.testing.assert_allclose(result.values, oracles.oracle_cosine([x])["values"], atol=atol)
 
 
@@ -216,6 +220,7 @@ def test_the_lens_of_a_classifier_reads_its_position_by_default_and_among_all(ki
     head = "first" if kind.startswith("bert") else "last"
     lens = lsim.LogitLens(labels="data")
     curve = lsim.ExitCurve(labels="data")
+
     for rule in (None, head, "all"):
         report = lsim.analyze(
             model, lsim.Data(labelled(classes), positions=rule, batch_size=4), [lens, curve, lsim.Saturation()]
@@ -225,6 +230,7 @@ def test_the_lens_of_a_classifier_reads_its_position_by_default_and_among_all(ki
         assert float(report["logit_lens"].cross_entropy[-1]) == pytest.approx(float(loss), rel=1e-5)
         assert float(report["exit_curve"].accuracy[-1]) == pytest.approx(float(accuracy))
         assert float(report["saturation"].counts.sum()) == 6
+
     rows = lsim.analyze(model, padded(), lsim.LogitLens(labels=torch.tensor(classes)))["logit_lens"]
     assert float(rows.cross_entropy[-1]) == pytest.approx(float(loss), rel=1e-5)
 
@@ -247,8 +253,10 @@ def test_analyzers_of_whole_rows_see_whole_rows_by_default(kind):
     x = [states(model, blocks, row) for row in ROWS]
     means = np.stack([row.mean(1) for row in x], axis=1)
     pooled = lsim.analyze(model, padded(), lsim.CKA(level="sequence", estimator="exact"))["cka"]
+
     np.testing.assert_allclose(pooled.values, oracles.oracle_cka([means], exact=True)["values"], atol=1e-9)
     assert pooled.provenance.options["positions"] == "all"
+
     collapse = lsim.NeuralCollapse(labels="data", pool="mean")
     report = lsim.analyze(model, labelled([0, 1, 2, 0, 1, 2]), [collapse, lsim.LogitLens(labels="data")])
     expected = oracles.oracle_neural_collapse([means], [0, 1, 2, 0, 1, 2], 3)["values"]
@@ -279,6 +287,7 @@ def test_a_row_without_a_selected_position_contributes_nothing():
         "cosine"
     ]
     check(result, x)
+
     with pytest.raises(lsim.LayersimError, match=r"`data`.*`positions`"):
         lsim.analyze(model, lsim.Data(padded(), positions=slice(20, None)), lsim.Cosine(center="none"))
 
@@ -296,7 +305,9 @@ def test_a_language_model_predicts_the_next_token_at_the_chosen_position():
     with torch.no_grad():
         logits = torch.cat([model(row[None]).logits[:, 1] for row in ROWS]).double()
     loss = torch.nn.functional.cross_entropy(logits, torch.stack([row[2] for row in ROWS]))
+
     result = lsim.analyze(model, lsim.Data(padded(), positions=slice(1, 2)), lsim.LogitLens())["logit_lens"]
+
     assert float(result.cross_entropy[-1]) == pytest.approx(float(loss), rel=1e-5)
 
 
@@ -330,13 +341,16 @@ def test_the_last_position_has_a_prediction_and_no_target(how):
         report = probe.results()
     lens = report["logit_lens"]
     curve = report["exit_curve"]
+
     assert (lens.positions, lens.targets) == (len(ROWS), 0)
     for field in ("cross_entropy", "perplexity", "accuracy", "target_probability", "lost_share", "monotone_share"):
         assert bool(getattr(lens, field).isnan().all()), field
+
     entropy = -(logs.exp() * logs).sum(-1).mean(1)
     assert lens.entropy.tolist() == pytest.approx(entropy.tolist(), rel=1e-5)
     kl = (logs[-1].exp() * (logs[-1] - logs)).sum(-1).mean(1)
     assert lens.kl_to_final.tolist() == pytest.approx(kl.tolist(), rel=1e-4, abs=1e-6)
+
     agreement = (logs.argmax(-1) == logs.argmax(-1)[-1]).double().mean(1)
     assert lens.agreement.tolist() == agreement.tolist()
     assert int(curve.exits.sum()) == len(ROWS)
@@ -351,11 +365,14 @@ def test_a_result_without_targets_shows_what_it_has(tmp_path):
             model(row[None])
     report = probe.results()
     lens = report["logit_lens"]
+
     assert list(lens.headline()) == ["agreement of block 1 with the last"]
     assert bool(lens.interval("cross_entropy").low.isnan().all())
+
     entropy = lens.interval("entropy")
     assert bool((entropy.low < lens.entropy).all() and (lens.entropy < entropy.high).all())
     assert "NaN" not in str(lens.plot().to_json())
+
     page = report.to_html(tmp_path / "page.html").read_text()
     assert "KL divergence" in page
     assert "Perplexity" not in page
@@ -371,7 +388,9 @@ def test_positions_with_and_without_a_target_are_means_of_their_own():
         for row in rows:
             model(row[None])
     all_positions = probe.results()["logit_lens"]
+
     with_target = lsim.analyze(model, lsim.Data(rows, positions=slice(-2, -1)), lsim.LogitLens(), intervals=True)["logit_lens"]
+
     assert (all_positions.positions, all_positions.targets, with_target.targets) == (40, 20, 20)
     torch.testing.assert_close(all_positions.cross_entropy, with_target.cross_entropy, rtol=1e-5, atol=0)
     torch.testing.assert_close(all_positions.interval("accuracy").high, with_target.interval("accuracy").high)
@@ -387,6 +406,7 @@ def test_steps_of_generation_at_the_last_position_have_no_target():
     with lsim.attach(model, lsim.LogitLens(), positions="last") as probe, torch.no_grad():
         model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     lens = probe.results()["logit_lens"]
+
     assert (lens.positions, lens.targets) == (4, 0)
     assert bool(lens.cross_entropy.isnan().all())
     assert not bool(lens.entropy.isnan().any())
@@ -400,7 +420,9 @@ def test_two_models_are_compared_at_the_same_positions(rule):
     b = tiny_gpt2().double()
     parts = [states(b, b.transformer.h, row)[:, list(choose(row.tolist()))] for row in ROWS]
     expected = oracles.oracle_cka([x], [np.concatenate(parts, axis=1)], exact=True, row=[rows_by_hand(choose)])["values"]
+
     result = lsim.compare(a, b, lsim.Data(padded(), positions=positions, batch_size=2), lsim.CKA(estimator="exact"))
+
     np.testing.assert_allclose(result.values, expected, atol=1e-9)
     assert result.provenance.tokens == x.shape[1]
 
@@ -412,6 +434,7 @@ def test_models_whose_heads_differ_are_compared_by_a_given_rule():
     with pytest.raises(lsim.LayersimError, match=r"^`positions` "):
         lsim.compare(tiny_llama(), classifier, padded(), cka)
     assert lsim.compare(tiny_llama(), classifier, lsim.Data(padded(), positions="all"), cka).samples == sum(LENGTHS)
+
     alike = lsim.compare(classifier, classifier, padded(), cka)
     assert (alike.samples, alike.provenance.options["positions"]) == (len(ROWS), "last")
     assert lsim.compare(tiny_llama(), classifier, padded(), lsim.CKA(level="sequence", estimator="exact")).samples == len(ROWS)
@@ -454,6 +477,7 @@ def test_labels_by_position_are_refused_for_means_of_rows():
     tokens = random_tokens(8, 12)
     collapse = lsim.NeuralCollapse(labels="data", classes=2, level="sequence")
     data = {"input_ids": tokens, "labels": tokens % 2}
+
     with pytest.raises(lsim.LayersimError, match="differ within a row"):
         lsim.analyze(tiny_llama(), lsim.Data(data, positions="mean"), collapse)
     assert (
@@ -487,7 +511,9 @@ def test_rows_of_pixels_are_measured_at_their_patches(rule, places):
     for handle in handles:
         handle.remove()
     x = torch.stack(stream)[:, :, list(places)].flatten(1, 2).double().numpy()
+
     result = lsim.analyze(model, lsim.Data(PIXELS, positions=rule, batch_size=4), lsim.Cosine(center="none"))["cosine"]
+
     np.testing.assert_allclose(result.values, oracles.oracle_cosine([x], center="none")["values"], atol=1e-10)
     assert result.provenance.options["positions"] == ("first" if rule is None else "1:" if isinstance(rule, slice) else rule)
 

@@ -66,6 +66,7 @@ def test_eight_shards_of_which_three_are_killed_equal_one_process(tmp_path):
     assert not any(process["done"] for process in outcome["killed"])
     # Some had sums of a part of their batches.
     assert len([process for process in outcome["killed"] if process["held"] > 0]) >= 1
+
     alone, merged = (contents(tmp_path / f"{name}.safetensors") for name in ("alone", "merged"))
     assert merged[0] == alone[0]
     assert merged[1] == alone[1]
@@ -95,6 +96,7 @@ def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
     options = {"batch_size": 2, **options}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     parts = measured(tmp_path / "parts", of, model, data, analyzers, **options)
+
     assert_same(lsim.merge(parts), alone, tmp_path)
 
 
@@ -106,11 +108,14 @@ def test_two_passes_in_calls_of_their_own_equal_one_call(tmp_path):
     options = {"batch_size": 2, "intervals": True}
     alone = called(lsim.analyze, model, data, analyzers, **options)
     first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
+
     with pytest.raises(lsim.LayersimError, match=r"first/0\.safetensors"):
         lsim.merge(first)
+
     # The passes may have different numbers of shards.
     parts = measured(tmp_path / "parts", 4, model, data, analyzers, first=first, **options)
     assert_same(lsim.merge(str(parts / "*.safetensors")), alone, tmp_path)
+
     again = {"shard": (0, 4), "save_to": tmp_path / "other", **options}
     with pytest.raises(lsim.LayersimError, match=r"2 of 3 .*1, 2.*shard=\(1, 3\).*`first`"):
         called(lsim.analyze, model, data, analyzers, first=first / "0.safetensors", **again)
@@ -133,6 +138,7 @@ def test_a_first_pass_without_a_model_needs_no_call_of_its_own(tmp_path):
     analyzers = [lsim.NeuralCollapse(classes=4), lsim.CKA(minibatch=8)]
     alone = lsim.analyze(model, lsim.Data(data, batch_size=2), analyzers)
     parts = measured(tmp_path / "parts", 3, model, data, analyzers, batch_size=2)
+
     assert_same(lsim.merge(parts), alone, tmp_path)
 
 
@@ -228,6 +234,7 @@ def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tl_layersim.data.data.MOST_KEPT", 0)
     with pytest.raises(lsim.LayersimError, match="`data`"):
         called(lsim.analyze, tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
+
     monkeypatch.setattr("tl_layersim.engine.run_arguments.rank_and_size", lambda: (0, 2))
     with pytest.raises(lsim.LayersimError, match=r"`shard`.*\(0, 2\).* 2 "):
         called(lsim.analyze, tiny_llama(), random_tokens(4, 5), "cka", **call)
@@ -240,9 +247,11 @@ def test_a_file_does_not_decide_how_much_memory_merge_takes(shard, tmp_path):
     header["identity"]["shard"] = list(shard)
     file_format.write(path, "shard", header, tensors)
     tracemalloc.start()
+
     with pytest.raises(lsim.LayersimError) as caught:
         lsim.merge(path)
     assert tracemalloc.get_traced_memory()[1] < 2**24
+
     tracemalloc.stop()
     assert str(shard[1]) in str(caught.value)
 
@@ -297,6 +306,7 @@ def test_analyzers_that_hold_tensors_are_given_again(tmp_path):
     data = list(random_tokens(8, 6))
     probe = lsim.NeuralCollapse(classes=4)
     parts = measured(tmp_path / "parts", 2, model, data, [probe], batch_size=2)
+
     with pytest.raises(lsim.LayersimError, match="`analyzers`"):
         lsim.merge(parts, analyzers=[lsim.NeuralCollapse(classes=5)])
     assert_same(lsim.merge(parts, analyzers=[probe]), lsim.analyze(model, lsim.Data(data, batch_size=2), [probe]), tmp_path)
@@ -309,6 +319,8 @@ def test_shards_of_a_classifier_equal_one_process(kind, tmp_path):
     data = lsim.Data(case.data(), batch_size=2)
     for number in range(2):
         lsim.analyze(model, data, lsim.Saturation(), shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
+
     merged = lsim.merge(tmp_path)["saturation"]
     alone = lsim.analyze(model, data, lsim.Saturation())["saturation"]
+
     assert torch.equal(merged.counts, alone.counts)

@@ -87,8 +87,10 @@ def test_some_blocks_named_with_layers():
     model = tiny_llama()
     tokens = random_tokens()
     blocks = ["model.layers.0", "model.layers.2"]
+
     whole = lsim.analyze(model, tokens, lsim.CKA(), at="attn_out")["cka"]
     some = lsim.analyze(lsim.open_model(model, layers=blocks), tokens, lsim.CKA(), at="attn_out")["cka"]
+
     assert some.layers == ("blocks.0.hook_attn_out", "blocks.2.hook_attn_out")
     torch.testing.assert_close(some.values, whole.values[::2, ::2])
     with pytest.raises(lsim.LayersimError, match=r"`at` is 'attn_out'.*resid_post"):
@@ -101,6 +103,7 @@ def test_a_stitched_model_is_read_at_its_residual_stream_alone():
     model = tiny_llama()
     tokens = random_tokens(8)
     stitched = lsim.stitch(model, model, tokens, at=(0, 0), adapter="identity").model
+
     with pytest.raises(lsim.LayersimError, match=r"`at` is 'attn_out'.*stitched"):
         lsim.analyze(stitched, tokens, lsim.CKA(), at="attn_out")
     assert lsim.analyze(stitched, tokens, lsim.CKA(), at="resid_post")["cka"].values.isfinite().all()
@@ -146,8 +149,10 @@ def test_a_probe_refuses_it_in_its_results(path, beside):
     expected = model(tokens)
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=[path, *beside]) as probe:
         assert torch.equal(model(tokens), expected)
+
     with pytest.raises(lsim.LayersimError, match=rf"`at`.*\b{path}\b"):
         probe.results()
+
     with lsim.attach(lsim.open_model(model, layers=BLOCKS), lsim.CKA(), at=["parts.0", "head"]) as probe:
         model(tokens)
         model(tokens)
@@ -197,8 +202,10 @@ def test_a_probe_counts_once_with_gradient_checkpointing(make, asked):
     model = make().train()
     tokens = random_tokens(4, 9)
     getattr(model, "original_model", model).gradient_checkpointing_enable()
+
     with called(lsim.attach, model, analyzers(), **asked) as probe:
         logits(model, tokens).square().mean().backward()
+
     assert probe.results()["cka"].provenance.tokens == 36
 
 
@@ -229,6 +236,7 @@ def test_a_probe_refuses_cosines_of_sites_of_different_widths():
         model(random_tokens())
     with pytest.raises(lsim.LayersimError, match=r"Cosine needs sites of equal width"):
         probe.results()
+
     with lsim.attach(model, lsim.CKA(), at=["attn_out", "mlp_post"]) as probe, torch.no_grad():
         model(random_tokens())
     expected = lsim.analyze(model, random_tokens(), lsim.CKA(), at=["attn_out", "mlp_post"])["cka"]

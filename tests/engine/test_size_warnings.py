@@ -44,10 +44,12 @@ def test_massive_first_tokens_are_named_once_with_how_many_to_leave_out(by):
     with pytest.warns(lsim.LayersimWarning) as warnings:
         report = lsim.analyze(with_large(first=300.0), lsim.Data(rows(), batch_size=by), MEASURES)
     assert sum("few tokens" in str(warning.message) and "skip_first=1" in str(warning.message) for warning in warnings) == 1
+
     said = warned(report)
     assert all("skip_first=1" in said[name] for name in ("cka", "effective_rank", "procrustes"))
     # Cosine gives each token the same weight, once the mean is subtracted.
     assert "mean that Cosine subtracts" in said["cosine"]
+
     again = lsim.analyze(with_large(first=300.0), lsim.Data(rows(), skip_first=1), MEASURES)
     assert not any("tokens decide" in text for text in warned(again).values())
 
@@ -63,6 +65,7 @@ def test_cosine_warns_where_first_tokens_move_its_mean(first, by):
     right = lsim.analyze(model, rows(100), lsim.Cosine(center=mean))["cosine"]
     moved = (whole.values - right.values).abs().max()
     said = " ".join(whole.provenance.warnings)
+
     assert ("mean that Cosine subtracts" in said) == ("skip_first=1" in said) == (first >= 20)
     assert (float(moved) > 0.1) == (first >= 20)
     assert "mean that" not in " ".join(right.provenance.warnings)
@@ -80,6 +83,7 @@ def test_the_warning_names_the_largest_activations_and_their_position(place):
     shift = (x - x.mean((0, 1)))[:, : place + 1].sum((0, 1)).norm() / x[:, place + 1 :, 0].numel()
     later = (length[:, place + 1 :].mean() - shift**2).sqrt()
     ratio = float(length[:, place].mean().sqrt() / later)
+
     assert f"embedding, those at position {place} of a row are {ratio:.3g} times" in said
     assert f"skip_first={place + 1} " in said
 
@@ -112,10 +116,12 @@ def test_the_sums_are_those_of_the_formulas():
     x = generator.normal(size=(2, 36, 5)) * generator.lognormal(size=(2, 36, 1))
     sums = activation_sizes(view(x, rows=3))
     norm = (x**2).sum(-1).reshape(2, 3, 12)
+
     for power in (1, 2):
         by_place = np.concatenate([(norm**power)[..., :4].sum(1), (norm**power)[..., 4:].sum((1, 2))[:, None]], 1)
         np.testing.assert_allclose(sums[f"0 norm^{2 * power}"], by_place)
     np.testing.assert_array_equal(sums["0 tokens"], [3, 3, 3, 3, 24])
+
     share = (x**2 / (x**2).sum(-1, keepdims=True)).reshape(2, 3, 12, 5).mean(2)
     variance = x.reshape(2, 3, 12, 5)[:, :, 4:].var(2)
     for name, shares in (("power", share), ("variance", variance)):

@@ -193,10 +193,12 @@ def test_no_block_and_no_half_ends_inside_a_text(model, tokens):
     result = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.Cosine(), intervals=True)
     # One block for each text, in the order of its first row.
     assert result.block_tokens == tuple(LENGTH * GROUPS.count(group) for group in dict.fromkeys(GROUPS))
+
     curve = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.ExitCurve())
     half = int(curve.part_exits[0, 0].sum())
     counts = [LENGTH * GROUPS.count(group) for group in set(GROUPS)]
     assert half in {sum(some) for size in range(len(counts) + 1) for some in itertools.combinations(counts, size)}
+
     probe = measured(model, lsim.Data(tokens, groups=GROUPS), lsim.LinearPredictivity(test_fraction=0.5))
     assert probe.held_out_samples in {sum(some) for size in range(8) for some in itertools.combinations(counts, size)}
 
@@ -211,10 +213,12 @@ def test_rows_that_the_package_cuts_are_one_text(model):
         lsim.CKA(permutations=19),
         intervals=True,
     )
+
     assert cut.provenance.texts == 8
     for name in cut.tensor_fields():
         torch.testing.assert_close(getattr(cut, name), getattr(grouped, name), rtol=0, atol=0, equal_nan=True)
     assert cut.provenance.data == grouped.provenance.data
+
     alone = measured(model, lsim.Data(texts.reshape(32, 5)), lsim.CKA())
     assert (alone.provenance.texts, alone.provenance.data) == (32, cut.provenance.data)
 
@@ -231,7 +235,9 @@ def test_shards_hold_whole_texts_and_join_to_the_same_bits(model, tokens, tmp_pa
             shard=(number, 3),
             save_to=tmp_path / f"{number}.safetensors",
         )
+
     merged = lsim.merge(tmp_path)["cosine"]
+
     assert torch.equal(merged.values, whole.values)
     assert merged.provenance.texts == whole.provenance.texts == 12
     np.testing.assert_allclose(merged.interval("values").low, whole.interval("values").low, equal_nan=True)
@@ -242,9 +248,11 @@ def test_rows_of_one_long_text_are_compared_with_rows_further_away(pack, model):
     """A single text has no second one: its rows stand for texts, and neighbours are in different minibatches."""
     tokenizer = tiny_tokenizer()
     text = " ".join(tokenizer.convert_ids_to_tokens(random_tokens(1, 160, seed=1)[0].tolist()))
+
     data = lsim.Data([text], tokenizer=tokenizer, seq_len=5, pack=pack)
     with pytest.warns(lsim.LayersimWarning, match=r"parts of one text"):
         result = measured(model, data, lsim.CKA(minibatch=64), intervals=True)
+
     assert result.provenance.options["rows_as_texts"] == result.provenance.sequences == result.provenance.texts
     # Of 16 rows of a pool, every other one.
     assert result.texts <= 8
@@ -256,7 +264,9 @@ def test_texts_that_follow_each_other_and_are_alike_are_named(model):
     documents[:, -1] = random_tokens(96, 1, seed=6)[:, 0]
     with pytest.warns(lsim.LayersimWarning, match=r"groups=") as issued:
         measured(model, documents, lsim.Cosine(), intervals=True)
+
     assert any("'cosine'" in str(warning.message) for warning in issued)
+
     groups = [row // 4 for row in range(96)]
     with pytest.warns(lsim.LayersimWarning) as issued:
         result = measured(model, lsim.Data(documents, groups=groups), lsim.Cosine(), intervals=True)

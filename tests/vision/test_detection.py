@@ -98,6 +98,7 @@ def test_every_number_equals_brute_force_in_every_batch_size(auxiliary_loss, see
     for size in (1, 3, 16):
         result = detection_by_layer(model, lsim.Data(data, batch_size=size))
         agrees(result, model, data)
+
     assert (result.images, result.objects, result.matched) == (4, 6, 6)
     assert result.layers[1:] == tuple(f"decoder.blocks.{i}.hook_resid_post" for i in range(LAYERS))
     assert result.coordinates("layer") == result.layers[1:]
@@ -112,6 +113,7 @@ def test_losses_are_those_of_transformers(auxiliary_loss):
         out = model(**data)
     names = {**{k: f"_{k}" for k in range(LAYERS - 1)}, LAYERS - 1: ""}
     layers = range(LAYERS) if auxiliary_loss else [LAYERS - 1]
+
     for layer in layers:
         expected = [float(out.loss_dict[f"{name}{names[layer]}"]) for name in ("loss_ce", "loss_bbox", "loss_giou")]
         losses = [float(x[layer]) for x in (result.cross_entropy, 4 * result.box_l1, 1 - result.giou)]
@@ -152,6 +154,7 @@ def test_weights_of_the_configuration_decide():
         setattr(model.config, name, value)
     result = detection_by_layer(model, data)
     agrees(result, model, data)
+
     assert bool((result.giou >= before.giou - 1e-12).all())
     assert result.provenance.options["giou_cost"] == 1
 
@@ -168,6 +171,7 @@ def test_images_without_any_object_have_only_unmatched_queries():
     data = scenes((0, 0))
     result = detection_by_layer(model, data)
     agrees(result, model, data)
+
     assert bool(torch.cat([result.accuracy, result.box_l1, result.giou]).isnan().all())
     assert bool(result.no_object.isfinite().all() and result.loss.isfinite().all())
     assert list(result.headline().values()) == [float(result.no_object[-1])]
@@ -179,6 +183,7 @@ def test_more_objects_than_queries():
     with pytest.warns(lsim.LayersimWarning, match=f"2 of {2 * QUERIES + 2} objects have no query"):
         result = detection_by_layer(model, data)
     agrees(result, model, data)
+
     assert (result.objects, result.matched) == (2 * QUERIES + 2, 2 * QUERIES)
     assert bool(result.no_object.isnan().all())
 
@@ -253,6 +258,7 @@ def test_half_precision(auxiliary_loss):
     data = scenes()
     result = detection_by_layer(model, data)
     whole = oracle(tiny_detr(auxiliary_loss), data)
+
     torch.testing.assert_close(result.box_l1, torch.tensor(whole["box_l1"]), atol=0.02, rtol=0, check_dtype=False)
     assert result.box_l1.dtype == torch.float64
 
@@ -264,7 +270,9 @@ def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was():
     expected = detection_by_layer(model, data)
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+
     result = detection_by_layer(model, data)
+
     torch.testing.assert_close(result.box_l1, expected.box_l1)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -277,14 +285,18 @@ def test_the_result_is_a_file_a_table_and_figures(tmp_path):
     for name in FIELDS:
         assert torch.equal(getattr(again, name), getattr(result, name))
     assert again.provenance == result.provenance
+
     table = result.to_frame()
     assert list(table.columns) == ["layer", "accuracy", "box_l1", "giou", "no_object", "cross_entropy", "loss"]
+
     boxes = result.plot("box_l1").layout
     assert boxes.yaxis.title.text == "Box L1 (fraction of the image)"
     assert boxes.xaxis.title.text == "Decoder layer"
+
     words = f"{result.images} images, {result.provenance.tokens} queries"
     assert boxes.title.subtitle.text == f"DetrForObjectDetection · {words}"
     assert result.provenance.tokens == result.images * tiny_detr().config.num_queries
+
     page = lsim.Report({"detection": result}).to_html(tmp_path / "page.html").read_text()
     assert "Box error of each layer" in page
     assert "class accuracy of the last layer" in repr(result)
@@ -296,7 +308,9 @@ def test_annotations_are_a_part_of_the_record():
     data = scenes()
     first = detection_by_layer(model, data).provenance
     data["labels"][0]["boxes"] = data["labels"][0]["boxes"] / 2
+
     second = detection_by_layer(model, data).provenance
+
     assert first.data == second.data
     assert first.options["labels"] != second.options["labels"]
 
@@ -354,6 +368,7 @@ def test_annotations_beside_another_number_of_images_are_refused():
     ):
         with pytest.raises(lsim.LayersimError, match=r"`labels`.* \d .* \d\b"):
             detection_by_layer(tiny_detr(), mismatched)
+
     first, second, *_ = rows(data)
     del second["labels"]
     with pytest.raises(lsim.LayersimError, match=r"`labels`.* \d .* \d\b"):

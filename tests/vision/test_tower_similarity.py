@@ -48,6 +48,7 @@ def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, bat
     model = clip_of(kind)
     data = pairs()
     result = tower_similarity(model, lsim.Data(data, batch_size=batch_size))
+
     for name, expected in oracle(model, data).items():
         np.testing.assert_allclose(getattr(result, name).numpy(), expected, atol=1e-10, rtol=0, err_msg=name)
     assert result.layers == ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{i}.hook_resid_post" for i in range(4)))
@@ -64,7 +65,9 @@ def test_the_last_layers_are_the_models_own_embeddings():
         output = model(**data)
     cosines = output.image_embeds @ output.text_embeds.T
     result = tower_similarity(model, data)
+
     torch.testing.assert_close(result.values[-1, -1], cosines.diagonal().mean())
+
     mismatched = (cosines.sum() - cosines.diagonal().sum()) / 72
     torch.testing.assert_close(result.mismatched[-1, -1], mismatched)
 
@@ -80,6 +83,7 @@ def test_cka_takes_residuals_of_unequal_width_before_the_norms():
     texts = np.stack([layer[torch.arange(24), ends].numpy() for layer in text])
     result = tower_similarity(model, lsim.Data(data, batch_size=24))
     expected = oracle_cka([images], [texts])["values"]
+
     np.testing.assert_allclose(result.cka[1:].numpy(), expected, atol=1e-8, rtol=0)
     assert result.cka.shape == (5, 4)
     assert bool(result.cka[0].isnan().all())
@@ -96,6 +100,7 @@ def test_padding_and_the_order_of_batches_change_nothing():
         "attention_mask": torch.nn.functional.pad(data["attention_mask"], (0, 3)),
         "pixel_values": data["pixel_values"],
     }
+
     for form in (rows, wider, [wider]):
         result = tower_similarity(model, lsim.Data(form, batch_size=4))
         for name in ("values", "std", "mismatched", "vision", "text"):
@@ -107,6 +112,7 @@ def test_one_pair_has_no_other_pair_and_no_cka():
     model = clip_of()
     data = pairs(1)
     result = tower_similarity(model, data)
+
     np.testing.assert_allclose(result.values.numpy(), oracle(model, data)["values"], atol=1e-10)
     assert all(bool(undefined.isnan().all()) for undefined in (result.mismatched, result.cka))
     assert bool((result.std == 0).all())
@@ -143,6 +149,7 @@ def test_the_norm_may_come_after_the_projection_as_equation_23_is_printed():
     normed = [[torch.nn.functional.layer_norm(x, x.shape[-1:], eps=0) for x in side] for side in (v, t)]
     result = tower_similarity(model, data, norm="after")
     expected = [[torch.nn.functional.cosine_similarity(a, b).mean() for b in normed[1]] for a in normed[0]]
+
     np.testing.assert_allclose(result.values.numpy(), np.array(expected), atol=1e-10)
     assert result.provenance.options["norm"] == "after"
 
@@ -196,6 +203,7 @@ def test_other_models_are_refused():
     siglip = hf.SiglipModel(
         hf.SiglipConfig(text_config=small | {"vocab_size": 99}, vision_config=small | {"image_size": 8, "patch_size": 4})
     )
+
     with pytest.raises(lsim.LayersimError, match=r"`clip`.*SiglipModel.*CLIPModel"):
         tower_similarity(siglip, pairs())
     for model in (clip_of().vision_model, lsim.demo_model(), "openai/clip-vit-base-patch32"):
@@ -208,12 +216,14 @@ def test_texts_that_are_all_equal_have_cosines_and_no_cka_before_rounding():
     equal_texts = {name: data[name][:1].expand(9, -1) for name in ("input_ids", "attention_mask")}
     result = tower_similarity(clip_of(), {**data, **equal_texts})
     assert bool(result.cka[:, 0].isnan().all())
+
     # A column without a value is left out of the figure. The other columns hold rounding, or nothing on some machines.
     without_rounding = replace(result, cka=result.cka.nan_to_num(0.5).index_fill(1, torch.tensor(0), math.nan))
     np.testing.assert_array_equal(without_rounding.plot("cka").data[0].z, without_rounding.cka[:, 1:])
     assert result.plot().layout.title.subtitle.text.endswith(" · 9 pairs")
     assert result.plot("vision").layout.title.subtitle.text.endswith(" · 9 images")
     assert result.plot("text").layout.title.subtitle.text.endswith(" · 9 texts")
+
     curves = result.plot("text_to_last")
     assert curves.layout.title.text == "Cosine of text layers to the last layers"
     assert curves.data[-1].name == "other tower, mismatched pairs"
@@ -234,13 +244,16 @@ def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
     result = tower_similarity(model, data, checkpoint=tmp_path / "run")
+
     assert all(module.training for module in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert hooks == [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+
     again = lsim.load(result.save(tmp_path / "towers.safetensors"))
     for name, axes in result.tensor_fields().items():
         assert torch.equal(getattr(again, name).nan_to_num(7), getattr(result, name).nan_to_num(7))
         assert result.plot(name).data, axes
+
     frame = result.to_frame()
     assert list(frame.columns[:3]) == ["vision_layer", "text_layer", "values"]
     page = lsim.Report({"towers": result}).to_html(tmp_path / "page.html").read_text()
@@ -282,7 +295,9 @@ def test_texts_that_are_padded_on_the_left_are_read_without_padding(batch_size):
         length = int(mask[row].sum())
         left_ids[row, len(row_ids) - length :] = row_ids[mask[row]]
         left_mask[row, len(row_ids) - length :] = True
+
     assert not bool(left_mask[:, 0].all())
+
     moved = {**data, "input_ids": left_ids, "attention_mask": left_mask.long()}
     expected, result = (tower_similarity(model, lsim.Data(padded, batch_size=batch_size)) for padded in (data, moved))
     torch.testing.assert_close(result.values, expected.values)

@@ -53,7 +53,9 @@ def test_one_prompt_a_class_gives_the_models_own_logits(kind):
     with torch.no_grad():
         torch.testing.assert_close(classifier(PIXELS), logits, atol=1e-9, rtol=0)
     result = zero_shot(model, lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
+
     assert float(result.accuracy[-1]) == float((logits.argmax(1) == LABELS).double().mean())
+
     expected = torch.nn.functional.cross_entropy(logits, LABELS)
     torch.testing.assert_close(result.cross_entropy[-1], expected, atol=1e-9, rtol=0)
 
@@ -66,6 +68,7 @@ def test_every_layer_equals_the_models_features_after_that_block(prompts):
     model = clip_of()
     result = zero_shot(model, PIXELS, prompts=prompts, labels=LABELS, top_k=(1, 2))
     last = oracle_logits(model, SEVERAL, 4)
+
     for block in range(4):
         logits = oracle_logits(model, SEVERAL, block + 1)
         order = np.argsort(-logits, axis=1)
@@ -87,6 +90,7 @@ def test_labels_come_from_the_data_or_by_row():
     by_data = zero_shot(clip_of(), data, prompts=ONE_EACH)
     by_row = zero_shot(clip_of(), lsim.Data(PIXELS, batch_size=5), prompts=ONE_EACH, labels=LABELS)
     torch.testing.assert_close(by_data.accuracy, by_row.accuracy)
+
     single = zero_shot(clip_of(), PIXELS[:1], prompts=ONE_EACH, labels=LABELS[:1])
     assert single.positions == 1
 
@@ -96,13 +100,17 @@ def test_the_classifier_is_a_model_like_any_other():
     data = {"pixel_values": PIXELS, "label": LABELS}
     analyzers = [lsim.Cosine(center="none"), lsim.Saturation(), lsim.ExitCurve(labels="data"), lsim.LogitLens(labels="data")]
     report = lsim.analyze(model, data, analyzers)
+
     assert float(report["logit_lens"].agreement[-1]) == 1.0
+
     with torch.no_grad():
         states = clip_of().vision_model(PIXELS, output_hidden_states=True).hidden_states
     expected = torch.nn.functional.cosine_similarity(states[1][:, 0], states[4][:, 0]).mean()
     torch.testing.assert_close(report["cosine"].values[1, 4], expected)
+
     heads = lsim.analyze(model, data, lsim.CKA(minibatch=12), at="attn_out")["cka"]
     assert heads.layers[0] == "blocks.0.hook_attn_out"
+
     with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), positions="first") as probe:
         model(PIXELS)
     torch.testing.assert_close(probe.results()["cosine"].values, report["cosine"].values)
@@ -114,6 +122,7 @@ def test_the_clip_itself_is_not_changed():
     model = copy.deepcopy(clip_of()).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+
     assert all(module.training for module in model.modules())
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -124,6 +133,7 @@ def test_half_precision_gives_the_models_own_predictions():
     result = zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
     logits = own_logits(model, PIXELS.to(torch.bfloat16)).float()
     sure = logits.topk(2, dim=1).values.diff(dim=1).abs()[:, 0] > 0.1
+
     assert abs(float(result.accuracy[-1]) - float((logits.argmax(1) == LABELS).double().mean())) <= float(
         (~sure).double().mean()
     )
@@ -167,6 +177,7 @@ def test_other_data_than_images_is_refused(images, message):
 def test_other_models_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`clip` is .*CLIPModel, "):
         zero_shot(clip_of().vision_model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+
     model = copy.deepcopy(clip_of())
     del model.visual_projection
     with pytest.raises(AttributeError, match="visual_projection"):
