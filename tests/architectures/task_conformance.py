@@ -127,7 +127,10 @@ def _agrees_with(stream: list[Tensor], states: tuple[Tensor, ...]) -> bool:
     if len(states) != len(stream):
         return False
     pairs = zip(stream[1:-1], states[1:-1], strict=True)
-    return all(ours.shape == theirs.shape and torch.equal(ours, theirs) for ours, theirs in pairs)
+    return all(
+        block_output.shape == hidden_state.shape and torch.equal(block_output, hidden_state)
+        for block_output, hidden_state in pairs
+    )
 
 
 def _returning(states: Tensor) -> Callable[..., Any]:

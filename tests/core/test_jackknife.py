@@ -73,10 +73,10 @@ def test_a_field_keeps_its_shape_and_undefined_entries_are_nan():
 
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
 def test_the_interval_is_of_students_t(level):
-    found = t_interval(torch.tensor(3.0).double(), torch.tensor(0.5).double(), torch.tensor(6.0), level)
+    interval = t_interval(torch.tensor(3.0).double(), torch.tensor(0.5).double(), torch.tensor(6.0), level)
     low, high = stats.t.interval(level, df=6, loc=3.0, scale=0.5)
-    assert (float(found.low), float(found.high)) == pytest.approx((low, high), rel=1e-12)
-    assert (float(found.value), float(found.error)) == (3.0, 0.5)
+    assert (float(interval.low), float(interval.high)) == pytest.approx((low, high), rel=1e-12)
+    assert (float(interval.value), float(interval.error)) == (3.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +95,19 @@ def test_the_interval_is_symmetric_on_the_scale_of_the_bounds(within, scale, bac
     step = 1e-6
     on_scale = error * (scale(value + step) - scale(value - step)) / (2 * step)
     margin = stats.t.ppf(0.975, 15) * on_scale
-    found = t_interval(torch.tensor(value).double(), torch.tensor(error).double(), torch.tensor(15.0), 0.95, within)
+    interval = t_interval(torch.tensor(value).double(), torch.tensor(error).double(), torch.tensor(15.0), 0.95, within)
     expected = sorted([back(scale(value) - margin), back(scale(value) + margin)])
 
-    assert [float(found.low), float(found.high)] == pytest.approx(expected, rel=1e-6)
-    assert within[0] < float(found.low) < float(found.high) < within[1]
+    assert [float(interval.low), float(interval.high)] == pytest.approx(expected, rel=1e-6)
+    assert within[0] < float(interval.low) < float(interval.high) < within[1]
 
 
 def test_an_interval_holds_its_value_at_a_bound_and_is_undefined_without_degrees():
     value = torch.tensor([0.0, 1.0, 1 + 1e-12]).double()
     error = torch.tensor(0.1).double().expand(3)
-    found = t_interval(value, error, torch.tensor(20.0), 0.95, within=(0, 1))
-    assert bool((found.low <= value).all() and (value <= found.high).all())
-    assert found.low[1:].tolist() == pytest.approx([1 - 0.2086] * 2, abs=1e-4)
+    interval = t_interval(value, error, torch.tensor(20.0), 0.95, within=(0, 1))
+    assert bool((interval.low <= value).all() and (value <= interval.high).all())
+    assert interval.low[1:].tolist() == pytest.approx([1 - 0.2086] * 2, abs=1e-4)
     assert t_interval(value, error, torch.tensor(math.nan), 0.95).low.isnan().all()
     assert t_interval(value, error * math.nan, torch.tensor(9.0), 0.95).high.isnan().all()
 
@@ -118,10 +118,10 @@ def test_an_interval_holds_its_value_at_a_bound_and_is_undefined_without_degrees
 
 def test_a_fraction_that_is_a_bound_by_chance_has_the_interval_of_wilson():
     ends = torch.tensor([0.0, 1.0]).double()
-    found = t_interval(ends, 0 * ends, torch.tensor(1e9), 0.95, within=(0, 1), rows=(64, 64))
+    interval = t_interval(ends, 0 * ends, torch.tensor(1e9), 0.95, within=(0, 1), rows=(64, 64))
     for number, events in enumerate((0, 64)):
         expected = proportion_confint(events, 64, method="wilson")
-        assert (float(found.low[number]), float(found.high[number])) == pytest.approx(expected, abs=1e-9)
+        assert (float(interval.low[number]), float(interval.high[number])) == pytest.approx(expected, abs=1e-9)
 
     one_end = t_interval(ends, 0 * ends, torch.tensor(15.0), 0.95, within=(0, 1), rows=(64, math.inf))
     assert float(one_end.high[0]) > 0.06

@@ -173,9 +173,9 @@ class TestEdges:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         state = torch.get_rng_state()
         first = written(model)
-        other = written(model, seed=4)
+        other_seed = written(model, seed=4)
 
-        assert [text for rows in first for _, text in rows] != [text for rows in other for _, text in rows]
+        assert [text for rows in first for _, text in rows] != [text for rows in other_seed for _, text in rows]
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
